@@ -1,4 +1,5 @@
-"""What every test runs under: eight fake devices, no silent rank promotion, one torch thread, quick compilations."""
+"""Settings of every test: eight simulated devices, errors for implicit rank promotion, one torch thread, fast
+compilation."""
 
 from __future__ import annotations
 
@@ -8,25 +9,25 @@ import os
 import time
 from pathlib import Path
 
-# Set before jax is imported, and inherited by the other worker and by the programs that tests start.
+# Set before jax is imported. The pytest workers and the programs that tests start inherit these variables.
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Torch is only the reference of some tests; its threads would fight over the cores with jax and the other worker.
+# Torch is only the reference of some tests. Several torch threads would compete with jax for the processor cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# The programs of the tests run for milliseconds: compiling them without optimizations is four times as quick. An
-# unknown flag would end the process, so each version has those that it knows, and later versions have none.
+# The compiled programs of the tests run for milliseconds, and compilation without optimizations takes a quarter of the
+# time. An unknown flag would end the process, so each jax version gets only the flags that it accepts.
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 elif importlib.metadata.version("jaxlib").startswith(("0.11.", "0.12.")):
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-# Compiled programs are kept between runs, since most of a test's time is compilation.
+# Compiled programs are cached between runs, because compilation takes most of the time of a test.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _cache = Path.home() / ".cache" / "tunix_like" / "tests"
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_cache)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     for _file in _cache.glob("*") if "PYTEST_XDIST_WORKER" not in os.environ else ():
-        with contextlib.suppress(OSError):  # another run may remove it too
+        with contextlib.suppress(OSError):  # another run may have removed the file
             if _file.stat().st_mtime < time.time() - 14 * 24 * 3600:
                 _file.unlink()
 

@@ -1,4 +1,4 @@
-"""Values of parametrised tests."""
+"""Helpers for the values of parametrized tests."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import pytest
 
 
 def others_slow(values: Iterable[Any], quick: Any) -> list[Any]:
-    """Marks all values but `quick` as slow, so that plain `pytest` runs the test with `quick` alone."""
+    """Marks all values except `quick` as slow, so that plain `pytest` runs the test with `quick` only."""
     return [value if value == quick else pytest.param(value, marks=pytest.mark.slow) for value in values]

@@ -1,4 +1,4 @@
-"""A fresh python, for what depends on how a process begins: the number of devices, the memory it has held."""
+"""Runs a new Python process, for tests that depend on its start: the number of devices, the peak memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def python(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Runs `python ARGV` in `cwd` to its end, with this repository in front of what is installed."""
+    """Runs `python ARGV` in `cwd` until it ends, with this repository before the installed packages on the path."""
     return subprocess.run(
         [sys.executable, *argv],
         cwd=cwd,

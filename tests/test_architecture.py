@@ -1,4 +1,4 @@
-"""The shape of the code, read from the source: packages and the direction of their imports, sizes of files and
+"""Tests the structure of the source code: the packages and the direction of their imports, the sizes of files and
 functions, and which libraries are imported where."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ORDER = [
     "report",
     "cli",
 ]
-"""A package imports only from packages before it, imports for type checkers included."""
+"""A package imports only from packages before it in this list. Imports for type checkers count too."""
 
 MOST_LINES, MOST_BODY, MOST_PARAMETERS = 400, 50, 7
 
@@ -43,7 +43,7 @@ MANY_PARAMETERS = {
     "config/keys.py:key": "declares a field; one keyword for each of its properties",
     "models/loading.py:load_model": "a public constructor",
 }
-"""Exceptions, each with its reason; the lists are exact, so an entry that is no longer needed fails."""
+"""Exceptions, each with its reason. The tests compare the lists exactly, so an entry that is no longer needed fails."""
 
 
 def name_of(path: Path) -> str:
@@ -59,7 +59,7 @@ def package_of(name: str) -> str:
 
 
 def imports_of(tree: ast.Module) -> Iterator[str]:
-    """Dotted names of everything imported, at any depth and for type checkers too."""
+    """Returns the dotted names of all imports, at any depth, including those for type checkers."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -70,7 +70,7 @@ def imports_of(tree: ast.Module) -> Iterator[str]:
 
 
 def edges(name: str) -> set[str]:
-    """The modules of the package that `name` imports."""
+    """Returns the modules of the package that `name` imports."""
     tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
     dotted = (imported for imported in imports_of(tree) if imported.split(".")[0] == "tunix_like")
     found = {imported.removeprefix("tunix_like").lstrip(".").replace(".", "/") for imported in dotted}
@@ -78,7 +78,7 @@ def edges(name: str) -> set[str]:
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef, bool]]:
-    """`(file:name, function, whether it is a constructor)` of every function and method."""
+    """Yields `(file:name, function, whether it is a constructor)` of every function and method."""
     for path in MODULES.values():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef):
@@ -86,20 +86,20 @@ def functions() -> Iterator[tuple[str, ast.FunctionDef, bool]]:
 
 
 def body_lines(node: ast.FunctionDef) -> int:
-    """Lines of the body without its docstring."""
+    """Returns the number of lines of the body without its docstring."""
     docstring = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
     body = node.body[1:] if docstring else node.body
     return int(body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
-def test_the_packages_are_those_of_the_order():
-    """At most 15 names directly in the package beside `__init__` and `__main__`."""
+def test_all_packages_are_in_the_import_order():
+    """The package contains at most 15 names besides `__init__` and `__main__`."""
     top = {path.stem for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "py.typed")}
     assert top - {"__init__", "__main__"} == set(ORDER) and len(ORDER) <= 15
 
 
 @pytest.mark.parametrize("package", ORDER)
-def test_imports_go_to_packages_before(package):
+def test_packages_import_only_earlier_packages(package):
     allowed = {*ORDER[: ORDER.index(package) + 1], "__init__"}
     wrong = {
         f"{name} imports {target}"
@@ -111,7 +111,7 @@ def test_imports_go_to_packages_before(package):
     assert not wrong
 
 
-def test_no_file_is_long():
+def test_files_are_within_the_line_limit():
     long = {
         str(path.relative_to(PACKAGE))
         for path in MODULES.values()
@@ -120,12 +120,12 @@ def test_no_file_is_long():
     assert long == set(LONG_FILES)
 
 
-def test_no_body_is_long():
+def test_function_bodies_are_within_the_line_limit():
     assert {name for name, node, _ in functions() if body_lines(node) > MOST_BODY} == set(LONG_BODIES)
 
 
-def test_no_function_has_many_parameters():
-    """`self` and constructors aside."""
+def test_functions_are_within_the_parameter_limit():
+    """`self` does not count, and constructors are not checked."""
 
     def count(node: ast.FunctionDef) -> int:
         names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
@@ -135,7 +135,7 @@ def test_no_function_has_many_parameters():
     assert many == set(MANY_PARAMETERS)
 
 
-def test_the_reference_libraries_stay_in_the_tests():
+def test_reference_libraries_are_imported_only_by_tests():
     guilty = {
         f"{name}: {imported}"
         for name, path in MODULES.items()
@@ -145,12 +145,12 @@ def test_the_reference_libraries_stay_in_the_tests():
     assert not guilty
 
 
-def test_importing_the_package_is_light():
+def test_importing_the_package_does_not_import_heavy_libraries():
     code = "import sys, tunix_like; sys.exit(bool({'jax', 'torch', 'transformers', 'flax'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_importing_a_learner_does_not_import_scipy():
-    """Only an exact interval needs it."""
+    """Only the exact confidence interval needs scipy."""
     code = "import sys\nfrom tunix_like import MaxRLLearner\nsys.exit('scipy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

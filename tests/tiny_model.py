@@ -1,4 +1,4 @@
-"""The smallest model that the letters of `reverse_text` can be trained with, as an HF config; and their tokenizer."""
+"""The smallest model that can be trained on `reverse_text`, as a Hugging Face config, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ HF = {
 
 
 def backend_in(folder: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a folder without the settings of `tunix_like`."""
+    """Loads the tokenizer of a folder without the settings of `tunix_like`."""
     return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def letters_backend() -> tokenizers.Tokenizer:
-    """That of `reverse_text`."""
+    """Returns the tokenizer of `reverse_text`."""
     with tempfile.TemporaryDirectory() as folder:
         reverse_text.tokenizer().save(folder)
         return backend_in(Path(folder))

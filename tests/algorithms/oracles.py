@@ -1,7 +1,8 @@
-"""What the estimators are held to: their definitions in float64, by every subset of a group, and by enumeration.
+"""Oracles of the advantage estimators: their definitions in float64, over all subsets of a group and by enumeration.
 
-The oracles know max@K as a mean over subsets, and the gradient of an objective as a sum over outcomes. Only `by_ranks`,
-for groups whose subsets nobody can list, sorts; it is held to the subsets itself.
+The oracles compute max@K as a mean over subsets, and the gradient of an objective as a sum over all outcomes.
+`by_ranks` sorts the rewards instead. It serves groups that are too large to enumerate their subsets, and is itself
+tested against the enumeration.
 """
 
 from __future__ import annotations
@@ -42,18 +43,20 @@ every = pytest.mark.parametrize(
 )
 
 SPEAKS_OF_CONSTANT = (("pkpo", {"k": 1}), ("reinforce_pp", {}))
-"""The two that give constant groups something."""
+"""The estimators that give constant groups nonzero advantages."""
 
 
-# --- the subject ------------------------------------------------------------------------------------------------------
+# --- the function under test ------------------------------------------------------------------------------------------
 
 
 def estimate(
     rewards: np.ndarray, name: str, lengths: np.ndarray | None = None, rows: int = 64, **params: Any
 ) -> np.ndarray:
-    """The estimator itself on `[P, G]` rewards (NaN: unscored), op by op: nothing is compiled anew for another
-    parameter, nor for another `P`, since `rows` groups are given at a time, unscored ones where there are fewer.
-    `compute_advantages`, which compiles it whole, is held to the same values in `test_advantages.py`."""
+    """Runs the estimator on `[P, G]` rewards (NaN: unscored) without compilation of the whole function.
+
+    The rewards are given in blocks of `rows` groups, filled with unscored groups, so that neither another parameter nor
+    another `P` compiles anything. `test_advantages.py` tests the compiled `compute_advantages` against the same values.
+    """
     count, size = rewards.shape
     assert count <= rows or name != "reinforce_pp", "it looks at the whole batch"
     padded, sizes = np.full((-(-count // rows) * rows, size), NAN), np.zeros((-(-count // rows) * rows, size), np.int32)
@@ -72,7 +75,7 @@ def estimate(
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e-5, message: str = "") -> None:
-    """Within `tolerance` of each group's largest advantage."""
+    """Asserts that the difference is within `tolerance` times the largest advantage of each group."""
     bound = tolerance * np.abs(expected).max(axis=-1, keepdims=True) + 1e-12
     assert (np.abs(actual - expected) <= bound).all(), f"{message} off by {np.abs(actual - expected).max()}"
 
@@ -81,7 +84,8 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e
 
 
 def kinds_of_groups(size: int, count: int = 16) -> np.ndarray:
-    """Random groups `[4 * count, size]`: reals, heavy ties, 0/1, and non-negative shaped rewards; float32 values."""
+    """Returns random groups `[4 * count, size]` in float32: real, with many ties, 0/1, and non-negative shaped
+    rewards."""
     rng = np.random.default_rng(size)
     groups = [
         rng.normal(size=(count, size)),
@@ -93,12 +97,12 @@ def kinds_of_groups(size: int, count: int = 16) -> np.ndarray:
 
 
 def binary_groups(size: int) -> np.ndarray:
-    """All `2^size` of them."""
+    """Returns all `2^size` groups of 0/1 rewards."""
     return np.array(list(itertools.product([0.0, 1.0], repeat=size)))
 
 
 def taken(name: str, params: dict[str, Any], rewards: np.ndarray) -> np.ndarray:
-    """Rewards of the same pattern that the estimator is defined for."""
+    """Maps rewards to rewards of the same pattern that the estimator accepts."""
     if name == "passk":
         return np.where(np.isnan(rewards), NAN, (np.abs(rewards) > 0.5).astype(np.float64))
     return np.abs(rewards) if (name, params) == ("maxrl", {}) else rewards
@@ -108,8 +112,8 @@ def taken(name: str, params: dict[str, Any], rewards: np.ndarray) -> np.ndarray:
 
 
 class Maxima(NamedTuple):
-    """Mean maximum over the k-subsets that hold `i`, over all of them, and over those without `i` (NaN: there is no
-    such subset)."""
+    """Mean maximum over the k-subsets that contain `i`, over all k-subsets, and over those without `i` (NaN: no such
+    subset)."""
 
     with_i: np.ndarray
     of_all: float
@@ -118,7 +122,7 @@ class Maxima(NamedTuple):
 
 @functools.cache
 def subsets(size: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """`[S, k]` members, and `[S, size]` whether each completion is one."""
+    """Returns the members `[S, k]` of all subsets, and `[S, size]` whether each completion is a member."""
     members = np.array(list(itertools.combinations(range(size), k)))
     return members, (members[:, :, None] == np.arange(size)).any(axis=1)
 
@@ -134,7 +138,7 @@ def over_subsets(rewards: np.ndarray, k: int) -> Maxima:
 
 @functools.cache
 def shares(size: int, picked: int, total: int, drawn: int) -> np.ndarray:
-    """`C(m, picked) / C(total, drawn)` for `m = 0..size-1`, of whole numbers."""
+    """Returns `C(m, picked) / C(total, drawn)` for `m = 0..size-1`, computed with integers."""
     found = [0] * min(picked, size)
     for m in range(picked, size):
         found.append(1 if m == picked else found[-1] * m // (m - picked))
@@ -142,7 +146,7 @@ def shares(size: int, picked: int, total: int, drawn: int) -> np.ndarray:
 
 
 def by_ranks(rewards: np.ndarray, k: int) -> Maxima:
-    """The same from how often each rank is the largest: for any size."""
+    """Computes the same values from how often each rank is the largest, for groups of any size."""
     if k == 0:
         return over_subsets(rewards, 0)
     n = len(rewards)
@@ -150,7 +154,7 @@ def by_ranks(rewards: np.ndarray, k: int) -> Maxima:
     x, back = rewards[order], np.argsort(order)
 
     def after(values: np.ndarray) -> np.ndarray:
-        """Sum over the ranks above each."""
+        """Returns for each rank the sum over the ranks above it."""
         return np.append(np.cumsum(values[::-1])[::-1][1:], 0.0)
 
     with_i = x * shares(n, k - 1, n - 1, k - 1)
@@ -169,13 +173,16 @@ OfMaxima = Callable[[np.ndarray, int], Maxima]
 
 
 def leave_two_out(rewards: np.ndarray, k: int, maxima: OfMaxima = over_subsets) -> np.ndarray:
-    """`L_k,i = q_i - V_k(-i)`."""
+    """Returns `L_k,i = q_i - V_k(-i)`."""
     found = maxima(rewards, k)
     return found.with_i - found.without_i
 
 
 def least_scored(name: str, params: dict[str, Any]) -> int:
-    """Completions below which a group is dropped: a difference needs two, a subset k, one that leaves `i` out k + 1."""
+    """Returns the number of scored completions below which a group is dropped.
+
+    A difference needs two completions, a subset k, and a subset without `i` k + 1.
+    """
     return max(
         2, {"maxpo": params.get("k", 0) + 1, "pkpo": params.get("k", 0), "passk": params.get("k", 0)}.get(name, 2)
     )
@@ -184,9 +191,9 @@ def least_scored(name: str, params: dict[str, Any]) -> int:
 def of_one_group(
     name: str, params: dict[str, Any], rewards: np.ndarray, lengths: np.ndarray, maxima: OfMaxima
 ) -> np.ndarray:
-    """One group of scored completions, enough of them; every estimator but `reinforce_pp`."""
+    """Returns the advantages of one group with enough scored completions, for every estimator except `reinforce_pp`."""
     size, mean, k = len(rewards), rewards.mean(), params.get("k", 0)
-    low = rewards - rewards.max() if maxima is by_ranks else rewards  # differences far below 1 are lost in float64 too
+    low = rewards - rewards.max() if maxima is by_ranks else rewards  # float64 also loses differences far below 1
     if rewards.max() == rewards.min() and (name, params) != ("pkpo", {"k": 1}):
         return np.zeros(size)
     if name == "grpo":
@@ -207,7 +214,7 @@ def of_one_group(
     if name == "pkpo":
         return rewards
     if name == "passk":
-        found, value = maxima(rewards - 1, k), maxima(rewards, k).of_all  # V - 1 and V: neither from the other
+        found, value = maxima(rewards - 1, k), maxima(rewards, k).of_all  # V - 1 and V are computed separately
         return (found.with_i - found.of_all) / (np.sqrt(value * -found.of_all) + 1e-6)
     assert name == "opo", f"no definition of '{name}'"
     total = sum(int(length) for length in lengths)
@@ -216,7 +223,7 @@ def of_one_group(
 
 
 def whitened(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """`reinforce_pp`: a list of all tokens of the batch, its mean, its variance with ddof 1."""
+    """Defines `reinforce_pp`: the mean of the list of all tokens of the batch, and its variance with ddof 1."""
     centred, tokens = np.zeros(rewards.shape), []
     kept = ~np.isnan(rewards) & ((~np.isnan(rewards)).sum(axis=1, keepdims=True) >= 2)
     for group, row in enumerate(rewards):
@@ -238,7 +245,7 @@ def definition(
     lengths: np.ndarray | None = None,
     maxima: OfMaxima = over_subsets,
 ) -> np.ndarray:
-    """Advantages `[P, G]` in float64, group by group; unscored completions (NaN) are taken out of the group first."""
+    """Returns the advantages `[P, G]` in float64, group by group, after removal of the unscored completions (NaN)."""
     sizes = np.ones(rewards.shape, int) if lengths is None else lengths
     if name == "reinforce_pp":
         return whitened(rewards, sizes)
@@ -250,15 +257,15 @@ def definition(
     return out
 
 
-# --- a small bandit ---------------------------------------------------------------------------------------------------
+# --- a bandit with three arms -----------------------------------------------------------------------------------------
 
 ARMS = np.array([0.2, 0.5, 0.3])
-SCORES = np.eye(3) - ARMS  # gradient of log softmax for each arm
+SCORES = np.eye(3) - ARMS  # gradient of the log softmax for each arm
 BINARY, REAL = np.array([1.0, 0.0, 0.0]), np.array([0.7, -1.2, 2.0])
 
 
 def outcomes(draws: int) -> tuple[np.ndarray, np.ndarray]:
-    """All `3^draws` tuples of arms, and their probabilities."""
+    """Returns all `3^draws` tuples of arms and their probabilities."""
     arms = np.array(list(itertools.product(range(3), repeat=draws)))
     return arms, ARMS[arms].prod(axis=1)
 
@@ -266,11 +273,11 @@ def outcomes(draws: int) -> tuple[np.ndarray, np.ndarray]:
 def expected_gradient(
     name: str, params: dict[str, Any], rewards: np.ndarray, size: int, lengths: np.ndarray | None = None
 ) -> np.ndarray:
-    """`E[(1/G) sum_i A_i grad log pi(y_i)]` over all groups of a three-armed softmax bandit.
+    """Returns `E[(1/G) sum_i A_i grad log pi(y_i)]` over all groups of a softmax bandit with three arms.
 
     Args:
-      rewards: of each arm.
-      lengths: of each arm; ones when not given.
+      rewards: the reward of each arm.
+      lengths: the length of each arm; ones if not given.
     """
     arms, chances = outcomes(size)
     values = estimate(rewards[arms], name, None if lengths is None else lengths[arms], **params)
@@ -278,6 +285,6 @@ def expected_gradient(
 
 
 def gradient_of_max(rewards: np.ndarray, k: int) -> np.ndarray:
-    """Gradient of the expected maximum of k draws, by enumerating them."""
+    """Returns the gradient of the expected maximum of k draws, by enumeration."""
     arms, chances = outcomes(k)
     return np.einsum("n,n,nid->d", chances, rewards[arms].max(axis=1), SCORES[arms])

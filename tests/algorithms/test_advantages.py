@@ -1,6 +1,7 @@
-"""Every advantage estimator against its definition in float64, its population weight, and what holds for any rewards.
+"""Tests every advantage estimator against its definition in float64, its population weight, and its invariants.
 
-`test_order_statistics.py` holds those of max@K to all subsets of a group and to what they are unbiased for.
+`test_order_statistics.py` tests the max@K estimators against all subsets of a group and against the gradients that they
+estimate without bias.
 """
 
 from __future__ import annotations
@@ -48,20 +49,20 @@ from .oracles import (
         ([4, 1, 1], "rloo", {}, [3, -1.5, -1.5], 0),
         ([4, 1, 1], "drgrpo", {}, [2, -1, -1], 0),
         ([1, 1, 0, 0], "maxrl", {"truncation_order": 1}, [2 / 3, 2 / 3, -2 / 3, -2 / 3], 1e-6),
-        ([3, -1, 0.5], "pkpo", {"k": 1}, [3, -1, 0.5], 0),  # the reward itself
+        ([3, -1, 0.5], "pkpo", {"k": 1}, [3, -1, 0.5], 0),  # the advantage equals the reward
         ([3, 1, 0], "pkpo", {"k": 2}, 2 * np.array([2.5, 0.5, 0]), 1e-6),  # 3 adds 2 to 1 and 3 to 0
         ([3, 1, 0], "pkpo", {"k": 3}, [6, 0, 0], 1e-6),
         ([1, 0, 0, 0], "passk", {"k": 2}, [1, -1 / 3, -1 / 3, -1 / 3], 3e-6),  # V 1/2, q 1 and 1/3, deviation 1/2
     ],
 )
-def test_hand_values(rewards, name, params, expected, atol):
+def test_values_computed_by_hand(rewards, name, params, expected, atol):
     np.testing.assert_allclose(compute_advantages(rewards, name, **params), expected, rtol=0, atol=atol)
 
 
-def test_hand_values_of_those_that_read_lengths():
+def test_values_computed_by_hand_of_estimators_with_lengths():
     found = compute_advantages([4, 1, 1], "opo", lengths=[1, 2, 3])
     np.testing.assert_allclose(found, np.array([4, 1, 1]) - 9 / 6, rtol=0, atol=1e-6)
-    # Tokens: .5 once, -.5 three times, 0 twice: mean -1/6, sum of squares 1, variance (1 - 6/36) / 5 = 1/6.
+    # Tokens: 0.5 once, -0.5 three times, 0 twice. Mean -1/6, sum of squares 1, variance (1 - 6/36) / 5 = 1/6.
     found = compute_advantages([[1, 0], [1, 1]], "reinforce_pp", lengths=[[1, 3], [2, 0]])
     centred = np.array([[0.5, -0.5], [0, 0]])
     np.testing.assert_allclose(found, (centred + 1 / 6) * math.sqrt(6), rtol=0, atol=1e-6)
@@ -72,7 +73,7 @@ def unlike_lengths(groups: np.ndarray) -> np.ndarray:
 
 
 @every
-def test_the_formula(name, params):
+def test_advantages_match_the_definition(name, params):
     groups = taken(name, params, kinds_of_groups(6))
     lengths = unlike_lengths(groups)
     lengths[::5] = 0
@@ -84,7 +85,7 @@ def test_reinforce_pp_of_fewer_than_two_tokens_is_zero(lengths):
     assert not estimate(np.array([[1.0, 2.0, 4.0]]), "reinforce_pp", lengths).any()
 
 
-def test_reinforce_pp_is_white_over_the_tokens_of_the_batch():
+def test_reinforce_pp_has_mean_zero_and_variance_one_over_the_tokens_of_the_batch():
     groups = kinds_of_groups(6)
     lengths = unlike_lengths(groups)
     tokens = np.repeat(estimate(groups, "reinforce_pp", lengths).astype(np.float64), lengths.ravel())
@@ -96,20 +97,20 @@ def test_reinforce_pp_is_white_over_the_tokens_of_the_batch():
     ("rewards", "lengths", "expected"),
     [
         ([[1e15] + [-1e15] * 7], [[5] + [0] * 7], [[0] + [NAN] * 7]),  # every token has the same huge reward
-        ([[1e15, -1e15], [1, 1]], [[0, 0], [5, 5]], [[NAN, NAN], [0, 0]]),  # the huge ones have no token
+        ([[1e15, -1e15], [1, 1]], [[0, 0], [5, 5]], [[NAN, NAN], [0, 0]]),  # the huge rewards have no token
         ([[1e15, -1e15], [1e-45, 0]], [[2**29, 2**29], [1, 1]], [[1, -1], [0, 0]]),  # sums of squares beyond float32
     ],
 )
 def test_reinforce_pp_of_huge_rewards(rewards, lengths, expected):
-    """Finite everywhere, and right where there are tokens (NaN: there are none)."""
+    """Advantages are finite, and match the expected values where there are tokens (NaN: no tokens)."""
     found = compute_advantages(rewards, "reinforce_pp", lengths=lengths)
     assert np.isfinite(found).all()
     np.testing.assert_allclose(np.where(np.isnan(expected), NAN, found), expected, rtol=0, atol=1e-5)
 
 
 @every
-def test_one_group_or_many(name, params):
-    """`[G]` and `[groups, G]`, compiled whole, have the values that the tests hold to the definitions."""
+def test_compiled_advantages_of_one_group_and_of_many_groups_match_the_definition(name, params):
+    """`[G]` and `[groups, G]` rewards, compiled, give the values that the other tests compare with the definitions."""
     groups = taken(name, params, kinds_of_groups(6, 4))
     groups[4:7, 2:4] = NAN
     lengths = unlike_lengths(groups)
@@ -122,7 +123,7 @@ def test_one_group_or_many(name, params):
         np.testing.assert_allclose(one, many[3], rtol=0, atol=1e-6)
 
 
-def test_without_lengths_all_are_one_token_long():
+def test_missing_lengths_are_one_token():
     for name in ("opo", "reinforce_pp"):
         found = compute_advantages([[2.0, 0.5, 0.0], [1.0, 1.0, 4.0]], name)
         np.testing.assert_array_equal(
@@ -130,7 +131,7 @@ def test_without_lengths_all_are_one_token_long():
         )
 
 
-def test_none_is_unscored():
+def test_rewards_of_none_are_unscored():
     np.testing.assert_array_equal(compute_advantages([None, 1.0, 0.0], "drgrpo"), [0.0, 0.5, -0.5])
 
 
@@ -140,8 +141,11 @@ PASS_RATES = (0.05, 0.3, 0.5, 0.9)
 
 
 def population_weight(advantages: np.ndarray, p: float) -> float:
-    """`w(p)` of `E[gradient] = w(p) grad p`: `E_j[j A_succ(j) / (G p) - (G-j) A_fail(j) / (G (1-p))]`, given the
-    advantages of the groups whose first `j = 0..G` completions succeed."""
+    """Returns `w(p)` of `E[gradient] = w(p) grad p`, given the advantages of the groups whose first `j = 0..G`
+    completions succeed.
+
+    `w(p) = E_j[j A_succ(j) / (G p) - (G-j) A_fail(j) / (G (1-p))]`.
+    """
     size = advantages.shape[1]
     total = 0.0
     for j, row in enumerate(advantages.astype(np.float64)):
@@ -191,7 +195,8 @@ def test_population_weight(size):
 
 @pytest.mark.parametrize("size", [2, 6])
 def test_equations_9_and_10_have_order_group_size_and_algorithm_1_has_one_less(size):
-    """As advantages under the mean over the group: `G r_i / c`, and that minus 1, which alone stays where `c = 0`."""
+    """The equations give the advantages `G r_i / c` under the mean over the group. Algorithm 1 subtracts 1, also where
+    `c = 0`."""
     successes = staircase(size).sum(axis=1, keepdims=True)
     equation_9 = size * staircase(size) / np.maximum(successes, 1)
     algorithm_1 = estimate(staircase(size), "maxrl")
@@ -201,14 +206,14 @@ def test_equations_9_and_10_have_order_group_size_and_algorithm_1_has_one_less(s
             assert population_weight(advantages, p) == pytest.approx((1 - (1 - p) ** order) / p, rel=2e-5)
 
 
-# --- what holds for any rewards ---------------------------------------------------------------------------------------
+# --- invariants for any rewards ---------------------------------------------------------------------------------------
 
 LARGEST = float(np.float32(1e15))
-SIZES = st.sampled_from([1, 6])  # any smaller group is one of 6 with unscored completions
+SIZES = st.sampled_from([1, 6])  # a smaller group is a group of 6 with unscored completions
 
 
 def groups_of(size: int, values: st.SearchStrategy[float]) -> st.SearchStrategy[list[float]]:
-    """Of distinct values, of few, and constant; any of them may be unscored."""
+    """Draws groups of distinct values, of few values, and constant groups. Any completion may be unscored."""
     few = st.lists(values, min_size=1, max_size=2).flatmap(
         lambda found: st.lists(st.sampled_from([*found, NAN]), min_size=size, max_size=size)
     )
@@ -219,7 +224,7 @@ def groups_of(size: int, values: st.SearchStrategy[float]) -> st.SearchStrategy[
 
 
 def batches(values: st.SearchStrategy[float], shortest: int) -> st.SearchStrategy[tuple[np.ndarray, np.ndarray]]:
-    """Rewards `[P, G]` and lengths."""
+    """Draws rewards `[P, G]` and lengths."""
 
     def of_size(size: int) -> st.SearchStrategy[tuple[np.ndarray, np.ndarray]]:
         length = st.one_of(st.integers(shortest, 5), st.just(100_000))
@@ -239,17 +244,18 @@ wild = batches(
     ),
     shortest=0,
 )
-"""Rewards of any size, subnormal to 1e15, and lengths that may be 0."""
+"""Rewards of any magnitude from subnormal to 1e15, and lengths that may be 0."""
 
 mild = batches(st.integers(-8, 8).map(float), shortest=1)
-"""Rewards whose sums, shifts and products are exact in float32, so that nothing but the estimator rounds."""
+"""Rewards whose sums, shifts and products are exact in float32, so that only the estimator rounds."""
 
 
 @every
 @settings(max_examples=30, deadline=None, database=None, derandomize=True)
 @given(batch=wild)
-def test_any_rewards(name, params, batch):
-    """Finite numbers; 0 where unscored and in dropped groups; exact zeros for equal rewards; a sum of zero."""
+def test_invariants_hold_for_any_rewards(name, params, batch):
+    """Advantages are finite, 0 for unscored completions and dropped groups, exactly 0 for equal rewards, and sum to
+    zero."""
     rewards, lengths = batch
     rewards = taken(name, params, rewards)
     values = estimate(rewards, name, lengths, **params).astype(np.float64)
@@ -273,10 +279,10 @@ def test_any_rewards(name, params, batch):
 @every
 @settings(max_examples=20, deadline=None, database=None, derandomize=True)
 @given(batch=mild, seed=st.integers(0, 99), shift=st.integers(1, 64), scale=st.sampled_from([0.5, 3.0, 1000.0]))
-def test_order_shift_and_scale(name, params, batch, seed, shift, scale):
-    """A permutation goes through; a shift changes nothing and a factor goes through, but where the definition says so:
-    Algorithm 1, grpo and reinforce_pp cancel a factor (up to the small number in a divisor), and Algorithm 1, pkpo at
-    k = 1 and passk are not of differences."""
+def test_permutation_shift_and_scale_of_rewards(name, params, batch, seed, shift, scale):
+    """A permutation of the rewards permutes the advantages. A shift changes nothing and a factor scales them, with
+    exceptions by definition: Algorithm 1, grpo and reinforce_pp cancel a factor (up to the small number in a divisor),
+    and Algorithm 1, pkpo at k = 1 and passk do not depend on differences only."""
     rewards, lengths = batch
     rewards = taken(name, params, rewards)
     values = estimate(rewards, name, lengths, **params).astype(np.float64)
@@ -290,7 +296,7 @@ def test_order_shift_and_scale(name, params, batch, seed, shift, scale):
     if not algorithm_1 and (name, params) != ("pkpo", {"k": 1}):
         assert_close(estimate(rewards + shift, name, lengths, **params), values, 2e-5)
     cancels = algorithm_1 or name in ("grpo", "reinforce_pp")
-    if name == "reinforce_pp":  # a factor cancels up to the 1e-8 beside the variance over tokens
+    if name == "reinforce_pp":  # a factor cancels up to the 1e-8 that is added to the variance over tokens
         tokens = np.repeat((rewards - np.nanmean(rewards, axis=1, keepdims=True)).reshape(-1), lengths.reshape(-1))
         assume(np.nanvar(tokens) * min(scale, 1) ** 2 > 1e-4 or not np.nanvar(tokens))
     scaled = estimate(scale * rewards, name, lengths, **params)
@@ -298,8 +304,8 @@ def test_order_shift_and_scale(name, params, batch, seed, shift, scale):
 
 
 @pytest.mark.parametrize("name", ["maxrl", "pkpo", "passk"])
-def test_what_a_shift_does_change(name):
-    """So that the exceptions above are needed: `m`, the reward itself, and `V` are no differences."""
+def test_estimators_that_a_shift_of_rewards_changes(name):
+    """Shows that the exceptions of the test above are needed: `m`, the reward itself and `V` are not differences."""
     params = {"maxrl": {}, "pkpo": {"k": 1}, "passk": {"k": 1}}[name]
     rewards = np.array([[0.0, 1.0, 1.0, 0.0, 1.0]])
     assert np.abs(estimate(rewards + 2, name, **params) - estimate(rewards, name, **params)).max() > 0.1
@@ -307,19 +313,20 @@ def test_what_a_shift_does_change(name):
 
 @every
 def test_a_constant_group_is_exactly_zero(name, params):
-    """Exactly: the float32 mean of twelve times 0.7 is not 0.7. What a registration promises is what is given."""
+    """The float32 mean of twelve times 0.7 is not 0.7, so the zero must not depend on rounding. Estimators that are
+    registered with zero advantages for constant groups give exactly 0."""
     numbers = (0.0, 1.0) if name == "passk" else (0.7, 0.0, 1.0, 1e-3, 1234.567, 1e15)
     groups = np.array([[value] * 12 for value in numbers])
     holed = np.where(np.arange(12) == 1, NAN, groups)
     zeros = not estimate(groups, name, **params).any() and not estimate(holed, name, **params).any()
-    mixed = np.concatenate([np.eye(12)[:1], groups])  # its tokens have another mean than those of a constant group
+    mixed = np.concatenate([np.eye(12)[:1], groups])  # the mean of its tokens differs from those of a constant group
     mixed_lengths = np.ones(mixed.shape, int) + 4 * mixed.astype(int).clip(0, 1)
     zeros = zeros and not estimate(mixed, name, mixed_lengths, **params)[1:].any()
     assert zeros == find_estimator(name).zero_when_constant(params)
     assert zeros == ((name, params) not in SPEAKS_OF_CONSTANT)
 
 
-def test_every_built_in_estimator_is_held_to_this():
+def test_every_built_in_estimator_is_tested():
     assert {name for name, _ in EVERY} == {
         name
         for name, each in ADVANTAGE_ESTIMATORS.items()
@@ -331,9 +338,9 @@ def test_every_built_in_estimator_is_held_to_this():
 
 
 @every
-def test_unscored_completions_take_no_part(name, params):
-    """What is left of a group has the advantages it would have alone, whatever stands in the unscored places; the
-    group is dropped when too little is left, and an order is capped."""
+def test_unscored_completions_do_not_change_the_other_advantages(name, params):
+    """The scored completions of a group get the advantages that they would get alone, whatever values the unscored
+    places contain. The group is dropped when too few are left, and an order is capped."""
     patterns = np.array(list(itertools.product([False, True], repeat=6)))
     groups = taken(name, params, np.abs(kinds_of_groups(6)))
     groups, lengths = np.where(patterns, groups, NAN), unlike_lengths(patterns)
@@ -344,7 +351,7 @@ def test_unscored_completions_take_no_part(name, params):
     assert least == least_scored(name, params)
     found = patterns.sum(axis=1)
     assert not values[found < least].any()
-    assert values[found == least + (name == "passk" and params["k"] > 1)].any()  # n = k: kept, but the only subset
+    assert values[found == least + (name == "passk" and params["k"] > 1)].any()  # n = k: kept, one subset
     for other in (7e14, -1e15, math.inf, NAN):
         filled = np.where(patterns, groups, other)
         again = find_estimator(name).function(

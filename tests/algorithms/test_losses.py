@@ -1,5 +1,5 @@
-"""Weights of the aggregations against slow loops; log-probabilities and entropies in chunks, and their gradients,
-against the whole table of logits in float64."""
+"""Tests the weights of the aggregations against slow loops, and the chunked log-probabilities and entropies, with their
+gradients, against the full table of logits in float64."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def test_aggregation_weights(mode):
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_aggregation_of_a_constant_loss(mode):
-    """What the names say: a loss of 1 a token is 1 in both means, the mean length, or its share of the longest."""
+def test_aggregation_of_a_constant_loss_has_the_documented_value(mode):
+    """A loss of 1 per token aggregates to 1 in both means, to the mean length, or to its fraction of the longest
+    length."""
     lengths = np.array([[3, 1], [8, 4]])
     weights = np.asarray(aggregation_weights(mode, jnp.asarray(lengths), jnp.ones((2, 2), bool), 8))
     expected = {"seq-mean-token-sum": 4.0, "sequence-mean-token-scale": 0.5}.get(mode, 1.0)
@@ -54,7 +55,7 @@ WEIGHTS = np.cos(np.arange(23))
 
 
 def table_of(temperature: float) -> np.ndarray:
-    """Log-probabilities of all tokens in float64."""
+    """Returns the log-probabilities of all tokens in float64."""
     logits = HIDDEN.astype(np.float64) @ HEAD / temperature
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
 
@@ -63,7 +64,7 @@ LANES = 2
 
 
 def in_lanes(hidden, head, temperature, chunk, entropy_gradient=False):
-    """The 23 tokens in two lanes, the last place of which is padding."""
+    """Arranges the 23 tokens in two rows. The last place is padding."""
     hidden = jnp.pad(hidden, ((0, 1), (0, 0))).reshape(LANES, -1, hidden.shape[-1])
     targets = jnp.pad(jnp.asarray(TARGETS), (0, 1)).reshape(LANES, -1)
     found = token_logprobs(hidden, head, targets, temperature, chunk, entropy_gradient)
@@ -72,15 +73,15 @@ def in_lanes(hidden, head, temperature, chunk, entropy_gradient=False):
 
 @pytest.mark.parametrize("chunk", [1000, 23, 8, 1])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_token_logprobs_in_chunks(chunk, temperature):
-    """Value, entropy and both gradients, whatever the chunk."""
+def test_chunked_token_logprobs_match_the_full_table(chunk, temperature):
+    """Values, entropies and both gradients match the full table for any chunk size."""
     table = table_of(temperature)
     probs, onehot = np.exp(table), np.eye(11)[TARGETS]
     by_logits = WEIGHTS[:, None] * (onehot - probs) / temperature
 
     def total(hidden, head):
         logprobs, entropy = in_lanes(hidden, head, temperature, chunk)
-        # the entropy is a metric here: it must not steer
+        # The entropy is a metric here, so it must not contribute to the gradient.
         return (jnp.asarray(WEIGHTS, jnp.float32) * logprobs).sum() + 100 * entropy.sum(), (logprobs, entropy)
 
     both = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
@@ -93,8 +94,8 @@ def test_token_logprobs_in_chunks(chunk, temperature):
 
 @pytest.mark.parametrize("chunk", [1000, 8])
 @pytest.mark.parametrize("steers", [True, False])
-def test_the_gradient_of_the_entropy(chunk, steers):
-    """`dH/dz = -p (log p + H)`, H the entropy; none at all unless it is asked for."""
+def test_gradient_of_the_entropy_matches_the_formula(chunk, steers):
+    """The gradient is `dH/dz = -p (log p + H)`, where H is the entropy. It is computed only on request."""
     temperature = 0.7
     table = table_of(temperature)
     probs = np.exp(table)

@@ -1,5 +1,5 @@
-"""A config becomes an objective or a clear error; the objective hands its functions what they read, masks, gives each
-group its own estimator, and counts only what can teach."""
+"""Tests the conversion of a config into an objective or an error message, and the objective itself: the arguments that
+its functions get, masks, the estimator of each group, and which completions count."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Defaults(AlgorithmConfig):
 
 @pytest.fixture
 def registry(monkeypatch):
-    """Copies of the registries, so that what a test registers does not outlive it."""
+    """Restores the registries after the test, so that later tests do not see its registrations."""
     monkeypatch.setattr(estimators, "ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
     monkeypatch.setattr(losses, "POLICY_LOSSES", dict(POLICY_LOSSES))
 
@@ -69,7 +69,7 @@ def registry(monkeypatch):
 # --- from a config ----------------------------------------------------------------------------------------------------
 
 
-def test_unset_keys_take_the_learners_default():
+def test_unset_keys_take_the_default_of_the_learner():
     given = AlgorithmConfig(loss_agg_mode="seq-mean-token-sum", kl_in_reward=False, num_generations=3, beta=0.5)
     found = resolve(given, Defaults)
     assert type(found) is Defaults
@@ -80,7 +80,7 @@ def test_unset_keys_take_the_learners_default():
     assert resolve(AlgorithmConfig(kl_in_reward=True, kl_loss_mode="mse_kl"), Defaults).kl_loss_mode == "mse_kl"
 
 
-def test_each_function_gets_only_what_it_reads():
+def test_each_function_gets_only_the_arguments_that_it_reads():
     assert make().estimators[0].params == {} and make().loss_params == {}
     objective = make(advantage_estimator="maxpo", k=2, epsilon=0.1, epsilon_c=3.0)
     assert objective.estimators[0].params == {"k": 2}
@@ -93,7 +93,7 @@ def test_each_function_gets_only_what_it_reads():
     assert make(policy_loss_fn="dppo", dppo_mask_low=0.3).parameters() == dppo_keys
 
 
-def test_parameters_of_a_users_own_estimator(registry):
+def test_parameters_of_a_user_defined_estimator(registry):
     register_advantage_estimator("mine", takes="non-negative")(
         lambda rewards, *, scored, lengths, price, floor=0.0: jnp.maximum(rewards - price * lengths, floor)
     )
@@ -194,7 +194,7 @@ def test_a_key_that_the_loss_does_not_read_is_an_error(name):
     ],
     ids=str,
 )
-def test_what_is_wrong_is_told_before_any_compile(changes, message):
+def test_invalid_configs_are_rejected_before_any_compilation(changes, message):
     with pytest.raises(UserError, match=message):
         make(**changes)
 
@@ -215,13 +215,13 @@ def test_what_is_wrong_is_told_before_any_compile(changes, message):
     ],
     ids=str,
 )
-def test_what_is_wrong_with_a_data_source_names_it(given, message):
+def test_errors_of_a_data_source_name_it(given, message):
     with pytest.raises(UserError, match=message):
         make(sources={"fine": {"advantage_estimator": "grpo", "ddof": 0}, "maths": given}, **NEGATIVE)
 
 
-def test_what_is_near_an_error_and_right():
-    """Accepted, and what was said is what is kept."""
+def test_unusual_but_valid_configs_are_accepted():
+    """These configs are similar to invalid ones but valid. Their values are kept."""
     for changes, params in (
         ({"policy_loss_fn": "reinforce", "sampler_is": "sequence", "sampler_is_threshold": 3.0}, {}),
         ({"sampler_is": "token", "sampler_is_threshold": 0.5}, {}),
@@ -241,10 +241,10 @@ def test_what_is_near_an_error_and_right():
         assert all(getattr(objective.config, key) == value for key, value in changes.items() if key != "updates")
 
 
-# --- what takes part --------------------------------------------------------------------------------------------------
+# --- which completions count ------------------------------------------------------------------------------------------
 
 
-def test_the_reference_is_in_the_loss_only_when_asked():
+def test_the_reference_is_in_the_loss_only_when_configured():
     assert make(beta=0.1).reference_in_loss
     assert not make(**NEGATIVE).reference_in_loss
     assert not make(beta=0.0).reference_in_loss
@@ -272,7 +272,7 @@ def test_terms_without_the_advantage(changes, extra, looks):
 
 
 @pytest.mark.parametrize("weight", [0.5, -0.5, 0.0])
-def test_the_extra_term_of_a_users_own_loss(weight, registry):
+def test_the_extra_term_of_a_user_defined_loss(weight, registry):
     register_policy_loss_fn("anchored", extra_term="pull")(
         lambda logprobs, old, advantages, mask, *, pull=weight: (-advantages * logprobs + pull * logprobs**2, {})
     )
@@ -283,7 +283,7 @@ GROUPS = np.array(
     [[1, 0, 0, 0], [1, 1, 1, 1], [0.5, 9, 0.5, 0.5], [1, 0, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]], np.float32
 )
 FEW = np.array([[1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 1, 1], [0, 1, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1]], bool)
-"""Mixed, constant, constant but for an unscored one, one scored, two scored, and mixed again."""
+"""Mixed, constant, constant except for an unscored one, one scored, two scored, and again mixed."""
 
 
 @pytest.mark.parametrize(
@@ -308,14 +308,14 @@ def test_which_completions_can_change_the_gradient(changes, kept, live):
     assert np.flatnonzero(objective.kept_groups(FEW, ids)).tolist() == kept
     rows = objective.live_rows(GROUPS, FEW, ids)
     np.testing.assert_array_equal(rows, FEW & np.isin(np.arange(len(GROUPS)), live)[:, None])
-    zeros = np.where(np.arange(4) < 2, 1.0, 0.0) * np.ones((len(GROUPS), 1))  # advantages, were they known
+    zeros = np.where(np.arange(4) < 2, 1.0, 0.0) * np.ones((len(GROUPS), 1))  # example advantages, half of them 0
     known = objective.live_rows(GROUPS, FEW, ids, zeros.astype(np.float32))
     np.testing.assert_array_equal(known, rows if objective.extra_term else rows & (zeros != 0))
 
 
 @pytest.mark.parametrize("name", ["maxpo", "pkpo", "passk", "grpo", "opo", "maxrl"])
-def test_what_is_left_out_has_advantage_zero(name):
-    """On all 0/1 groups of four with every subset unscored: nothing that is not live has an advantage."""
+def test_completions_that_are_not_live_have_advantage_zero(name):
+    """On all 0/1 groups of four with every subset unscored, every completion that is not live has advantage zero."""
     every = np.array(list(itertools.product([0, 1, np.nan], repeat=4)), np.float32)
     scored, rewards = ~np.isnan(every), np.nan_to_num(every)
     objective = make(advantage_estimator=name, **{"k": 2} if name in ("maxpo", "pkpo", "passk") else {})
@@ -341,9 +341,9 @@ def slow_weights(mode: str, counted: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_weights_count_what_can_teach(mode):
-    """Unscored completions, those that are not trained, groups with too few scored ones for their own estimator, and
-    groups of another update weigh nothing and are not counted."""
+def test_only_live_completions_have_weight(mode):
+    """These completions have weight zero and are not counted: unscored, not trained, of groups with too few scored
+    completions for their estimator, and of groups of another update."""
     everyone, groups = np.ones((2, 4), bool), np.array([[True], [False]])
     all_in, trained = np.ones(2, bool), np.array([[True, False, True, True], [True, True, False, True]])
     sources = {"maths": {"advantage_estimator": "maxpo", "k": 2}, "easy": {"advantage_estimator": "maxpo", "k": 1}}
@@ -365,7 +365,7 @@ def test_weights_count_what_can_teach(mode):
 # --- advantages -------------------------------------------------------------------------------------------------------
 
 
-def test_a_users_estimator_is_masked_and_its_shape_checked(registry):
+def test_a_user_defined_estimator_is_masked_and_its_shape_checked(registry):
     register_advantage_estimator("lengths")(lambda rewards, *, scored, lengths: lengths * 1.0)
     found = advantages_of(make(advantage_estimator="lengths"), REWARDS, SCORED, LENGTHS, OWN)
     np.testing.assert_array_equal(found, np.where(SCORED, LENGTHS, 0))
@@ -392,8 +392,8 @@ BY_SOURCE = {
 }
 
 
-def test_a_users_estimator_that_raises_is_named(registry):
-    """The usual mistake, a Python `if` on a traced value, and an error without a message."""
+def test_errors_of_a_user_defined_estimator_name_it(registry):
+    """Tests a Python `if` on a traced value, which is the usual mistake, and an error without a message."""
 
     def branches(rewards, *, scored, lengths):
         return rewards if rewards.max() > 0 else -rewards
@@ -412,14 +412,15 @@ def test_a_users_estimator_that_raises_is_named(registry):
 
 
 def test_each_group_has_the_advantages_of_its_own_estimator():
-    """Those it would have in a run of its own kind alone, in any order of the groups, compiled once."""
+    """The advantages equal those of a run with this estimator alone, in any order of the groups, with one
+    compilation."""
     objective = make(advantage_estimator="grpo", ddof=0, sources=BY_SOURCE | {"plain": {"ddof": 1}})
     rng, each, traces = np.random.default_rng(0), 5, []
     names = [None, *BY_SOURCE] * each
     count = len(names)
     rewards = rng.integers(0, 2, (count, 4)).astype(np.float32)
     scored, lengths = rng.random((count, 4)) < 0.85, rng.integers(1, 9, (count, 4)).astype(np.int32)
-    first = np.arange(count) < count // each  # of each kind a group that no estimator is silent about
+    first = np.arange(count) < count // each  # a group of each kind with nonzero advantages under every estimator
     rewards[first], scored[first] = [1, 0, 0, 0], True
     expected = np.zeros((count, 4))
     for name in [None, *BY_SOURCE]:
@@ -441,7 +442,7 @@ def test_each_group_has_the_advantages_of_its_own_estimator():
     assert len(traces) == 1
 
 
-def test_sources_to_estimators():
+def test_data_sources_select_their_estimators():
     objective = make(sources={"a": {"advantage_estimator": "grpo"}, "b": {"advantage_estimator": "maxpo", "k": 3}})
     assert objective.estimator_ids(["b", None, "a", "else"]).tolist() == [2, 0, 1, 0]
     assert [each.name for each in objective.estimators] == ["rloo", "grpo", "maxpo"]
@@ -463,13 +464,13 @@ NEW, OLD, SAMPLER, REF, ENTROPY = (RNG.uniform(-2, 0, (2, 4, 5)).astype(np.float
 
 
 def tokens(garbage: float = 0.0, **changes) -> TokenInputs:
-    """Whatever stands where masked."""
+    """Returns log-probabilities with arbitrary values at masked places."""
     given = [jnp.asarray(np.where(MASK, values, garbage)) for values in (NEW, OLD, SAMPLER, REF, ENTROPY)]
     return TokenInputs(*given, jnp.asarray(MASK))._replace(**changes)
 
 
 def test_the_loss_is_the_sum_of_its_terms():
-    """The correction for the sampler multiplies the policy loss alone."""
+    """The correction for the sampler multiplies only the policy loss."""
     given = tokens()
     policy = ppo_clip(given.logprobs, given.old_logprobs, ADVANTAGES, given.mask, epsilon=0.1)[0]
     loss, metrics = make(epsilon=0.1, beta=0.25, **{"kl_in_reward": True}).token_loss(given, ADVANTAGES)
@@ -497,8 +498,8 @@ def test_the_loss_is_the_sum_of_its_terms():
         np.testing.assert_array_equal(metrics["kl"], kl)
 
 
-def test_each_loss_gets_the_probabilities_it_speaks_of():
-    """The trainer's before the update, or the sampler's."""
+def test_each_loss_gets_the_log_probabilities_of_its_definition():
+    """A loss gets the log-probabilities of the trainer before the update, or those of the sampler."""
     given = tokens()
     loss, _ = make(policy_loss_fn="dppo", kl_tau=0.3).token_loss(given, ADVANTAGES)
     expected = dppo(given.logprobs, given.rollout_logprobs, ADVANTAGES, given.mask, kl_tau=0.3)[0]
@@ -514,7 +515,7 @@ def test_each_loss_gets_the_probabilities_it_speaks_of():
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_masked_places_reach_neither_loss_nor_gradient(name):
+def test_masked_places_change_neither_loss_nor_gradient(name):
     extra = {} if name == "dppo" else {"sampler_is": "sequence"}
     objective = make(policy_loss_fn=name, beta=0.25, entropy_coef=0.125, **extra)
 

@@ -1,8 +1,8 @@
-"""The correction for the sampler: the expected gradient of every mode by enumeration, in float64, against the true
-gradient and against the bias that the documentation states; its weights and metrics; and TRL's weights as an oracle.
+"""Tests the correction for the sampler: the expected gradient of every mode, by enumeration in float64, against the
+true gradient and against the documented bias, and its weights and metrics, with the weights of TRL as an oracle.
 
-The policy is a table of logits. Completions have at most two sampled tokens, so all of them, and all groups of three,
-can be enumerated. The sampler has another table.
+The policy is a table of logits, and the sampler is another table. Completions have at most two sampled tokens, so all
+completions and all groups of three can be enumerated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tunix_like.config.schema import KL_LOSS_MODES, AlgorithmConfig
 SIZE = 3
 NO_BOUND = 1e9
 GARBAGE = {"policy": 7.0, "sampler": -3.0}
-"""What stands at tokens that the policy did not sample. Their ratio would be `exp(10)`."""
+"""The values at tokens that the policy did not sample. Their ratio would be `exp(10)`."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ class World(NamedTuple):
 
     @property
     def draws(self) -> np.ndarray:
-        """All groups of three completions."""
+        """Returns all groups of three completions."""
         return np.array(list(itertools.product(range(len(self.tokens)), repeat=SIZE)))
 
 
@@ -52,28 +52,29 @@ _SAMPLED = np.array([[True, False], *[[True, True]] * 6])
 TWO_TOKENS = World(_STATES, _TOKENS, _SAMPLED)
 """Token 0 ends the completion. State 0 is the prompt, states 1 and 2 follow the tokens 1 and 2."""
 TWO_TURNS = World(*(np.insert(part, 1, 0, axis=1) for part in (_STATES, _TOKENS, _SAMPLED)))
-"""The same with a token of an environment, which the policy did not sample, in between."""
+"""The same completions with a token of an environment in between, which the policy did not sample."""
 ONE_TOKEN = World(np.zeros((3, 1), int), np.arange(3)[:, None], np.ones((3, 1), bool))
 REAL = np.array([-0.75, 1.0, -0.5, 0.25, 1.5, 0.0, -1.25])
 BINARY = np.array([0.0, 1, 0, 0, 1, 0, 0])
 CURRENT, DIRECTION, REFERENCE = np.random.default_rng(19).normal(size=(3, 3, 3)) * np.array([0.6, 1, 1])[:, None, None]
 SAMPLER = CURRENT + 0.8 * DIRECTION
-"""The ratios of the completions are 0.37 to 4.8, those of the tokens 0.3 to 2.6."""
+"""The ratios of the completions range from 0.37 to 4.8, those of the tokens from 0.3 to 2.6."""
 
 
 def logprobs(table, world=TWO_TOKENS, garbage: str = "policy"):
-    """Log-probabilities `[completions, tokens]`."""
+    """Returns the log-probabilities `[completions, tokens]`."""
     found = jax.nn.log_softmax(jnp.asarray(table, jnp.float64))[world.states, world.tokens]
     return jnp.where(world.sampled, found, GARBAGE[garbage])
 
 
 def chances(table, world=TWO_TOKENS):
-    """The probability of every completion."""
+    """Returns the probability of every completion."""
     return jnp.exp(jnp.where(world.sampled, logprobs(table, world), 0.0).sum(axis=1))
 
 
 def scores(table=CURRENT, world=TWO_TOKENS) -> np.ndarray:
-    """The gradient of the log-probability of every token `[completions, tokens, 3, 3]`, 0 where not sampled."""
+    """Returns the gradients of the log-probabilities `[completions, tokens, 3, 3]`, 0 at tokens that were not
+    sampled."""
     return np.asarray(jax.jacobian(lambda table: logprobs(table, world))(jnp.asarray(table)))
 
 
@@ -87,7 +88,7 @@ def make(mode: str | None = None, upper: float | None = None, lower: float | Non
 
 
 def expected(objective, rewards=REAL, sampler=SAMPLER, world=TWO_TOKENS) -> np.ndarray:
-    """The expected ascent direction of the loss over all groups that the sampler draws, `[3, 3]`."""
+    """Returns the expected ascent direction of the loss over all groups that the sampler draws, `[3, 3]`."""
     draws, mask = world.draws, jnp.asarray(world.sampled[world.draws])
     rewards = jnp.asarray(rewards[: len(world.tokens)][draws])
     everyone, ids = jnp.ones(draws.shape, bool), jnp.zeros(len(draws), jnp.int32)
@@ -104,18 +105,18 @@ def expected(objective, rewards=REAL, sampler=SAMPLER, world=TWO_TOKENS) -> np.n
 
 
 def true_gradient(rewards=REAL, world=TWO_TOKENS) -> np.ndarray:
-    """Of the expected reward."""
+    """Returns the gradient of the expected reward."""
     given = jnp.asarray(rewards[: len(world.tokens)])
     return np.asarray(jax.grad(lambda table: (chances(table, world) * given).sum())(jnp.asarray(CURRENT)))
 
 
 def distance(found, wanted) -> float:
-    """The length of the difference, relative to what is wanted."""
+    """Returns the length of the difference relative to the length of the expected value."""
     return float(np.linalg.norm(np.asarray(found) - wanted) / np.linalg.norm(wanted))
 
 
 def both_chances(world=TWO_TOKENS) -> tuple[np.ndarray, np.ndarray]:
-    """Of every completion, under the policy and under the sampler."""
+    """Returns the probability of every completion under the policy and under the sampler."""
     return np.asarray(chances(CURRENT, world)), np.asarray(chances(SAMPLER, world))
 
 
@@ -125,8 +126,8 @@ def both_chances(world=TWO_TOKENS) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("loss", ["ppo_clip", "reinforce", "cispo", "gspo"])
 @pytest.mark.parametrize("world", [TWO_TOKENS, TWO_TURNS], ids=["two tokens", "two turns"])
 def test_the_ratio_of_the_completion_has_no_bias(world, loss):
-    """Without a bound that is reached, and whatever stands at tokens of an environment; `rloo` and `drgrpo` need no
-    more, since the sampler's mean reward is a baseline like any other."""
+    """The expected gradient is exact if no ratio reaches a bound, whatever values the tokens of an environment have.
+    This also holds for `rloo` and `drgrpo`, because the mean reward of the sampler is a valid baseline."""
     pi, mu = both_chances(world)
     true = true_gradient(world=world)
     for mode in ("sequence", "sequence_mask"):
@@ -140,7 +141,7 @@ def test_the_ratio_of_the_completion_has_no_bias(world, loss):
 
 
 def test_no_correction_is_biased_by_the_difference_of_the_policies():
-    """`sum_y (m - p)(y) g(y)`, where the baseline is the sampler's mean reward."""
+    """The expected gradient is `sum_y (m - p)(y) g(y)`, with the mean reward of the sampler as the baseline."""
     pi, mu = both_chances()
     own = (REAL - mu @ REAL)[:, None, None] * scores().sum(axis=1)
     found = expected(make()) - true_gradient()
@@ -149,8 +150,8 @@ def test_no_correction_is_biased_by_the_difference_of_the_policies():
 
 @pytest.mark.parametrize("bounds", [(1.05, None), (1.7, 0.6), (2.0, 0.5), (3.0, 0.9), (NO_BOUND, 0.7)], ids=str)
 def test_bias_of_bounds_on_the_completion(bounds):
-    """Truncation replaces `p` by `clip(p, lower m, upper m)`, a mask removes the completions outside. The probability
-    that is moved bounds the bias, and a mask moves at least what truncation from above moves."""
+    """Truncation replaces `p` by `clip(p, lower m, upper m)`. A mask removes the completions outside the bounds. The
+    moved probability limits the bias, and a mask moves at least as much as truncation from above."""
     pi, mu = both_chances()
     upper, lower = bounds[0], bounds[1] or 0.0
     outside = (pi > upper * mu) | (pi < lower * mu)
@@ -167,8 +168,9 @@ def test_bias_of_bounds_on_the_completion(bounds):
     assert removed["sequence_mask"] >= removed["sequence"] and (removed["sequence"] > 0) == above.any()
 
 
-def test_bias_of_one_completion_outside():
-    """Its sign and its size: truncation leaves `upper m` of `p`, a mask nothing; below, truncation adds."""
+def test_bias_of_one_completion_outside_the_bounds():
+    """Tests the sign and the size of the bias. Above the upper bound, truncation keeps `upper m` of `p` and a mask
+    keeps nothing. Below the lower bound, truncation adds probability."""
     pi, mu = both_chances()
     order = np.argsort(pi / mu)
     own = (REAL - mu @ REAL)[:, None, None] * scores().sum(axis=1)
@@ -185,7 +187,8 @@ def test_bias_of_one_completion_outside():
 
 @pytest.mark.parametrize("mode", DEFAULT_UPPER)
 def test_bias_as_the_bounds_widen(mode):
-    """It ends at 0 for ratios of completions, and at the bias of unbounded token ratios for ratios of tokens."""
+    """The bias converges to 0 for ratios of completions, and to the bias of unbounded token ratios for ratios of
+    tokens."""
     pi, mu = both_chances()
     limit = true_gradient() if "sequence" in mode else expected(make("token", NO_BOUND))
     bounds = [1.2, 1.5, 2.0, 4.0, 8.0]
@@ -197,7 +200,7 @@ def test_bias_as_the_bounds_widen(mode):
 
 
 def surrogate() -> np.ndarray:
-    """`sum_s m(s) sum_a grad pi(a | s) Q_mu(s, a)`, by the states of the tree."""
+    """Returns `sum_s m(s) sum_a grad pi(a | s) Q_mu(s, a)`, computed over the states of the tree."""
     table = jnp.asarray(CURRENT)
     inner = jax.nn.softmax(jnp.asarray(SAMPLER))
     after = {1: REAL[1:4], 2: REAL[4:]}
@@ -213,8 +216,8 @@ def surrogate() -> np.ndarray:
 
 @pytest.mark.slow
 def test_bias_of_the_ratios_of_tokens():
-    """Without bounds the gradient is that of the policy's tokens at the sampler's prefixes with the sampler's
-    continuations: not the true one, but without bias for completions of one token."""
+    """Without bounds, the gradient is that of the tokens of the policy, at the prefixes and with the continuations of
+    the sampler. It differs from the true gradient, but has no bias for completions of one token."""
     for mode in ("token", "token_mask"):
         for world in (TWO_TOKENS, TWO_TURNS):
             found = expected(make(mode, NO_BOUND), world=world)
@@ -225,7 +228,7 @@ def test_bias_of_the_ratios_of_tokens():
 
 
 def test_bounds_on_the_ratios_of_tokens():
-    """Truncation and masks, from the ratios of single tokens, against a plain sum over completions."""
+    """Compares truncation and masks by the ratios of single tokens with a plain sum over completions."""
     _, mu = both_chances()
     ratios = np.where(_SAMPLED, np.exp(np.asarray(logprobs(CURRENT) - logprobs(SAMPLER))), 1.0)
     upper, lower = 1.5, 0.6
@@ -236,9 +239,9 @@ def test_bounds_on_the_ratios_of_tokens():
         assert distance(wanted, expected(make("token", NO_BOUND))) > 0.05
 
 
-def test_bias_of_policies_that_are_near():
-    """As after one update. Without a correction and with ratios of tokens the bias is of first order in the difference.
-    Ratios of completions have none once all are within the bounds."""
+def test_bias_of_similar_policies():
+    """The policies differ as after one update. Without a correction and with ratios of tokens the bias is of first
+    order in the difference. Ratios of completions have no bias if all are within the bounds."""
     gaps = [0.1, 0.01]
     true, near = true_gradient(), {gap: CURRENT + gap * DIRECTION for gap in gaps}
     for mode in (None, "token", "token_mask"):
@@ -253,10 +256,10 @@ PAGE = {
     "sequence": (0.0, 0.0, 29.1), "sequence_mask": (0.0, 0.0, 49.6), "token, no bound": (4.1, 16.6, 64.1),
     "sequence, no bound": (0.0, 0.0, 0.0),
 }  # fmt: skip
-"""The table of docs/off_policy.md: bias in percent of the length of the true gradient, for three samplers."""
+"""The table of docs/off_policy.md: the bias in percent of the length of the true gradient, for three samplers."""
 
 
-def test_the_biases_of_the_page():
+def test_biases_of_the_documentation_page():
     ranges = []
     for place, gap in enumerate((0.05, 0.2, 0.8)):
         sampler = CURRENT + gap * DIRECTION
@@ -270,7 +273,7 @@ def test_the_biases_of_the_page():
     assert ranges == [(0.92, 1.07), (0.72, 1.35), (0.37, 4.82)]
 
 
-# --- estimators of the best of several --------------------------------------------------------------------------------
+# --- estimators of the maximum of several completions -----------------------------------------------------------------
 
 BINARY_ESTIMATORS = [
     ("rloo", {}), ("grpo", {"ddof": 0}), ("maxrl", {}), ("maxrl", {"truncation_order": 1}), ("maxpo", {"k": 2}),
@@ -280,8 +283,8 @@ BINARY_ESTIMATORS = [
 
 @pytest.mark.parametrize(("name", "params"), BINARY_ESTIMATORS, ids=str)
 def test_off_policy_advantages_of_successes(name, params):
-    """For 0/1 rewards the expected gradient is `w(q) grad p`, `q` the pass rate of the sampler: the direction of every
-    prompt is right, its population weight is that of the sampler's pass rate."""
+    """For 0/1 rewards the expected gradient is `w(q) grad p`, where `q` is the pass rate of the sampler. The direction
+    of every prompt is right, and its population weight is that of the pass rate of the sampler."""
     pi, mu = both_chances()
     rate, wanted = float(mu @ BINARY), true_gradient(BINARY)
     objective = make("sequence", NO_BOUND, advantage_estimator=name, **params)
@@ -292,7 +295,7 @@ def test_off_policy_advantages_of_successes(name, params):
 
 
 def gradient_of_best(k: int, others, rewards=REAL) -> np.ndarray:
-    """The gradient of the expected maximum of `k` completions: one of the policy, the others of this table."""
+    """Returns the gradient of the expected maximum of `k` completions, one of the policy, the others of this table."""
     draws = np.array(list(itertools.product(range(7), repeat=k)))
     best = jnp.asarray(rewards[draws].max(axis=1))
     rest = chances(others)[draws[:, 1:]].prod(axis=1)
@@ -302,7 +305,7 @@ def gradient_of_best(k: int, others, rewards=REAL) -> np.ndarray:
 MAXIMA = {
     "maxpo": ({"k": 2}, {2: 1.0}), "pkpo": ({"k": 3}, {3: 1.0}), "maxrl": ({"truncation_order": 2}, {1: 1.0, 2: 0.5}),
 }  # fmt: skip
-"""Estimator, parameters, and its objective as a sum of max@k: `{k: factor}`."""
+"""Estimator, parameters, and its objective as a weighted sum of max@k, `{k: factor}`."""
 
 
 @pytest.mark.parametrize("name", MAXIMA)
@@ -317,10 +320,13 @@ def test_off_policy_advantages_of_real_rewards(name):
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_ratios_of_all_completions_of_a_subset(k):
-    """Why a correction is known but not offered: the mean over subsets of k of `product of ratios x maximum` has the
-    expectation max@k, and its gradient by the log-ratios is an advantage without bias. It needs the ratios before the
-    advantages, and k ratios of completions multiply."""
+def test_mean_over_subsets_of_the_product_of_ratios_is_unbiased(k):
+    """Shows why the library does not offer this correction, although it is known.
+
+    The mean of `product of ratios x maximum` over subsets of k has the expectation max@k, and its gradient with respect
+    to the log-ratios is an unbiased advantage. It needs the ratios before the advantages, and it multiplies the ratios
+    of k completions.
+    """
     draws = TWO_TOKENS.draws
     subsets = list(itertools.combinations(range(SIZE), k))
 
@@ -341,12 +347,12 @@ def test_ratios_of_all_completions_of_a_subset(k):
 
 
 def kl_gradient(objective, **changes) -> np.ndarray:
-    """The expected gradient of the KL alone: equal rewards have no advantage."""
+    """Returns the expected gradient of the KL alone. Equal rewards give zero advantages."""
     return -expected(objective, rewards=np.ones(7), **changes)
 
 
 def kl_per_prefix(mode: str, prefixes) -> np.ndarray:
-    """The expected gradient of the KL loss at tokens of the policy, at the prefixes of this table."""
+    """Returns the expected gradient of the KL loss at tokens of the policy, at the prefixes of this table."""
     seen = np.concatenate([[1.0], np.asarray(jax.nn.softmax(jnp.asarray(prefixes)))[0, 1:]])
     weights = jnp.asarray(seen)[:, None] * jax.nn.softmax(jnp.asarray(CURRENT))
     ref, everywhere = jax.nn.log_softmax(jnp.asarray(REFERENCE)), jnp.ones((3, 3), bool)
@@ -355,9 +361,9 @@ def kl_per_prefix(mode: str, prefixes) -> np.ndarray:
 
 
 @pytest.mark.parametrize("mode", KL_LOSS_MODES)
-def test_the_kl_with_its_own_ratio(mode):
-    """Ratios of completions give every KL loss its gradient on-policy; ratios of tokens that gradient at the prefixes
-    of the sampler. Without them the tokens are the sampler's too."""
+def test_gradient_of_the_kl_loss_with_its_own_ratio(mode):
+    """Ratios of completions give every KL loss its on-policy gradient. Ratios of tokens give the gradient at the
+    prefixes of the sampler. Without ratios the tokens also come from the sampler."""
     plain = {"beta": 1.0, "kl_loss_mode": mode}
     on_policy = kl_gradient(make(**plain), sampler=CURRENT)
     np.testing.assert_allclose(on_policy, kl_per_prefix(mode, CURRENT), atol=1e-12)
@@ -371,9 +377,9 @@ def test_the_kl_with_its_own_ratio(mode):
     assert np.linalg.norm(off - on_policy) > 0.05 and np.linalg.norm(by_token - off) > 0.05
 
 
-def test_the_ratio_of_trl_in_the_kl_keeps_its_gradient():
-    """`use_bias_correction_kl` multiplies k3 by a ratio with gradient. Its expected gradient is that of `mse_kl` with
-    the detached ratio of tokens: the KL(pi || ref) of the next token, at the prefixes of the sampler."""
+def test_kl_with_the_ratio_of_trl_has_the_gradient_of_mse_kl():
+    """`use_bias_correction_kl` multiplies k3 by a ratio with gradient. Its expected gradient equals that of `mse_kl`
+    with the detached ratio of tokens: KL(pi || ref) of the next token, at the prefixes of the sampler."""
     rollout, ref = logprobs(SAMPLER), logprobs(REFERENCE)
 
     def loss(table):
@@ -386,8 +392,8 @@ def test_the_ratio_of_trl_in_the_kl_keeps_its_gradient():
     np.testing.assert_allclose(found, own, atol=1e-12)
 
 
-def test_the_kl_in_the_reward_needs_no_ratio_of_its_own():
-    """It is a part of the reward, which the ratio of the completion corrects."""
+def test_ratio_of_the_completion_corrects_the_kl_in_the_reward():
+    """The KL is a part of the reward, so the ratio of the completion corrects it."""
 
     def kl(table):
         return jnp.where(_SAMPLED, logprobs(table) - logprobs(REFERENCE), 0.0).sum(axis=1)
@@ -410,7 +416,7 @@ def some_logprobs() -> tuple[jax.Array, jax.Array]:
 
 
 def trl_weights(mode: str, old, sampling, mask, clip_min, clip_max) -> np.ndarray:
-    """`vllm_importance_sampling_mode` of TRL 1.16.0, `grpo_trainer.py`, in NumPy."""
+    """Implements `vllm_importance_sampling_mode` of `grpo_trainer.py` in TRL 1.16.0 in NumPy."""
     difference = np.nan_to_num((old - sampling) * mask, nan=0.0)
     if mode.startswith("sequence"):
         difference = difference.sum(axis=-1, keepdims=True)
@@ -440,7 +446,7 @@ def test_the_weights_are_those_of_trl(mode, bounds):
 
 
 @pytest.mark.parametrize("mode", DEFAULT_UPPER)
-def test_ratios_are_detached_clamped_and_blind_to_masked_places(mode):
+def test_ratios_are_detached_and_clamped_and_ignore_masked_places(mode):
     correction, (old, sampling), mask = SamplerCorrection(mode, 0.0, NO_BOUND), some_logprobs(), jnp.asarray(MASK)
     total = lambda *given: correction.weights(correction.ratios(*given, mask)).sum()  # noqa: E731
     for gradient in jax.grad(total, argnums=(0, 1))(old, sampling):
@@ -454,8 +460,8 @@ def test_ratios_are_detached_clamped_and_blind_to_masked_places(mode):
 
 
 @pytest.mark.parametrize("mode", DEFAULT_UPPER)
-def test_on_policy_every_mode_changes_no_bit(mode):
-    """Neither of the loss nor of its gradient, in float32, with every term of the loss."""
+def test_on_policy_every_mode_is_bitwise_equal_to_no_correction(mode):
+    """The loss and its gradient, in float32 with every term of the loss, are bitwise unchanged."""
     with jax.enable_x64(False):
         new = jnp.asarray(np.random.default_rng(7).uniform(-3, 0, SHAPE), jnp.float32)
         advantages = jnp.asarray(np.random.default_rng(8).normal(size=(*SHAPE[:2], 1)), jnp.float32)
@@ -477,7 +483,7 @@ def test_on_policy_every_mode_changes_no_bit(mode):
 
 @pytest.mark.parametrize("mode", DEFAULT_UPPER)
 def test_metrics(mode):
-    """Means over tokens, or over completions, however many tokens these have."""
+    """The metrics are means over tokens or over completions, whatever the number of tokens of each completion."""
     correction, (old, sampling), mask = SamplerCorrection(mode, 0.5, 1.5), some_logprobs(), jnp.asarray(MASK)
     ratios = correction.ratios(old, sampling, mask)
     weights = correction.weights(ratios)
@@ -498,7 +504,8 @@ def test_metrics(mode):
 
 
 def test_metrics_without_weights():
-    """All tokens masked: no sample is left. No tokens: not a number, which is written as null."""
+    """If all tokens are masked, no effective sample is left. Without tokens the metrics are NaN, which is written as
+    null."""
     names = ("unit", "mean", "square", "ratio_mean", "outside_frac")
     nothing = dict(zip((f"sampler_is/{name}" for name in names), jnp.asarray([1.0, 0, 0, 5, 1]), strict=True))
     assert finish_metrics(nothing)["sampler_is/ess"] == 0

@@ -1,4 +1,5 @@
-"""The family of max@K against its definitions: every subset of a group, every outcome of a small bandit, float64."""
+"""Tests the max@K estimators against their definitions in float64: over all subsets of a group and over all outcomes of
+a small bandit."""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ from .oracles import (
     over_subsets,
 )
 
-# --- the oracle for large groups is held to the subsets ---------------------------------------------------------------
+# --- the oracle for large groups against all subsets ------------------------------------------------------------------
 
 
-def test_ranks_say_what_subsets_say():
+def test_oracle_by_ranks_matches_the_oracle_over_subsets():
     for rewards in (REAL, np.array([0.0, 1, 0, 1, 1, 0.5, -3]), np.array([2.0, 1.0])):
         for k in range(len(rewards) + 1):
             for ranks, every_subset in zip(by_ranks(rewards, k), over_subsets(rewards, k), strict=True):
@@ -41,7 +42,7 @@ def test_ranks_say_what_subsets_say():
 
 @pytest.mark.parametrize("size", range(1, 9))
 def test_closed_forms_are_means_over_all_subsets(size):
-    """Every k and every order, on reals, heavy ties, 0/1 and shaped rewards; with a group of one, zeros."""
+    """Covers every k and every order, on real, tied, 0/1 and shaped rewards. A group of one gets zeros."""
     groups = kinds_of_groups(size)
     for k in range(1, size + 1):
         assert_close(estimate(groups, "pkpo", k=k), definition("pkpo", {"k": k}, groups), message=f"pkpo {k}")
@@ -53,7 +54,7 @@ def test_closed_forms_are_means_over_all_subsets(size):
 
 @pytest.mark.parametrize("size", range(1, 9))
 def test_passk_is_the_standardised_mean_over_all_subsets(size):
-    """On all 0/1 groups, every k; `k = G` has one subset and no signal."""
+    """Covers all 0/1 groups and every k. `k = G` has one subset and gives zeros."""
     groups = binary_groups(size)
     for k in range(1, size + 1):
         assert_close(estimate(groups, "passk", k=k), definition("passk", {"k": k}, groups), message=f"passk {k}")
@@ -61,8 +62,9 @@ def test_passk_is_the_standardised_mean_over_all_subsets(size):
 
 
 @pytest.mark.parametrize("size", [2, 5, 8])
-def test_the_least_reward_adds_exactly_nothing(size):
-    """pkpo, k >= 2: no subset is better for it; and no completion makes one worse."""
+def test_lowest_reward_has_advantage_zero_in_pkpo(size):
+    """For pkpo with k >= 2 the completion with the lowest reward gets 0, because it improves no subset, and no
+    completion gets a negative value."""
     groups = kinds_of_groups(size)
     least = groups == groups.min(axis=1, keepdims=True)
     for k in range(2, size + 1):
@@ -73,8 +75,8 @@ def test_the_least_reward_adds_exactly_nothing(size):
 
 
 @pytest.mark.parametrize("size", range(2, 9))
-def test_algorithm_1_is_the_sum_of_every_order(size):
-    """On all 0/1 groups; both the library's highest order and the sum over subsets."""
+def test_algorithm_1_is_the_sum_over_all_orders(size):
+    """Covers all 0/1 groups. The result also equals the highest order of the library."""
     groups = binary_groups(size)
     algorithm_1 = estimate(groups, "maxrl")
     assert_close(estimate(groups, "maxrl", truncation_order=size - 1), algorithm_1)
@@ -82,12 +84,12 @@ def test_algorithm_1_is_the_sum_of_every_order(size):
     assert_close(algorithm_1, sum(estimate(groups, "maxpo", k=k).astype(np.float64) / k for k in range(1, size)))
 
 
-def test_maxpo_of_one_is_rloo():
+def test_maxpo_with_k_1_is_rloo():
     groups = kinds_of_groups(7)
     assert_close(estimate(groups, "maxpo", k=1), estimate(groups, "rloo").astype(np.float64))
 
 
-# --- what the gradient is unbiased for --------------------------------------------------------------------------------
+# --- the gradients that the estimators estimate without bias ----------------------------------------------------------
 
 arms = pytest.mark.parametrize("rewards", [BINARY, REAL], ids=["binary", "real"])
 
@@ -101,15 +103,15 @@ def test_rloo_ascends_the_expected_reward(size, rewards):
 
 @arms
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_drgrpo_and_opo_of_equal_lengths_scale_it(size, rewards):
-    """By `(G-1)/G`: the baseline holds the completion's own reward."""
+def test_drgrpo_and_opo_with_equal_lengths_ascend_the_scaled_expected_reward(size, rewards):
+    """The factor is `(G-1)/G`, because the baseline contains the reward of the completion itself."""
     for name, lengths in (("drgrpo", None), ("opo", np.array([7, 7, 7])), ("opo", np.array([0, 0, 0]))):
         found = expected_gradient(name, {}, rewards, size, lengths)
         np.testing.assert_allclose(found, (size - 1) / size * gradient_of_max(rewards, 1), rtol=0, atol=1e-5)
 
 
-def test_opo_of_unequal_lengths_is_biased_by_one_over_the_group():
-    """The direction too, and `G` times the difference to the true gradient stays the same size."""
+def test_bias_of_opo_with_unequal_lengths_is_of_order_one_over_group_size():
+    """The direction is biased too. `G` times the difference to the true gradient does not depend on `G`."""
     true, lengths = gradient_of_max(REAL, 1), np.array([1, 2, 4])
     off = []
     for size in (3, 5, 6):
@@ -122,7 +124,8 @@ def test_opo_of_unequal_lengths_is_biased_by_one_over_the_group():
 
 @pytest.mark.parametrize("size", [2, 3, 5, 6])
 def test_algorithm_1_ascends_the_likelihood_to_order_group_size_minus_1(size):
-    """And equations 9 and 10 of the paper, one order higher: they keep a term where nothing succeeds, it keeps none."""
+    """Equations 9 and 10 of the paper ascend one order higher: they keep a term for groups without a success, and
+    algorithm 1 does not."""
     p, grad_p = ARMS[0], ARMS[0] * SCORES[0]
 
     def order(t: int) -> Any:
@@ -145,7 +148,7 @@ def test_algorithm_1_ascends_the_likelihood_to_order_group_size_minus_1(size):
 @arms
 @pytest.mark.parametrize("size", [2, 5])
 def test_truncated_maxrl_ascends_the_harmonic_sum_of_maxima(size, rewards):
-    """On 0/1 rewards that is the likelihood cut after that order."""
+    """For 0/1 rewards this is the log-likelihood series, truncated after that order."""
     p, grad_p = ARMS[0], ARMS[0] * SCORES[0]
     for order in range(1, size):
         expected = sum(gradient_of_max(rewards, k) / k for k in range(1, order + 1))
@@ -170,7 +173,7 @@ def test_maxpo_and_pkpo_ascend_max_at_k(size, rewards):
 
 @pytest.mark.parametrize("k", [1, 2, 512, 1023])
 def test_maxpo_on_a_large_group(k):
-    """G = 1024, 0/1 rewards: `k C(f, k) / C(G-1, k)` for a success, by whole numbers."""
+    """For G = 1024 and 0/1 rewards a success gets `k C(f, k) / C(G-1, k)`, computed with integers."""
     size, successes = 1024, 3
     rewards = (np.arange(size) < successes).astype(float)
     failures = size - successes
@@ -180,7 +183,8 @@ def test_maxpo_on_a_large_group(k):
 
 
 def large_groups(size: int = 1024) -> np.ndarray:
-    """Float32 values: spread, far from zero, 0/1, one success, one large among many small, signed and huge."""
+    """Returns float32 groups: spread, far from zero, 0/1, one success, one large among many small, signed and huge
+    rewards."""
     rng = np.random.default_rng(0)
     one = np.eye(size)[5]
     groups = [
@@ -210,8 +214,8 @@ LARGE: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "params"), LARGE, ids=[f"{n}-{next(iter(p.values()), '')}" for n, p in LARGE])
-def test_float32_is_as_good_as_float64(name, params):
-    """G = 1024, on the same float32 rewards: within 1e-5 of the largest advantage."""
+def test_float32_matches_float64(name, params):
+    """For G = 1024, float32 and float64 agree within 1e-5 of the largest advantage, on the same float32 rewards."""
     groups = np.abs(large_groups()) if (name, params) == ("maxrl", {}) else large_groups()
     lengths = np.random.default_rng(1).integers(0, 2000, groups.shape)
     expected = definition(name, params, groups, lengths, by_ranks)
@@ -219,8 +223,9 @@ def test_float32_is_as_good_as_float64(name, params):
 
 
 @pytest.mark.parametrize("k", [1, 4, 512, 1022, 1023])
-def test_passk_in_float32_where_hardly_any_or_nearly_every_subset_succeeds(k):
-    """G = 1024, `V` near 0 and near 1: `1 - V` by subtraction would be off by 1e-3. `1 - V` is `C(f, k) / C(G, k)`."""
+def test_passk_in_float32_with_extreme_success_rates_of_subsets(k):
+    """For G = 1024 and `V` near 0 or 1, a computation of `1 - V` by subtraction would have an error of 1e-3. The
+    expected value of `1 - V` is `C(f, k) / C(G, k)`."""
     size = 1024
     failures = sorted({*range(k, min(k + 3, size)), min(k + 30, 1023), 512, 900, 1022, 1023})
     groups = np.array([[0.0] * f + [1.0] * (size - f) for f in failures])
@@ -228,7 +233,7 @@ def test_passk_in_float32_where_hardly_any_or_nearly_every_subset_succeeds(k):
 
 
 def test_reinforce_pp_in_float32():
-    """A batch of large groups with long and empty completions; huge rewards in a batch of their own."""
+    """One batch has large groups with long and empty completions. Another batch has huge rewards."""
     lengths = np.random.default_rng(1).integers(0, 50, (8, 1024))
     everyday, huge = large_groups()[:-1], large_groups()[-1:]
     for batch, rows in ((everyday, 8), (huge, 8)):

@@ -1,4 +1,4 @@
-"""Groups by pass rate, against a loop over fractions; the advantages that the formulas of the papers give each."""
+"""Tests the pass rate bins of groups against a loop over fractions, and the advantages per bin against formulas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tunix_like.algorithms.pass_rates import PASS_RATES, bins_of, count_groups, 
 
 
 def slow_bin(passed, scored):
-    """By the text of the bins themselves."""
+    """Determines the bin from the text of the bin labels."""
     known = [p for p, s in zip(passed, scored, strict=True) if s]
     if not known:
         return -1
@@ -32,13 +32,13 @@ def slow_bin(passed, scored):
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40))
 @settings(max_examples=300, deadline=None)
-def test_a_group_falls_into_the_bin_that_says_so(group):
+def test_pass_rate_lies_in_the_interval_of_the_bin_label(group):
     passed, scored = (np.array([each], bool) for each in zip(*group, strict=True))
     assert bins_of(passed, scored).tolist() == [slow_bin(passed[0], scored[0])]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 16, 24])
-def test_every_pass_rate_of_a_size(size):
+def test_bins_of_all_pass_rates_of_a_group_size(size):
     passed = np.tri(size + 1, size, -1, dtype=bool)  # row k has k successes
     assert passed.sum(axis=1).tolist() == list(range(size + 1))
     found = bins_of(passed, np.ones_like(passed))
@@ -60,8 +60,8 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_the_pull_of_one_group(name):
-    """Of 0/1 rewards, as `sum_advantages` promises."""
+def test_sum_of_advantages_of_one_group_matches_the_formula(name):
+    """For 0/1 rewards, the value is the one that the docstring of `sum_advantages` states."""
     for successes in range(1, 16):
         rewards = np.float32(np.arange(16) < successes)[None]
         out = compute_advantages(rewards, name, **({"ddof": 0} if name == "grpo" else {}))

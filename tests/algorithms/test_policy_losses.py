@@ -1,5 +1,5 @@
-"""Everything per token against slow loops in float64 written from the formulas: the policy losses, the correction for
-the sampler and the KL estimates. Values, and gradients against finite differences of those loops."""
+"""Tests all values per token against slow loops in float64 written from the formulas: the policy losses, the correction
+for the sampler and the KL estimates. Gradients are compared with finite differences of these loops."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RATIOS = np.stack(
         np.zeros(STEPS),
     ]
 )
-"""Log-ratios, a kind a row."""
+"""Log-ratios, one kind per row."""
 SHAPE = (3, len(RATIOS), STEPS)
 LENGTHS = np.array([8, 8, 7, 8, 8, 5, 3, 1, 0])
 MASK = np.broadcast_to(np.arange(STEPS) < LENGTHS[:, None], SHAPE)
@@ -46,12 +46,12 @@ ADVANTAGES = np.broadcast_to(np.array([1.5, -0.75, 0.0], np.float32)[:, None, No
 BASE = RNG.uniform(-3, -0.05, SHAPE)
 NEW = (BASE + np.minimum(RATIOS, 0)).astype(np.float32)
 OLD = (BASE - np.maximum(RATIOS, 0)).astype(np.float32)
-"""Log-probabilities, so never above 0."""
+"""Log-probabilities, so at most 0."""
 GARBAGE = (math.nan, math.inf, -math.inf, 1e30)
 
 
 def garbled(values: np.ndarray, garbage: float = math.nan) -> jax.Array:
-    """What a loss may be given: anything where masked."""
+    """Replaces the values at masked places by arbitrary numbers."""
     return jnp.asarray(np.where(MASK, values, garbage), jnp.float32)
 
 
@@ -59,8 +59,9 @@ def clamped(difference: float) -> float:
     return max(-20.0, min(20.0, difference))
 
 
-# Each is the loss of one token, and whether it counts as clipped: a function of `new`, its log-probability, and of
-# `at`, the same number where the formula detaches it. `row` holds the log-ratios of the completion's tokens.
+# Each function returns the loss of one token and whether it counts as clipped. Its arguments are `new`, the
+# log-probability, and `at`, the same number where the formula detaches it. `row` holds the log-ratios of the tokens of
+# the completion.
 
 
 def slow_ppo_clip(new, at, old, advantage, row, epsilon=0.2, epsilon_high=None, epsilon_c=None):
@@ -122,7 +123,7 @@ KL = {"kl": lambda d: d, "mse_kl": lambda d: d * d / 2, "low_var_kl": lambda d: 
 
 
 def by_token(function) -> np.ndarray:
-    """`function(new, old, advantage, row)` of floats at every unmasked token, 0 elsewhere."""
+    """Evaluates `function(new, old, advantage, row)` in floats at every unmasked token, and returns 0 elsewhere."""
     out = np.zeros(SHAPE)
     for place in np.argwhere(MASK):
         sequence, place = tuple(place[:2]), tuple(place)
@@ -136,12 +137,12 @@ def slope(function, at: float) -> float:
 
 
 def assert_same(actual, expected: np.ndarray) -> None:
-    """At unmasked tokens; `exp(20)` is large, so relative."""
+    """Compares unmasked tokens. The tolerance is relative, because `exp(20)` is large."""
     np.testing.assert_allclose(np.asarray(actual)[MASK], expected[MASK], rtol=3e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "params"), CASES, ids=str)
-def test_a_loss_and_its_gradient(name, params):
+def test_losses_and_their_gradients_match_the_loops(name, params):
     slow, advantages, mask = SLOW[name], jnp.asarray(ADVANTAGES), jnp.asarray(MASK)
 
     def total(new):
@@ -175,13 +176,13 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(name):
 
 
 def test_every_loss_is_tested():
-    built_in = {name for name in POLICY_LOSSES if ":" not in name}  # not those of files that other tests named
+    built_in = {name for name in POLICY_LOSSES if ":" not in name}  # without those of other tests
     assert set(SLOW) == built_in == {name for name, _ in CASES}
 
 
 @pytest.mark.parametrize("name", [*SLOW, *DEFAULT_UPPER, *KL])
-def test_nothing_leaks_from_masked_places(name):
-    """Not a NaN, not an infinity, into no value and no gradient."""
+def test_masked_places_change_no_value_and_no_gradient(name):
+    """NaN and infinity at masked places change no value and no gradient."""
     advantages, mask = jnp.asarray(ADVANTAGES), jnp.asarray(MASK)
 
     def total(new, old):
@@ -219,9 +220,9 @@ def test_kl_estimates_and_their_gradients(mode):
     assert (np.asarray(values)[~MASK] == 0).all() and (np.asarray(gradient)[~MASK] == 0).all()
 
 
-def test_what_the_kl_losses_descend():
-    """Exactly, over a softmax of five tokens: the expected gradient of k1 is 0, of k2 that of KL(pi || ref), of k3 that
-    of KL(ref || pi)."""
+def test_expected_gradients_of_the_kl_losses():
+    """The expected gradients over a softmax of five tokens are exact: 0 for k1, that of KL(pi || ref) for k2, and that
+    of KL(ref || pi) for k3."""
     ref = jnp.log(jnp.asarray([0.3, 0.1, 0.2, 0.25, 0.15]))
     logits = jnp.asarray([0.2, -0.4, 0.9, 0.0, -0.1])
     everywhere = jnp.ones(5, bool)
@@ -237,7 +238,7 @@ def test_what_the_kl_losses_descend():
     np.testing.assert_allclose(expected_gradient("low_var_kl"), jax.grad(other)(logits), atol=1e-6)
 
 
-def test_log_ratio_is_clamped_and_blind_to_masked_places():
+def test_log_ratio_is_clamped_and_ignores_masked_places():
     found = np.asarray(log_ratio(jnp.asarray([1.0, 1000, -1000, jnp.nan, jnp.inf]), jnp.zeros(5), jnp.arange(5) < 3))
     np.testing.assert_array_equal(found, [1, 20, -20, 0, 0])
 

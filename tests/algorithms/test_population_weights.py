@@ -1,4 +1,5 @@
-"""Population weights against closed forms, and against the expected score-function gradient by enumeration."""
+"""Tests the population weights against closed forms, and against the expected score-function gradient by
+enumeration."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ RATES = np.array([1e-4, 0.01, 0.2, 0.5, 0.77, 0.99, 0.9999])
 
 
 def grpo_weight(p, size, ddof):
-    """`E_c[sqrt(c (G-c))] / (G p (1-p))`, `c ~ Bin(G, p)`, with the 1e-6 of the divisor."""
+    """Returns `E_c[sqrt(c (G-c))] / (G p (1-p))`, `c ~ Bin(G, p)`, with the 1e-6 of the divisor."""
     total = np.zeros_like(p)
     for c in range(1, size):
         deviation = np.sqrt(c * (size - c) / size / (size - ddof))
@@ -34,7 +35,7 @@ def grpo_weight(p, size, ddof):
 
 
 def closed_forms(size):
-    """(name, parameters, weight) of every row of the table that states one."""
+    """Yields (name, parameters, weight) of every row of the table that states a weight."""
     orders = sorted({1, 2, size // 2, size - 1} & set(range(1, size)))
     yield "rloo", {}, lambda p: 1 + 0 * p
     yield "drgrpo", {}, lambda p: (size - 1) / size + 0 * p
@@ -57,8 +58,9 @@ def test_closed_forms(size):
         np.testing.assert_allclose(weights, form(RATES), rtol=1e-6, atol=1e-6, err_msg=f"{name} {params}")
 
 
-def test_it_is_the_expected_gradient_whatever_the_estimator():
-    """`E[(1/G) sum_i A_i d log pi_i / dp]` over all 2^G outcomes of a policy that succeeds with probability p."""
+def test_weights_are_the_expected_gradients_of_every_estimator():
+    """Computes `E[(1/G) sum_i A_i d log pi_i / dp]` over all 2^G outcomes of a policy that succeeds with probability
+    p."""
     size = 4
     outcomes = np.array(list(itertools.product([0.0, 1.0], repeat=size)))
     for name, params in (("grpo", {}), ("maxrl", {}), ("passk", {"k": 2}), ("opo", {}), ("pkpo", {"k": 1})):
@@ -78,7 +80,7 @@ def test_the_largest_group():
     np.testing.assert_allclose(found[1], (size - 1) / size, rtol=1e-6)
 
 
-def test_both_ends_have_a_weight():
+def test_pass_rates_0_and_1_have_finite_weights():
     found = weights_of([GroupEstimator("maxrl", {}), GroupEstimator("maxpo", {"k": 3})], 5, np.array([0.0, 1.0]))
     np.testing.assert_allclose(found, [[4, 1], [3, 0]], atol=1e-6)
 
@@ -111,13 +113,13 @@ def test_references():
         (lambda: population_weights("maxrll", 4, RATES), ["maxrll", "maxrl"]),
     ],
 )
-def test_what_is_refused(call, words):
+def test_invalid_arguments_raise_an_error(call, words):
     with pytest.raises(UserError) as error:
         call()
     assert all(word in str(error.value) for word in words), error.value
 
 
-def test_advantages_together_are_those_of_each_alone():
+def test_advantages_of_several_groups_equal_those_of_each_group():
     rewards = np.array([[1.0, 0.0, np.nan, 2.0], [0.0, 3.0, 3.0, 1.0]])
     lengths = np.array([[3, 1, 2, 5], [1, 2, 3, 4]], np.int32)
     each = [("grpo", {"ddof": 0}), ("maxrl", {"truncation_order": 2}), ("opo", {}), ("reinforce_pp", {})]

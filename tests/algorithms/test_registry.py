@@ -1,4 +1,4 @@
-"""The registry of estimators, functions of the user's own in files and modules, and every check on their input."""
+"""Tests the registry of estimators, user-defined functions in files and modules, and all checks of their input."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BUILT_IN = "drgrpo, grpo, maxpo, maxrl, opo, passk, pkpo, reinforce_pp, rloo"
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
-    """The built-in estimators alone; what a test adds to them or imports does not outlive it."""
+    """Restores the registry of built-in estimators, and unloads the modules that a test imports."""
     built_in = {name: each for name, each in ADVANTAGE_ESTIMATORS.items() if hasattr(advantages, name)}
     monkeypatch.setattr(estimators, "ADVANTAGE_ESTIMATORS", dict(built_in))
     before = set(sys.modules)
@@ -66,12 +66,12 @@ def registry(monkeypatch):
         ("grpo", {"ddof": 2}, "algorithm.ddof: got 2; 'grpo' needs 0 or 1"),
     ],
 )
-def test_bad_parameters_are_told(name, params, message):
+def test_invalid_parameters_raise_a_message(name, params, message):
     with pytest.raises(UserError, match=message):
         compute_advantages([1.0, 0.0, 0.0], name, **params)
 
 
-def test_the_ends_of_the_ranges_are_taken():
+def test_limits_of_the_ranges_are_valid():
     for name, params in (
         ("maxpo", {"k": 2}),
         ("passk", {"k": 2}),
@@ -82,12 +82,12 @@ def test_the_ends_of_the_ranges_are_taken():
     assert check_parameters("maxpo", {"k": np.int64(3)}, 4) == {"k": 3}
 
 
-def test_a_message_names_the_section_that_was_read():
+def test_error_message_names_the_config_section():
     with pytest.raises(UserError, match=r"data source 'gsm8k'.k: got 4"):
         check_parameters("maxpo", {"k": 4}, 4, "data source 'gsm8k'")
 
 
-def test_what_the_built_in_ones_declare():
+def test_declarations_of_the_built_in_estimators():
     assert find_estimator("maxrl").parameters() == {"truncation_order": None}
     assert set(find_estimator("maxpo").parameters()) == {"k"}
     assert check_parameters("grpo", {"k": None, "ddof": 0}, 4) == {"ddof": 0}
@@ -130,12 +130,12 @@ def test_what_the_built_in_ones_declare():
         ([-1, 0, 1], "passk", {"k": 1}, "completion 0: the reward -1 is not 0 or 1"),
     ],
 )
-def test_bad_rewards_are_told(rewards, name, params, message):
+def test_invalid_rewards_raise_a_message(rewards, name, params, message):
     with pytest.raises(UserError, match=message):
         compute_advantages(rewards, name, **params)
 
 
-def test_rewards_that_are_taken():
+def test_valid_rewards_are_accepted():
     assert np.isfinite(compute_advantages([1.0, -0.5, 0.0], "maxrl", truncation_order=2)).all()
     assert np.isfinite(compute_advantages([1e15, -1e15, 0.0], "rloo")).all()
     scored = np.array([[True, False, True]])
@@ -144,13 +144,13 @@ def test_rewards_that_are_taken():
     check_rewards("rloo", {}, np.array([[1.0, 2e15, 0.0]]), scored)
 
 
-def test_the_caller_names_the_place():
+def test_error_message_uses_the_location_of_the_caller():
     with pytest.raises(UserError, match="prompt 70, sample 2: the reward -1 is negative"):
         rewards = np.array([[0.0, 1.0, 1.0], [0.0, 1.0, -1.0]])
         check_rewards("maxrl", {}, rewards, rewards < 2, lambda group, i: f"prompt {group * 70}, sample {i}")
 
 
-def test_the_cure_of_another_estimator_is_not_that_of_maxrl():
+def test_error_message_of_another_estimator_does_not_suggest_the_remedy_of_maxrl():
     register_advantage_estimator("root", takes="non-negative")(lambda rewards, *, scored, lengths: rewards**0.5)
     with pytest.raises(
         UserError, match="the estimator 'root' accepts non-negative.*Set algorithm.binarize=true, or return"
@@ -176,7 +176,7 @@ def test_a_registered_estimator_is_traced_with_its_own_parameters():
         compute_advantages([3, 1], "long_is_bad")
 
 
-def test_what_is_registered_is_what_is_asked():
+def test_declared_properties_of_a_registered_estimator_are_used():
     @register_advantage_estimator(
         "mine",
         zero_when_constant=lambda params: params["k"] > 1,
@@ -216,18 +216,18 @@ def test_what_is_registered_is_what_is_asked():
         ),
     ],
 )
-def test_what_an_estimator_may_not_return(returns, message):
+def test_invalid_return_values_of_an_estimator_raise_a_message(returns, message):
     register_advantage_estimator("mine")(lambda rewards, *, scored, lengths: returns(rewards, lengths))
     with pytest.raises(UserError, match=message):
         compute_advantages([[1, 0], [0, 1]], "mine", lengths=[[1, 0], [1, 1]])
 
 
-def test_unscored_completions_get_zero_whatever_is_returned_for_them():
+def test_unscored_completions_get_zero_whatever_the_estimator_returns():
     register_advantage_estimator("mine")(lambda rewards, *, scored, lengths: jnp.where(scored, rewards, jnp.nan))
     np.testing.assert_array_equal(compute_advantages([3, None, 1], "mine"), [3, 0, 1])
 
 
-def test_what_is_not_said_is_promised_by_nobody():
+def test_default_properties_of_a_registered_estimator():
     register_advantage_estimator("plain")(lambda rewards, *, scored, lengths: rewards)
     found = find_estimator("plain")
     assert (found.zero_when_constant({}), found.takes({}), found.sparse) == (False, "any", False)
@@ -247,7 +247,7 @@ def test_what_is_not_said_is_promised_by_nobody():
         ("mine", {"takes": "positive"}, "'mine': takes='positive'.*non-negative"),
     ],
 )
-def test_a_registration_that_is_refused(registry, name, options, message):
+def test_invalid_registration_raises_an_error_and_adds_nothing(registry, name, options, message):
     with pytest.raises(UserError, match=message):
         register_advantage_estimator(name, **options)(lambda rewards, *, scored, lengths: rewards)
     assert registry == estimators.ADVANTAGE_ESTIMATORS, "nothing was added"
@@ -287,7 +287,7 @@ def file(tmp_path):
     return path
 
 
-def test_a_function_in_a_file(file):
+def test_estimator_from_a_file(file):
     place = f"{file}:twice"
     np.testing.assert_array_equal(compute_advantages([3, NAN, -1], place), [6, 0, -2])
     np.testing.assert_array_equal(compute_advantages([3, NAN, -1], place, power=2), [18, 0, 2])
@@ -303,7 +303,7 @@ def test_a_function_in_a_file(file):
 
 
 @pytest.mark.parametrize("spelling", ["my_package.inner.twice", "my_package.inner:twice"])
-def test_a_function_in_a_module(tmp_path, monkeypatch, spelling):
+def test_estimator_from_a_module(tmp_path, monkeypatch, spelling):
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "__init__.py").write_text("")
     (tmp_path / "my_package" / "inner.py").write_text(CODE)
@@ -311,7 +311,7 @@ def test_a_function_in_a_module(tmp_path, monkeypatch, spelling):
     np.testing.assert_array_equal(compute_advantages([3, 1], spelling), [6, 2])
 
 
-def test_a_function_that_its_file_registers_keeps_what_it_was_registered_with(file):
+def test_estimator_from_a_file_that_registers_it_keeps_the_registered_properties(file):
     place = f"{file}:roots"
     np.testing.assert_array_equal(compute_advantages([4, 1, 0], place, k=2), [4, 2, 0])
     assert find_estimator(place) is find_estimator("sum_of_roots")
@@ -345,7 +345,7 @@ def test_a_function_that_its_file_registers_keeps_what_it_was_registered_with(fi
         ("builtins.max", "the function does not accept the keyword 'scored'"),
     ],
 )
-def test_a_place_without_an_estimator(file, place, message):
+def test_location_without_an_estimator_raises_a_message(file, place, message):
     (file.parent / "broken.py").write_text("nothing\n")
     (file.parent / "thief.py").write_text(
         "from tunix_like import register_advantage_estimator\n"

@@ -1,4 +1,4 @@
-"""Loading, saving and documenting configurations, and the words of every mistake."""
+"""Tests loading, saving and documentation of configurations, and the error message of every mistake."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_no_file_and_an_empty_file_are_the_defaults(tmp_path):
     assert from_text(tmp_path, "optimizer:\n  # nothing set\n") == Config()
 
 
-def test_a_file_then_overrides_the_later_the_stronger(tmp_path):
+def test_overrides_replace_file_values_and_later_overrides_win(tmp_path):
     config = from_text(
         tmp_path,
         "optimizer: {learning_rate: 1e-3, b1: 0}\nsft:\n  optimizer:\n    schedule: cosine\n"
@@ -58,12 +58,12 @@ def test_a_file_then_overrides_the_later_the_stronger(tmp_path):
     assert config_file.load(None, ["mesh.shape=auto"]).mesh.shape == "auto"
 
 
-def test_a_nested_section_keeps_its_own_defaults():
+def test_nested_section_keeps_its_defaults():
     config = config_file.load(None, ["sft.optimizer.b1=0.5"])
     assert config.sft.optimizer == dataclasses.replace(SFTConfig().optimizer, b1=0.5)
 
 
-def test_free_mapping_by_file_and_by_sub_key(tmp_path):
+def test_free_form_mapping_is_set_by_file_and_by_sub_key(tmp_path):
     text = "model:\n  config: {model_type: qwen2, hidden_size: 32}\n"
     config = from_text(tmp_path, text, "model.config.hidden_size=64", "model.config.rope_scaling.factor=8.0")
     assert config.model.config == {"model_type": "qwen2", "hidden_size": 64, "rope_scaling": {"factor": 8.0}}
@@ -166,7 +166,7 @@ def test_numbers_in_yaml_are_those_of_json(tmp_path):
     assert from_text(tmp_path, "data: {path: 2020-01-01, name: '010', split: 1:30}").data.path == "2020-01-01"
 
 
-def test_what_is_saved_loads_equal(tmp_path):
+def test_saved_config_loads_as_an_equal_config(tmp_path):
     config = config_file.load(
         None,
         [
@@ -183,7 +183,7 @@ def test_what_is_saved_loads_equal(tmp_path):
         assert config_file.load(tmp_path / "config.yaml") == config
 
 
-def test_as_dict_is_plain_and_does_not_share():
+def test_as_dict_returns_plain_copies():
     config = Config(model=ModelConfig(config={"layers": [1]}))
     plain = config_file.as_dict(config)
     plain["model"]["config"]["layers"].append(2)
@@ -203,7 +203,7 @@ def test_differences_name_the_keys_and_both_values():
     ]
 
 
-def test_base_config_is_true_and_complete():
+def test_base_config_lists_all_keys_and_their_defaults():
     path = Path(config_file.__file__).with_name("base_config.yaml")
     assert path.read_text(encoding="utf-8") == config_reference.yaml_text(), (
         "run `python -m tunix_like.config.reference`"
@@ -221,7 +221,7 @@ def dotted(values, prefix=""):
             yield f"{prefix}{name}"
 
 
-def test_the_page_of_keys_is_true_and_complete():
+def test_documentation_of_the_keys_is_complete():
     path = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
     text = path.read_text(encoding="utf-8")
     assert text == config_reference.markdown_text(), "run `python -m tunix_like.config.reference`"

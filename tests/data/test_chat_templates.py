@@ -1,5 +1,5 @@
-"""Chat templates that take too much time or memory, and prompts of many megabytes: a message, or a row that is skipped,
-within seconds; what is ordinary is rendered as ever, many at a time too."""
+"""Tests chat templates that take too much time or memory, and prompts of many megabytes: they give an error or a
+skipped row within seconds. Other conversations are rendered as usual, also many at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ END = "{% endfor %}"
 
 @pytest.fixture
 def limits(monkeypatch):
-    """A worker of this test's own, with small limits."""
+    """Gives the test its own worker with small limits."""
     monkeypatch.setattr(chat_templates, "_worker", None)
     monkeypatch.setattr(chat_templates, "SECONDS", 0.5)
     monkeypatch.setattr(chat_templates, "MEMORY", 512 * 1024**2)
@@ -55,7 +55,7 @@ def limits(monkeypatch):
         ("{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError"),
     ],
 )
-def test_a_template_that_takes_too_much(limits, template, said):
+def test_template_beyond_the_time_or_memory_limit_raises_an_error(limits, template, said):
     begun = time.monotonic()
     with pytest.raises(
         UserError, match=rf"^The tokenizer's chat template failed on a conversation \(user\): .*({said})"
@@ -65,8 +65,8 @@ def test_a_template_that_takes_too_much(limits, template, said):
     assert bpe().render(TURN).startswith("<|im_start|>user\nhi"), "the next is rendered as ever"
 
 
-def test_many_are_rendered_as_one_by_one(limits):
-    """Also what is larger than a pipe, and beside conversations that fail in every way."""
+def test_batch_rendering_equals_rendering_one_by_one(limits):
+    """Includes a conversation larger than a pipe buffer, and conversations that fail in each possible way."""
     template = (
         "{% if 'loop' in messages[0].content %}" + RANGE * 4 + END * 4 + "{% endif %}"
         "{% if 'bad' in messages[0].content %}{{ raise_exception('bad one') }}{% endif %}" + CHATML
@@ -76,7 +76,7 @@ def test_many_are_rendered_as_one_by_one(limits):
     rows[2]["prompt"] = "as it is"
     rows[4] = {"question": "no prompt"}
     rows[6]["prompt"] = [{"content": "no role"}]
-    rows[8]["prompt"][0]["more"] = lambda: None  # cannot be told to another process
+    rows[8]["prompt"][0]["more"] = lambda: None  # cannot be pickled
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     errors = {
         3: "0.5 seconds",
@@ -98,7 +98,7 @@ def test_many_are_rendered_as_one_by_one(limits):
     assert number == len(rows) - 1
 
 
-def test_a_row_that_loops_is_skipped_or_named(limits):
+def test_row_with_an_endless_template_loop_is_skipped_or_raises_an_error(limits):
     template = "{% if messages[0].content == 'loop' %}" + RANGE * 4 + END * 4 + "{% endif %}" + CHATML
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("a", "b", "loop", "c")]
     with pytest.raises(UserError, match=r"training row 2: .*more than 0.5 seconds"):
@@ -108,7 +108,7 @@ def test_a_row_that_loops_is_skipped_or_named(limits):
     assert [prompt.text[17] for prompt in batch] == ["a", "b", "c"]
 
 
-def test_the_worker_is_replaced_when_it_is_gone(limits):
+def test_dead_or_interrupted_worker_is_replaced(limits):
     tokenizer = bpe()
     text = tokenizer.render(TURN)
     os.kill(chat_templates._worker.process.pid, signal.SIGKILL)
@@ -128,7 +128,7 @@ def test_the_worker_is_replaced_when_it_is_gone(limits):
 @pytest.mark.parametrize(
     "template", ["{a:>1000000000}", "{a:.1000000000}", "{a!r:{w}}", "{n:01000000000}", "{n:.999999f}"]
 )
-def test_a_prompt_template_that_makes_gigabytes(template):
+def test_prompt_template_with_a_huge_width_raises_an_error(template):
     row = {"a": "x", "n": 1.5, "w": "999999999"}
     begun = time.monotonic()
     with pytest.raises(UserError, match=r"data.prompt_template .* failed: .*the maximum is 10000"):
@@ -140,9 +140,9 @@ def test_a_prompt_template_that_makes_gigabytes(template):
 HUGE = "12 and 34, " * 2_800_000  # 30 MB
 
 
-def test_thirty_megabytes_cost_as_much_as_what_fits(monkeypatch):
-    """As text, as a message, with a control token in it, as an answer; to be counted or to be skipped: only a small
-    part of the characters is encoded."""
+def test_prompts_of_30_megabytes_are_encoded_only_in_part(monkeypatch):
+    """Covers text, messages, control tokens and answers, both when prompts are counted and when they are skipped. Only
+    a small fraction of the characters is encoded."""
     tokenizer, encoded, encode = bpe(), [], Tokenizer.encode
     counted = lambda self, text, *rest, **named: encoded.append(len(text)) or encode(self, text, *rest, **named)  # noqa: E731
     monkeypatch.setattr(Tokenizer, "encode", counted)
@@ -161,7 +161,7 @@ def test_thirty_megabytes_cost_as_much_as_what_fits(monkeypatch):
     assert 100 < sum(encoded) < 0.2 * len(HUGE), "in all of the nine calls"
 
 
-def test_what_a_template_leaves_out_does_not_make_a_prompt_too_long():
+def test_text_that_the_template_drops_does_not_count_as_prompt_length():
     last = "{{ messages[0].content[-5:] }}"
     prompt = [{"role": "user", "content": "0123456789" * 10_000 + "END>>"}]
     assert bpe(last).encode_prompt(prompt, True, most=20)[0] == "END>>"

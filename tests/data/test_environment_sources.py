@@ -1,4 +1,5 @@
-"""The sources of the shipped environments: rows, held-out rows, tokenizers, and answers that are legal play."""
+"""Tests the data sources of the shipped environments: rows, held-out rows, tokenizers, and SFT answers that are legal
+play."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def source(name, **keys):
 
 
 def played(environment, answer):
-    """The results of the turns in an answer of SFT, whose environment's words must be those of the environment."""
+    """Returns the results of the turns in an SFT answer, and asserts that the observations in it are those of the
+    environment."""
     results = []
     for turn in answer.split(f" {words.END}"):
         given, _, move = turn.strip().rpartition(" ")
@@ -35,7 +37,7 @@ def played(environment, answer):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_seed_decides(name):
+def test_rows_depend_only_on_the_seed(name):
     rows = [list(source(name, train_size=50, eval_size=8, seed=seed).train) for seed in (1, 1, 2)]
     assert rows[0] == rows[1] != rows[2] and len(rows[0]) == 50
 
@@ -51,7 +53,7 @@ def test_every_word_has_a_token(name):
         assert not set(unknown) & set(ids.encode_prompt(row["prompt"], False)[1])
 
 
-def test_the_constants_are_those_of_the_environments():
+def test_constants_equal_those_of_the_environments():
     assert (guess.NUMBERS, guess.MOST_GUESSES) == (guess_environment.NUMBERS, guess_environment.MOST_GUESSES)
     names = ("HIGHER", "LOWER", "INVALID")
     assert [getattr(guess, name) for name in names] == [getattr(guess_environment, name) for name in names]
@@ -134,7 +136,7 @@ def test_the_chat_template_of_calculator_writes_tools_and_results():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_saved_tokenizer_is_that_of_transformers(name, tmp_path):
+def test_saved_tokenizer_matches_transformers(name, tmp_path):
     from transformers import AutoTokenizer
 
     row = source(name, train_size=5, eval_size=2).train[0]

@@ -1,4 +1,4 @@
-"""GSM8K rows, on a small copy and on the real files where they are; and the tiny model folder made from them."""
+"""Tests GSM8K rows, on a small copy and, if present, on the real files, and the tiny model folder made from them."""
 
 import importlib.util
 import json
@@ -64,7 +64,7 @@ def test_bad_paths_and_keys(tmp_path):
         load_source(DataConfig(name="gsm8k", path=str(tmp_path)))
 
 
-def test_the_hub_is_the_default(monkeypatch):
+def test_rows_come_from_the_hub_by_default(monkeypatch):
     calls = []
 
     def load_dataset(name, configuration, split):
@@ -86,7 +86,7 @@ def real():
 
 
 @pytest.mark.slow
-def test_real_rows_load_and_solutions_alone_are_graded_right():
+def test_real_rows_load_and_only_their_solutions_get_reward_1():
     data = load_source(DataConfig(name="gsm8k", path=str(real())))
     assert (len(data.train), len(data.eval)) == (7473, 1319)
     for rows in (data.train, data.eval):

@@ -1,4 +1,4 @@
-"""JSON-lines rows: read where they stand, checked once, cut without overlap, turned into prompts."""
+"""Tests JSON-lines rows: reading by offset, validation, splits without overlap, and conversion to prompts."""
 
 import json
 import pickle
@@ -27,7 +27,7 @@ def source(path, **keys):
     return load_source(DataConfig(name="jsonl", path=str(path), **keys))
 
 
-def test_rows_come_back_in_order_with_blank_lines_crlf_and_no_last_newline(tmp_path):
+def test_rows_are_read_in_order_with_blank_lines_crlf_and_no_final_newline(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes('{"prompt": "é\\n"}\r\n\n  \n{"prompt": "b", "x": 1}\n{"prompt": "c"}'.encode())
     rows = JsonlRows(file, lambda row, where: None)
@@ -36,11 +36,11 @@ def test_rows_come_back_in_order_with_blank_lines_crlf_and_no_last_newline(tmp_p
     with pytest.raises(IndexError):
         rows[3]
     copy = pickle.loads(pickle.dumps(rows))
-    del rows  # and with it the open file
+    del rows  # and thereby the open file
     assert list(copy) == expected
 
 
-def test_memory_stays_flat(tmp_path):
+def test_memory_does_not_grow_with_the_text_of_the_rows(tmp_path):
     file = tmp_path / "big.jsonl"
     with file.open("w") as out:
         for i in range(2_000):
@@ -53,7 +53,7 @@ def test_memory_stays_flat(tmp_path):
     assert peak < 1_000_000, peak  # the rows themselves are 8 MB of text
 
 
-def test_one_file_holds_its_last_rows_out(tmp_path):
+def test_last_rows_of_a_single_file_are_held_out(tmp_path):
     path = write(tmp_path / "a.jsonl", numbered(50))
     data = source(path)
     assert [row["answer"] for row in data.train] == [str(i) for i in range(45)]
@@ -124,7 +124,7 @@ def test_prompts(tmp_path, row, keys, prompt):
     path = write(tmp_path / "a.jsonl", [row])
     made = source(path, **keys).train[0]
     assert made["prompt"] == prompt
-    assert {**made, "prompt": None} == {**row, "prompt": None}  # the columns stay
+    assert {**made, "prompt": None} == {**row, "prompt": None}  # the columns are kept
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_prompt_errors(tmp_path, row, keys, message):
         source(path, **keys)
 
 
-def test_hub_asks_datasets_for_the_right_splits(monkeypatch):
+def test_hub_source_loads_the_configured_splits(monkeypatch):
     calls = []
 
     def load_dataset(name, configuration, split):

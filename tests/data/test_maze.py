@@ -1,4 +1,4 @@
-"""Mazes: how many there are, that they are mazes, that the answer is the shortest, that held-out stays held out."""
+"""Tests the maze source: the number of mazes, their structure, the shortest path as the answer, and disjoint splits."""
 
 import itertools
 import json
@@ -18,7 +18,8 @@ def source(**keys):
 
 
 def flood(grid):
-    """Distance of every open cell from START, by repeated relaxation: an oracle that shares no code with `solve`."""
+    """Returns the distance of every open cell from START by repeated relaxation, an oracle that shares no code with
+    `solve`."""
     rows = grid.split("\n")
     cells = {(r, c) for r, row in enumerate(rows) for c, cell in enumerate(row) if cell != "#"}
     distance = {cell: 0 if cell == (1, 1) else 10**9 for cell in cells}
@@ -47,7 +48,7 @@ def test_a_grid_is_a_perfect_maze_with_the_shortest_path_as_answer(size):
         assert maze.walk(grid, " ".join([*moves, "DONE"])).reached
 
 
-def test_the_shortest_of_several_ways():
+def test_solve_returns_the_shortest_of_several_paths():
     assert maze.solve("#######\n#S....#\n#.###.#\n#.....#\n###.###\n#....G#\n#######") == ["DOWN"] * 2 + [
         *["RIGHT"] * 2,
         *["DOWN"] * 2,
@@ -57,7 +58,7 @@ def test_the_shortest_of_several_ways():
         maze.solve("#####\n#S#.#\n###.#\n#..G#\n#####")
 
 
-def test_all_the_mazes_that_exist_can_be_drawn_and_no_others():
+def test_every_existing_maze_can_be_drawn():
     five = source(maze_size=5, train_size=3, eval_size=1)
     assert len({row["grid"] for row in [*five.train, *five.eval]}) == 4
     seven = source(maze_size=7, train_size=160, eval_size=32)
@@ -67,12 +68,12 @@ def test_all_the_mazes_that_exist_can_be_drawn_and_no_others():
 @pytest.mark.parametrize(
     "size, asked, exist", [(5, (4, 1), "4 "), (7, (150, 43), "192 "), (9, (100_300, 53), "100352 ")]
 )
-def test_too_few_mazes_is_an_error_that_says_how_many(size, asked, exist):
+def test_error_states_the_number_of_existing_mazes(size, asked, exist):
     with pytest.raises(UserError, match=f"data.maze_size={size}: only {exist}"):
         source(maze_size=size, train_size=asked[0], eval_size=asked[1])
 
 
-def test_large_counts_are_told_and_sizes_must_be_odd():
+def test_error_states_large_counts_and_sizes_must_be_odd():
     with pytest.raises(UserError, match="only 557568000 distinct"):
         source(maze_size=11, train_size=600_000_000)
     for size in (6, 8):
@@ -85,7 +86,7 @@ def test_default_size_splits_are_disjoint_distinct_and_follow_the_seed():
     train, held_out = [row["grid"] for row in first.train], [row["grid"] for row in first.eval]
     assert (len(train), len(held_out)) == (8000, 256)
     assert len({*train, *held_out}) == 8256
-    assert [row["grid"] for row in source(seed=1, train_size=10).eval] == held_out  # drawn first
+    assert [row["grid"] for row in source(seed=1, train_size=10).eval] == held_out  # the training rows are drawn first
     assert [row["grid"] for row in source(seed=2, train_size=10).eval] != held_out
     assert first.reward == "maze"
 
@@ -113,7 +114,7 @@ def test_prompt_format_and_ids_by_hand():
 
 
 @pytest.mark.parametrize("model_type", others_slow(["qwen2", "llama"], "qwen2"))
-def test_saved_tokenizer_is_a_real_one(tmp_path, model_type):
+def test_saved_tokenizer_loads_in_transformers(tmp_path, model_type):
     from transformers import AutoTokenizer
 
     ours = maze.tokenizer()

@@ -1,5 +1,5 @@
-"""Several data sources in one run: shares and order of their rows, their rewards and estimators, what is refused, and
-a small run of four of them from the command line."""
+"""Tests several data sources in one run: shares and order of their rows, their rewards and estimators, errors, and a
+small run of four sources from the command line."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def count(rows):
     return collections.Counter(row["data_source"] for row in rows)
 
 
-def test_shares():
-    """Each source has what its weight asks for to within a row, all of its rows as often as one another to within one,
-    and no smaller epoch would do."""
+def test_shares_of_sources_match_their_weights():
+    """The number of rows of each source matches its weight to within one row. All rows of a source occur equally often
+    to within one. No smaller epoch has these properties."""
     for seed in range(30):
         rng = random.Random(seed)
         sizes = [rng.randint(1, 40) for _ in range(rng.randint(1, 5))]
@@ -62,8 +62,8 @@ def test_shares():
         assert epoch_counts(sizes, [None] * len(sizes)) == sizes
 
 
-def test_rows_stand_evenly_spread():
-    """The order of the fractions (j + 1/2) / n, ties by source; any beginning has the shares of the whole."""
+def test_rows_of_each_source_are_evenly_spread():
+    """The rows are ordered by the fractions (j + 1/2) / n, ties by source. Any prefix has the shares of the whole."""
     for seed in range(20):
         rng = random.Random(seed)
         sizes = [rng.randint(0, 30) for _ in range(rng.randint(1, 4))] + [rng.randint(1, 30)]
@@ -99,8 +99,9 @@ def test_a_mix_of_mazes():
     assert list(of(SMALL, LARGE).train) == list(of(SMALL, LARGE).train)
 
 
-def test_a_mix_through_the_stream():
-    """One shuffled epoch: the shares are exact, the order is the seed's, and a batch holds several sources."""
+def test_batches_of_a_mix():
+    """In one shuffled epoch the shares are exact, the seed determines the order, and a batch contains several
+    sources."""
     data = of(SMALL | {"weight": 1}, LARGE | {"weight": 2})
 
     def epoch(seed, shuffle=True):
@@ -116,8 +117,9 @@ def test_a_mix_through_the_stream():
     assert all(count(prompt.columns for prompt in batch) == {"small": 3, "large": 6} for batch in epoch(0, False))
 
 
-def test_no_source_trains_on_what_another_holds_out(caplog):
-    """Short strings are among the long ones: those held out leave the other's training rows, which is said."""
+def test_no_source_trains_on_held_out_rows_of_another(caplog):
+    """The long strings include short ones. A row that one source holds out is removed from the training rows of the
+    other, and the number of removed rows is logged."""
     short = {"name": "reverse_text", "text_length": 2, "label": "short", "train_size": 200}
     long = {"name": "reverse_text", "text_length": 3, "label": "long", "seed": 1}
     alone = {name: load_source(DataConfig(**{k: v for k, v in each.items() if k != "label"}))
@@ -132,7 +134,7 @@ def test_no_source_trains_on_what_another_holds_out(caplog):
     assert f"data.sources[1] ('long'): dropped {leaking} of 2000 training rows, which another" in caplog.text
 
 
-def test_nothing_left_to_train_on():
+def test_mix_without_training_rows_raises_an_error():
     def texts(rows, **keys):
         data = load_source(DataConfig(name="reverse_text", text_length=2, **keys))
         return {row["text"] for row in getattr(data, rows)}
@@ -149,7 +151,7 @@ def test_nothing_left_to_train_on():
 
 @pytest.fixture
 def folder(tmp_path):
-    """Word problems in GSM8K's form, and questions with an answer or without."""
+    """Word problems in the format of GSM8K, and questions with and without an answer."""
     for split, start in (("train", 0), ("test", 100)):
         (tmp_path / "gsm8k").mkdir(exist_ok=True)
         problems = [{"question": f"{i} + 1?", "answer": f"Add.\n#### {i + 1}"} for i in range(start, start + 4)]
@@ -162,7 +164,7 @@ def folder(tmp_path):
 
 
 def test_rewards_by_source(folder, caplog):
-    """Each row is scored by its own source's function; a column that a source lacks is None in its rows."""
+    """The function of its own source scores each row. A column that a source lacks is None in its rows."""
     words = {"name": "gsm8k", "path": str(folder / "gsm8k")}
     asked = {"name": "jsonl", "path": str(folder / "questions.jsonl"), "eval_size": 4}
     with caplog.at_level(logging.WARNING, "tunix_like"):
@@ -195,8 +197,8 @@ def test_rewards_by_source(folder, caplog):
     assert scores.total.reshape(-1, 3)[:, 1].tolist() == [float(r["data_source"] == "jsonl") for r in data.train]
 
 
-def test_a_reward_that_some_rows_cannot_have(folder):
-    """Found before anything is loaded: a named function, and a source's own."""
+def test_reward_whose_column_a_source_lacks_raises_an_error(folder):
+    """The error is raised before a model is loaded, both for a named function and for the function of a source."""
     words = {"name": "gsm8k", "path": str(folder / "gsm8k")}
     plain = {"name": "jsonl", "path": str(folder / "plain.jsonl"), "label": "plain"}
     config = Config(data=DataConfig(name="mix", sources=[words, plain]))
@@ -216,8 +218,9 @@ def test_a_reward_that_some_rows_cannot_have(folder):
                 reward_functions.reward_functions(given, load_source(given.data))
 
 
-def test_what_by_source_hands_on(monkeypatch):
-    """Only a source's own rows, in one call; None stays None; a failing function is named."""
+def test_by_source_passes_the_rows_of_each_source(monkeypatch):
+    """`by_source` passes only the rows of a source, in one call. None stays None, and an error names the failing
+    function."""
     calls = []
 
     def one(prompts, completions, x):
@@ -303,7 +306,7 @@ def test_bad_entries(case, folder, monkeypatch):
     assert not [part for part in parts if part not in str(error.value)], str(error.value)
 
 
-def test_keys_beside_the_entries():
+def test_keys_next_to_data_sources():
     assert len(of(SMALL, batch_size=4, shuffle=False, overlong_prompts="error").train) == 30
     for name, value in {"seed": 1, "train_size": 5, "maze_size": 9, "path": "x", "split": "dev"}.items():
         with pytest.raises(UserError, match=f"data.{name} is set beside data.sources.*into the entries"):
@@ -312,8 +315,8 @@ def test_keys_beside_the_entries():
         load_source(DataConfig(sources=[SMALL]))
 
 
-def test_one_template_for_all():
-    """chat_template_args belong to the tokenizer, of which there is one."""
+def test_sources_must_agree_on_chat_template_args():
+    """chat_template_args belong to the tokenizer, and all sources share one tokenizer."""
     entries = [{"name": "jsonl", "label": "a", "chat_template_args": {"enable_thinking": False}}]
     entries += [{"name": "jsonl", "label": "b", "chat_template_args": {"enable_thinking": False}}]
     assert template_variables(DataConfig(name="mix", sources=entries)) == {"enable_thinking": False}
@@ -325,7 +328,7 @@ def test_one_template_for_all():
         template_variables(DataConfig(name="mix", sources=entries))
 
 
-# Four sources of strings; what they are worth is odd.py's business. The bounds of the estimators: G = 4.
+# Four sources of strings. odd.py defines their rewards. The parameters are the limits of the estimators at G = 4.
 YAML = """
 model:
   init: random
@@ -385,7 +388,7 @@ json.dump(said, open("said.json", "w"))
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with the run in it, straight through, and once more in two halves; all by one process."""
+    """A folder with the uninterrupted run and the same run in two parts, all done by one process."""
     place = tmp_path_factory.mktemp("mix")
     (place / "mixed.yaml").write_text(YAML)
     (place / "odd.py").write_text(ODD)
@@ -406,7 +409,7 @@ RUN = "runs/mixed-maxrl-s0"
 
 
 def groups(folder, step):
-    """(source, rewards, advantages) of every group of a step."""
+    """Returns (source, rewards, advantages) of every group of a step."""
     found = collections.defaultdict(list)
     for line in (folder / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -415,8 +418,9 @@ def groups(folder, step):
 
 
 @pytest.mark.slow
-def test_every_group_has_its_own_estimator(home):
-    """Against compute_advantages on the rewards of each group alone; one compilation, one loss for all."""
+def test_each_group_uses_the_estimator_of_its_source(home):
+    """Compares with compute_advantages on the rewards of each group. The update has one compilation and one loss for
+    all."""
     found = collections.defaultdict(list)
     for step in (1, 2, 3, 4):
         for source, rewards, advantages in groups(home / RUN, step):
@@ -436,7 +440,7 @@ def test_every_group_has_its_own_estimator(home):
 
 
 @pytest.mark.slow
-def test_what_is_said(home, said):
+def test_output_lists_the_sources_with_their_estimators(home, said):
     assert (
         "sources: by_maxpo 20% (maxpo, k 2); by_grpo 20% (grpo, ddof 0); order_1 20% (maxrl, truncation_order 1); "
         "plain 40% (maxrl) loss: ppo_clip, aggregation token-mean"
@@ -448,8 +452,8 @@ def test_what_is_said(home, said):
 
 
 @pytest.mark.slow
-def test_the_example(home, said):
-    """Two sizes of maze, each with its estimator, rewarded and drawn as mazes are."""
+def test_the_mix_example_runs(home, said):
+    """Two maze sizes have different estimators, the maze reward and the maze drawings."""
     text = said["example"]
     assert "sources: small 33% (maxpo, k 4); large 67% (maxrl)" in text and "rewards: 1 x maze" in text
     assert "training: 600 prompts" in text and "evaluation: 48 prompts" in text and "██S " in text
@@ -461,7 +465,7 @@ def test_the_example(home, said):
 
 @pytest.mark.slow
 def test_metrics_of_each_source(home):
-    """From the completions that were written down."""
+    """The metrics of each source match values computed from the stored completions."""
     rows = {row["step"]: row for row in metric_rows(home / RUN) if "step" in row}
     for step in (1, 2, 3, 4):
         of_source = collections.defaultdict(list)
@@ -472,7 +476,7 @@ def test_metrics_of_each_source(home):
         for source, rewards in of_source.items():
             assert rows[step][f"train/rewards/mean/{source}"] == pytest.approx(np.mean(rewards))
             assert rows[step][f"train/pass@1/{source}"] == pytest.approx(np.mean(np.array(rewards) >= 0.5))
-    # 15 of the 20 held-out rows: three of by_maxpo, order_1 and plain each, six of by_grpo
+    # 15 of the 20 held-out rows are evaluated: three each of by_maxpo, order_1 and plain, and six of by_grpo.
     share = {"by_maxpo": 3, "by_grpo": 6, "order_1": 3, "plain": 3}
     for row in (rows[0], rows[4]):
         for k in (1, 2):
@@ -481,8 +485,9 @@ def test_metrics_of_each_source(home):
 
 
 @pytest.mark.slow
-def test_a_stopped_run_goes_on_bit_by_bit(home):
-    """Two steps and two more are four: weights, rows of metrics, completions, advantages."""
+def test_resumed_run_equals_the_uninterrupted_run_bitwise(home):
+    """Two steps and a resumption for two more equal four steps: weights, rows of metrics, completions and
+    advantages."""
     whole, halves = (open_trained(str(home / name)).params for name in (RUN, "halves"))
     jax.tree.map(np.testing.assert_array_equal, whole, halves)
     timed = ("time/", "perf/", "step_time")
@@ -522,14 +527,15 @@ BAD_ESTIMATORS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("given", BAD_ESTIMATORS)
 def test_bad_estimators(given, home):
-    """Found with the config, before any data is read."""
+    """The error is raised when the config is checked, before any data is read."""
     override = ENTRY.replace("label: b, %s", given) if given == "label: a" else ENTRY % given
     with pytest.raises(UserError, match=BAD_ESTIMATORS[given]):
         checked(home, override)
 
 
-def test_what_a_run_asks_of_every_source(folder):
-    """A source whose prompts are all too long would be gone without a word; one without answers would stop the SFT."""
+def test_every_source_needs_usable_prompts_and_answers_for_sft(folder):
+    """A source whose prompts are all too long would be dropped silently. A source without answers would fail during
+    SFT."""
     data = of(SMALL, LARGE)
     mix.check_parts(data, data.tokenizer, 94, needs_answer=True)  # <bos>, 9 x 10 cells and line ends, 3 marks
     with pytest.raises(

@@ -1,5 +1,5 @@
-"""Text that no author meant to write: what cannot be read is refused with its file and line before anything starts,
-what cannot be sampled from is skipped and counted, everything else arrives as it was written; in flat memory."""
+"""Tests unusual text: unreadable input is an error with file and line before anything starts, unusable prompts are
+skipped and counted, everything else is read unchanged, and memory use does not grow with the text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def source(path, **keys):
 
 
 def nested(levels):
-    """A row of so many levels, its own among them."""
+    """Returns a row with this number of nesting levels, its own level included."""
     return b'{"prompt": "a", "x": ' + b"[" * (levels - 1) + b"]" * (levels - 1) + b"}"
 
 
@@ -60,7 +60,7 @@ def nested(levels):
         (json.dumps({"prompt": "a", **{f"c{i}": 0 for i in range(MOST_COLUMNS)}}).encode(), r"more than 1000 differen"),
     ],
 )
-def test_what_cannot_be_read_is_named_by_file_and_line(tmp_path, line, message):
+def test_unreadable_input_gives_an_error_with_file_and_line(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "good"}\n\n' + line + b"\n")
     with pytest.raises(UserError, match=rf"a\.jsonl:3: .*{message}"):
         source(tmp_path / "a.jsonl")
@@ -77,7 +77,7 @@ ODD = [
 
 @pytest.mark.parametrize("ascii_alone", [True, False])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\n \n\n"])
-def test_what_can_be_read_arrives_as_it_was_written(tmp_path, ascii_alone, end):
+def test_readable_input_is_read_unchanged(tmp_path, ascii_alone, end):
     lines = [json.dumps(row, ensure_ascii=ascii_alone) for row in ODD]
     lines = [line.encode("utf-16", "surrogatepass").decode("utf-16") for line in lines]
     lines[4] = lines[4].replace("Infinity", "1e400")
@@ -117,7 +117,7 @@ def test_prompts_without_tokens_or_with_too_many_are_skipped_and_counted(caplog)
         check_prompts(MIXED[1:3], BYTES, 8, "error", "training")
 
 
-def test_an_empty_message_is_a_prompt_and_a_template_may_make_none(tmp_path):
+def test_empty_message_is_a_prompt_and_empty_template_result_is_not(tmp_path):
     rows = [{"prompt": [{"role": "user", "content": ""}]}, {"prompt": [{"role": "user", "content": "x" * 100_000}]}]
     found = check_prompts(rows, BYTES, 64, "skip", "training")
     assert (found.long, found.empty) == (1, 0)
@@ -144,7 +144,7 @@ def test_data_without_a_single_usable_prompt_is_an_error(rows, message):
         check_prompts([{"prompt": text} for text in rows] * 3, BYTES, 8, "skip", "training")
 
 
-def test_what_was_not_looked_at_is_not_promised(monkeypatch):
+def test_check_reports_only_the_scanned_rows(monkeypatch):
     monkeypatch.setattr(stream, "SCANNED_ROWS", 3)
     rows = [{"prompt": text} for text in ("a", "b", "", "c", "")]
     assert str(check_prompts(rows, BYTES, 8, "skip", "training")) == "1 of the first 3 empty and skipped"
@@ -154,8 +154,9 @@ def test_what_was_not_looked_at_is_not_promised(monkeypatch):
 
 @pytest.mark.parametrize("text", ["hello world " * 9000, "x" * 100_000, "<|im_end|>" * 10_000, " " * 100_000])
 @pytest.mark.parametrize("chat", [True, False])
-def test_a_long_prompt_costs_no_more_than_one_that_fits(text, chat, monkeypatch):
-    """The oracle is the whole prompt's encoding: the same are usable, and of those every token is the same."""
+def test_long_prompts_are_encoded_only_in_part(text, chat, monkeypatch):
+    """The oracle is the encoding of the whole prompt: the same prompts are usable, and usable prompts have equal
+    tokens."""
     seen, encode = [], Tokenizer.encode
 
     def counted(self, text, add_special_tokens=True):
@@ -173,7 +174,7 @@ def test_a_long_prompt_costs_no_more_than_one_that_fits(text, chat, monkeypatch)
         assert prompt == whole or not usable(whole, 100)
 
 
-def test_a_row_that_the_start_did_not_see_costs_itself_and_not_the_run(monkeypatch, caplog):
+def test_invalid_row_beyond_the_scanned_rows_is_skipped_with_a_warning(monkeypatch, caplog):
     monkeypatch.setattr(stream, "SCANNED_ROWS", 2)
     rows = [{"prompt": text} for text in ("a", "b", "\ud800", "c", "\udfff", "d")]
     rows[4] = {"question": "no prompt"}
@@ -192,8 +193,8 @@ def test_a_row_that_the_start_did_not_see_costs_itself_and_not_the_run(monkeypat
     ("text", "said"),
     [("x" * 9, "9 tokens, but rollout.max_prompt_length is 8"), ("", "is empty"), ("\ud800", "surrogate")],
 )
-def test_a_row_that_the_start_did_not_see_is_refused_if_asked_for(monkeypatch, filtered, text, said):
-    """In the order of a shuffled second epoch too, the row is named by its place in the data."""
+def test_invalid_row_beyond_the_scanned_rows_is_an_error_if_configured(monkeypatch, filtered, text, said):
+    """The error names the row by its index in the data, also in the order of a shuffled second epoch."""
     monkeypatch.setattr(stream, "SCANNED_ROWS", 2)
     rows = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "left out"}, {"prompt": "c"}, {"prompt": "d"}]
     data = grain.MapDataset.source(rows).filter(lambda row: row["prompt"] != "left out") if filtered else rows
@@ -216,8 +217,8 @@ def test_every_row_of_a_hub_data_set_is_checked(monkeypatch):
         load_source(DataConfig(name="hub", path="me/set"))
 
 
-def test_a_row_names_no_function_that_is_run(tmp_path):
-    """By the column that a mix fills with the names of its own functions."""
+def test_function_named_in_a_row_is_not_run(tmp_path):
+    """Covers the column that a mix fills with the names of its own functions."""
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef f(completions): return [1.0]\n")
     for name in (f"{tmp_path / 'evil.py'}:f", "os:getcwd", None, ["x"]):
         found = score([("by_source", REWARDS["by_source"], 1.0)], ["p"], ["c"], {"source_reward": [name]})
@@ -240,8 +241,8 @@ def seen(prompts, completions, id):
 
 
 def test_a_run_on_odd_rows(tmp_path):
-    """NUL, a direction mark, the same row with the same id twice, an empty and a long prompt: through a worker, the
-    update and the files."""
+    """The rows have NUL, a direction mark, a repeated row with the same id, an empty prompt and a long prompt. They
+    pass through a worker, the update and the files."""
     odd = [
         {"prompt": text, "id": 7} for text in ("", "a\0b", "x" * 100_000, "a\0b", "a\0b", "\u202e\x1b[31m\u2028", "")
     ]
@@ -271,7 +272,7 @@ def test_a_run_on_odd_rows(tmp_path):
 
 
 def large(folder, rows):
-    """The same rows as a file, as GSM8K and in a mix of two."""
+    """The same rows as a file, as GSM8K, and in a mix of two sources."""
     (folder / "gsm8k").mkdir(parents=True)
     few = "".join(json.dumps({"question": f"q{i}", "answer": f"#### {i}"}) + "\n" for i in range(50))
     with (folder / "gsm8k" / "train.jsonl").open("w") as file:
@@ -288,9 +289,9 @@ def large(folder, rows):
 
 
 @pytest.mark.parametrize(("kind", "most"), [("file", 24), ("gsm8k", 24), ("mix", 100)])
-def test_memory_grows_by_an_offset_a_row(tmp_path, kind, most):
-    """Bytes for each further row, at their peak from the opening of the file to the last of some shuffled batches.
-    `tests/stress/million_rows.py` measures a million, with the memory of the whole process."""
+def test_memory_per_row_is_that_of_an_offset(tmp_path, kind, most):
+    """Measures the peak bytes per additional row, from opening the file to the last of several shuffled batches.
+    `tests/stress/million_rows.py` measures a million rows with the memory of the whole process."""
 
     def peak(rows):
         config, tokenizer = large(tmp_path / str(rows), rows)[kind], reverse_text.tokenizer()
@@ -307,6 +308,6 @@ def test_memory_grows_by_an_offset_a_row(tmp_path, kind, most):
         assert len(held) <= 10 and len(data.train) + len(data.eval) >= rows
         return found
 
-    peak(100)  # whatever is imported or made once
+    peak(100)  # allocates what is imported or created once
     few, many = peak(500), peak(2_500)
     assert (many - few) / 2_000 < most

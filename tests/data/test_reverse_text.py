@@ -1,4 +1,4 @@
-"""The smallest text job: prompts, answers, ids, and held-out strings that never occur in training."""
+"""Tests the smallest text task: prompts, answers, ids, and held-out strings that do not occur in the training data."""
 
 import collections
 
@@ -33,7 +33,7 @@ def test_held_out_strings_are_distinct_and_not_in_training(longest):
     assert max(len(text) for text in held_out) == longest
 
 
-def test_the_seed_decides():
+def test_rows_depend_only_on_the_seed():
     assert list(source(seed=1).train) == list(source(seed=1).train) != list(source(seed=2).train)
 
 

@@ -1,4 +1,5 @@
-"""Held-out prompts that stand in the training data too: counted against brute force, each row read once."""
+"""Tests the count of held-out prompts that also occur in the training data, against brute force, with one read per
+row."""
 
 import logging
 import random
@@ -19,7 +20,7 @@ def row(kind, number):
 
 
 class Counted(list):
-    """Rows that count how often they are asked for."""
+    """A list of rows that counts its reads."""
 
     asked = 0
 
@@ -29,11 +30,11 @@ class Counted(list):
 
 
 @pytest.mark.parametrize("kind", ["text", "messages"])
-def test_against_brute_force(kind):
+def test_count_of_shared_prompts_equals_brute_force(kind):
     rng = random.Random(0)
     train = Counted(row(kind, rng.randrange(400)) for _ in range(300))
     held_out = [row(kind, rng.randrange(400)) for _ in range(100)]
-    if kind == "messages":  # the order of the fields of a turn is no difference
+    if kind == "messages":  # the order of the fields of a turn does not matter
         held_out = [{"prompt": [dict(sorted(turn.items())) for turn in each["prompt"]]} for each in held_out]
     prompts = list(train)
     expected = sum(any(each["prompt"] == other["prompt"] for other in prompts) for each in held_out)
@@ -45,7 +46,7 @@ def test_against_brute_force(kind):
     assert shared_prompts(train, held_out[:0]) is None and shared_prompts(iter(train), held_out) is None
 
 
-def test_rows_that_cannot_be_used_are_left_out():
+def test_unusable_rows_are_not_compared():
     class Broken(list):
         def __getitem__(self, index):
             if index == 0:
@@ -58,7 +59,7 @@ def test_rows_that_cannot_be_used_are_left_out():
     assert shared_prompts(even, [{"prompt": "c"}]) == Overlap(1, 1, 4, 4)
 
 
-def test_only_so_many_rows_are_compared(monkeypatch, caplog):
+def test_number_of_compared_rows_is_limited(monkeypatch, caplog):
     monkeypatch.setattr(shared, "MOST_COMPARED", 5)
     rows = [row("text", number) for number in range(9)]
     warn_shared(rows, [rows[3], rows[7], row("text", -1)])
@@ -69,7 +70,7 @@ def test_only_so_many_rows_are_compared(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("name", ["maze", "reverse_text"])
-def test_generated_sources_hold_out_other_prompts(name, caplog):
+def test_generated_sources_share_no_prompts_between_splits(name, caplog):
     data = load_source(DataConfig(name=name, train_size=200, eval_size=50))
     with caplog.at_level(logging.WARNING):
         warn_shared(data.train, data.eval)

@@ -1,4 +1,4 @@
-"""Columns of any names become prompt and answer by `data.prompt_template` and `data.answer_template` alone."""
+"""Tests that `data.prompt_template` and `data.answer_template` build prompt and answer from columns of any names."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ def source(tmp_path, rows, **keys):
     return load_source(DataConfig(name="jsonl", path=write(tmp_path, rows), eval_size=1, **keys))
 
 
-def test_prompt_and_answer_out_of_odd_columns(tmp_path):
+def test_templates_read_columns_with_unusual_names(tmp_path):
     keys = {"prompt_template": "{Task No.}) {x[0]:02d} + {y}?", "answer_template": "{the sum}"}
     data = source(tmp_path, ROWS, **keys)
     expected = [{**row, "prompt": f"{i}) {i:02d} + 3?", "answer": str(i + 3)} for i, row in enumerate(ROWS)]
@@ -33,21 +33,21 @@ def test_prompt_and_answer_out_of_odd_columns(tmp_path):
     check_arguments([("exact_match", resolve("exact_match"), 1.0)], list(data.train[0]))
 
 
-def test_a_name_leads_into_a_value_where_no_column_is_called_so(tmp_path):
+def test_column_name_takes_precedence_over_field_access(tmp_path):
     row = {"q": {"text": "hi"}, "q[text]": "whole", "n": 3}
     assert source(tmp_path, [row] * 2, prompt_template="{q[text]}").train[0]["prompt"] == "whole"
     del row["q[text]"]
     assert source(tmp_path, [row] * 2, prompt_template="{q[text]} {n.real}").train[0]["prompt"] == "hi 3"
 
 
-def test_both_are_made_of_what_the_file_holds(tmp_path):
-    """Neither sees what the other has made."""
+def test_templates_read_the_original_columns(tmp_path):
+    """Neither template reads the result of the other."""
     rows = [{"prompt": "p", "answer": "a"}] * 2
     data = source(tmp_path, rows, prompt_template="<{answer}>", answer_template="[{prompt}]")
     assert data.train[0] == {"prompt": "<a>", "answer": "[p]"}
 
 
-def test_in_a_mix_and_from_the_hub(tmp_path, monkeypatch):
+def test_templates_in_a_mix_and_of_a_hub_data_set(tmp_path, monkeypatch):
     keys = {"prompt_template": "{y}", "answer_template": "{the sum}"}
     entry = {"name": "jsonl", "path": write(tmp_path, ROWS), "eval_size": 1, **keys}
     mixed = load_source(DataConfig(name="mix", sources=[entry]))
@@ -71,12 +71,12 @@ def test_in_a_mix_and_from_the_hub(tmp_path, monkeypatch):
         ({"prompt_template": "{a}"}, "names column 'a'; the row has: .* a column name ends at .* rename 'a:b'"),
     ],
 )
-def test_what_a_template_cannot_do_is_said(tmp_path, keys, message):
+def test_invalid_template_raises_a_message(tmp_path, keys, message):
     with pytest.raises(UserError, match=message):
         source(tmp_path, [{**row, "a:b": 0} for row in ROWS], **{"prompt_template": "{y}", **keys})
 
 
-def test_where_it_is_not_read_or_missing(tmp_path):
+def test_template_key_that_is_unused_or_missing_raises_a_message(tmp_path):
     with pytest.raises(UserError, match="data.answer_template is not read by data.name=gsm8k"):
         load_source(DataConfig(name="gsm8k", path=str(tmp_path), answer_template="{answer}"))
     with pytest.raises(UserError, match="'answer', but the rows have no such column.* data.answer_template builds it"):

@@ -1,4 +1,4 @@
-"""The tokenizer against transformers: the same ids, the same text, the same rendered chats."""
+"""Tests the tokenizer against transformers: the same ids, the same text, the same rendered chats."""
 
 import json
 
@@ -40,7 +40,7 @@ def bpe(template=CHATML):
 
 
 def words(**kwargs):
-    """Word-level, with a post-processor that puts <bos> in front."""
+    """Returns a word-level tokenizer with a post-processor that prepends <bos>."""
     vocab = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", "UP", "DOWN"])}
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -70,7 +70,7 @@ def assert_same(ours, theirs, texts=TEXTS):
 def test_saved_folder_gives_transformers_the_same_ids_and_text(tmp_path, model_type):
     ours = bpe()
     ours.save(tmp_path)
-    if model_type is not None:  # the family's own tokenizer class must not take over
+    if model_type is not None:  # the tokenizer class of the family must not be used
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     theirs = auto(tmp_path)
     assert_same(ours, theirs)
@@ -108,7 +108,7 @@ def test_tokens_declared_only_in_the_config_are_added_as_transformers_adds_them(
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     ours, theirs = Tokenizer.from_folder(tmp_path), auto(tmp_path)
     assert ours.bos_id == theirs.bos_token_id == size and ours.vocab_size == len(theirs) == size + 2
-    assert ours.encode("a <tool>")[-1] == size + 1 and size not in ours.encode("a")  # tokenizer.json adds no bos
+    assert ours.encode("a <tool>")[-1] == size + 1 and size not in ours.encode("a")  # tokenizer.json prepends no bos
     assert_same(ours, theirs, [*TEXTS, "a <tool> b"])
 
 
@@ -177,15 +177,15 @@ def test_bos_is_never_doubled():
 
 def test_ids_pad_and_eos():
     ours = words()
-    assert ours.pad_id == 2 and ours.vocab_size == 6  # no pad token: the eos id fills
+    assert ours.pad_id == 2 and ours.vocab_size == 6  # without a pad token, the eos id is used
     several = ours.with_eos_ids([2, 5])
     assert several.eos_ids == (2, 5) and ours.eos_ids == (2,) and several.encode("UP") == [1, 4]
     assert ours.token(4) == "UP" and "99" in ours.token(99)
     assert ours.decode([1, 4, 3, 2, 99]) == "UP <unk>"
 
 
-def test_the_own_end_token_is_among_the_ids_that_end_a_completion():
-    """Else an answer of SFT would end with a token at which no sampler stops."""
+def test_end_token_of_the_tokenizer_is_always_an_eos_id():
+    """Otherwise an SFT answer would end with a token that does not stop the sampler."""
     assert words().with_eos_ids([5]).eos_ids == (5, 2) and words(eos_ids=[0]).eos_ids == (0, 2)
     assert words().with_eos_ids([2, 5]).with_template_variables({}).eos_ids == (2, 5)
 
@@ -206,8 +206,8 @@ ENDS = [("<bos>", 1), ("<eos>", 2)]
         (TEMPLATE(single="$A <bos>", special_tokens=ENDS), [], [1]),
     ],
 )
-def test_a_prompt_goes_without_the_end_token_that_the_tokenizer_appends(tmp_path, processor, before, behind):
-    """An end that the text itself spells stays, and so do other tokens that are appended."""
+def test_end_token_that_the_tokenizer_appends_is_removed_from_prompts(tmp_path, processor, before, behind):
+    """An end token in the text itself stays, and so do other appended tokens."""
     words().save(tmp_path)
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     backend.post_processor = processor
@@ -216,13 +216,13 @@ def test_a_prompt_goes_without_the_end_token_that_the_tokenizer_appends(tmp_path
     assert ours.encode("UP") == [*before, 4, *behind] == auto(tmp_path)("UP")["input_ids"]
     for text, ids in (("UP DOWN", [4, 5]), ("UP <eos>", [4, 2]), ("", [])):
         assert ours.encode_prompt(text, False)[1] == [*before, *ids, *kept], text
-    if not kept:  # a word of this vocabulary that data spells, which is encoded apart from what stands at its sides
+    if not kept:  # a word of the vocabulary in the data, which is encoded separately from its neighbors
         filled = fill("UP {word} UP", {"word": "<pad>"})
         assert ours.encode_prompt(filled, False)[1] == [*before, 4, 0, 4]
     assert ours.encode_prompt("UP " * 1000, False, most=3)[1][: len(before) + 4] == [*before, 4, 4, 4, 4]
 
 
-def test_wrap(tmp_path):
+def test_wrapped_tokenizer_of_transformers_gives_the_same_ids(tmp_path):
     ours = bpe()
     ours.save(tmp_path)
     theirs = auto(tmp_path)
@@ -250,7 +250,7 @@ def test_errors_name_the_file_and_the_cause(tmp_path):
         bpe("{{ raise_exception('roles must alternate') }}").render(CHATS[0])
     with pytest.raises(UserError, match="role"):
         bpe().render([{"content": "hi"}])
-    with pytest.raises(UserError, match="sandbox|unsafe"):  # a template is untrusted
+    with pytest.raises(UserError, match="sandbox|unsafe"):  # templates are untrusted
         bpe("{{ ''.__class__.__mro__ }}").render(CHATS[0])
     with pytest.raises(UserError, match="<nope>"):
         words(pad_token="<nope>")

@@ -1,5 +1,5 @@
-"""Files from elsewhere are read, never run: what could run a stranger's code stands nowhere in the package, and what
-runs the user's own runs nothing but what is named."""
+"""Tests that files from other sources are read and never executed: the package contains no call that could execute
+foreign code, and only the named functions of the user are called."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ CALLERS = {
         "runtime/template_worker",
     )
 }
-"""Who imports what reads objects: the two ends of what connects a run to the workers that it started itself. A worker
-reads them, the run does not."""
+"""The modules that may import a library that unpickles objects: both ends of the connection between a run and the
+workers that it started. Only the workers unpickle."""
 
 
 @pytest.mark.parametrize("tag", TAGS)
@@ -53,7 +53,7 @@ def test_yaml_makes_no_objects(tag, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["!!binary aGk=", "\n!!set {a}", "!!map {model: {}}"])
-def test_a_yaml_that_is_one_tag(text, tmp_path):
+def test_yaml_with_a_tag_at_the_top_level_is_rejected(text, tmp_path):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(UserError, match=rf"a\.yaml, line {text.count(chr(10)) + 1}: tags .* write a plain value"):
         load(tmp_path / "a.yaml")
@@ -64,8 +64,8 @@ ALIASES = {"endless": "&a {x: *a}", "bomb": BOMB, "merged": "{k: &a {b: 1}, <<: 
 
 
 @pytest.mark.parametrize("name", ALIASES)
-def test_yaml_that_repeats_itself(name, tmp_path):
-    """Ten to the ninth elements in 400 characters, or one that holds itself."""
+def test_yaml_aliases_are_rejected(name, tmp_path):
+    """Covers 10^9 elements in 400 characters, and an alias to its own container."""
     (tmp_path / "a.yaml").write_text(f"model:\n  config: {ALIASES[name]}\n")
     with pytest.raises(UserError, match=r"a\.yaml, line 2: '\*a' is an alias, .* write the value itself"):
         load(tmp_path / "a.yaml")
@@ -84,7 +84,7 @@ def test_yaml_that_is_nested_too_deeply(levels, tmp_path):
 
 
 def calls_of(tree):
-    """Dotted names of what is called, and the keywords given with a constant."""
+    """Yields the dotted name of each called function, and the keywords with constant values."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             keywords = {each.arg: each.value for each in node.keywords}
@@ -92,7 +92,7 @@ def calls_of(tree):
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
-def test_nothing_reads_objects_or_runs_text(name):
+def test_package_neither_unpickles_objects_nor_executes_text(name):
     tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
     readers = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "torch"}
     assert {each.split(".")[0] for each in imports_of(tree)} & readers == CALLERS.get(name, set())
@@ -108,7 +108,7 @@ def test_nothing_reads_objects_or_runs_text(name):
 
 
 def test_saved_configs_are_plain_yaml(tmp_path):
-    """So that `yaml.safe_load` reads them anywhere."""
+    """`yaml.safe_load` can read the saved configs without this package."""
     save(read_section(Config, {}, "x"), tmp_path / "a.yaml")
     assert "!!" not in (tmp_path / "a.yaml").read_text() and load(tmp_path / "a.yaml") == Config()
 
@@ -131,7 +131,7 @@ class Public:
 """
 
 
-def test_of_a_file_only_the_function_named_is_called(tmp_path):
+def test_only_the_named_function_of_a_file_is_called(tmp_path):
     (tmp_path / "own.py").write_text(OWN.replace("FILE", repr(str(tmp_path / "called"))))
     (tmp_path / "beside.py").write_text("raise SystemExit('was run')")
     (tmp_path / "conftest.py").write_text("raise SystemExit('was run')")

@@ -1,4 +1,4 @@
-"""Every change that docs/contributing.md shows is applied to a copy of the package, and used in one run."""
+"""Applies every change that docs/contributing.md shows to a copy of the package, and uses all of them in one run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ sys.exit(main.main(["train", "config.yaml"]))
 
 
 def changes(block: str) -> list[tuple[str, list[str]]]:
-    """`(file, lines)` of each file that a block changes."""
+    """Returns `(file, lines)` of each file that a block changes."""
     found: list[tuple[str, list[str]]] = []
     for line in block.splitlines():
         if line.startswith("--- "):
@@ -79,7 +79,7 @@ def changes(block: str) -> list[tuple[str, list[str]]]:
 
 
 def hunks(lines: list[str]) -> list[tuple[str, str]]:
-    """`(old text, new text)` of the parts of a change: unchanged or removed lines, then added ones."""
+    """Returns `(old text, new text)` of the parts of a change: unchanged or removed lines, followed by added lines."""
     found: list[tuple[list[str], list[str]]] = []
     before = "+"
     for line in lines:
@@ -104,7 +104,7 @@ def apply(folder: Path, block: str) -> None:
         file.write_text(text, encoding="utf-8")
 
 
-def test_the_page_shows_each_kind():
+def test_page_has_a_section_for_each_kind_of_extension():
     assert list(SECTIONS) == [
         "An estimator",
         "A loss",
@@ -118,17 +118,17 @@ def test_the_page_shows_each_kind():
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_a_change_is_short(name):
+def test_changes_are_within_the_line_limit(name):
     assert len(SECTIONS[name]) == 1
     added = [line for _, lines in changes(SECTIONS[name][0]) for line in lines if line.startswith("+")]
     assert len(added) - sum("import" in line or line == "+" for line in added) <= MOST_LINES
 
 
 @pytest.mark.parametrize("name", ["A data source", "A logger", "A model family", "A metric"])
-def test_what_is_registered_takes_one_line_beside_its_own_code(name):
+def test_registration_takes_one_line_in_existing_files(name):
     existing = [lines for file, lines in changes(SECTIONS[name][0]) if (ROOT / file).exists()]
     assert len(existing) == 1 and not any(line.startswith("-") for line in existing[0])
-    entries = [line for line in existing[0] if re.match(r'\+( +"\w|\w+\[)', line)]  # of a mapping, or its assignment
+    entries = [line for line in existing[0] if re.match(r'\+( +"\w|\w+\[)', line)]  # in a mapping, or an assignment
     assert len(entries) == 1
 
 

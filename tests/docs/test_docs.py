@@ -1,4 +1,5 @@
-"""What README and docs show: configs load, commands parse, code compiles and imports what there is."""
+"""Tests the examples in README and docs without a run: configs load, commands parse, and code compiles and imports
+existing names."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def test_there_are_blocks_of_each_kind():
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
-def test_a_yaml_is_a_config(text, tmp_path):
+def test_yaml_blocks_load_as_configs(text, tmp_path):
     (tmp_path / "shown.yaml").write_text(text)
     config = load(tmp_path / "shown.yaml")
     for section, values in yaml.safe_load(text).items():
@@ -45,12 +46,12 @@ def test_a_yaml_is_a_config(text, tmp_path):
 
 
 @pytest.mark.parametrize("text", blocks("json"))
-def test_json_is_json(text):
+def test_json_blocks_parse(text):
     assert [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.mark.parametrize("text", blocks("python"))
-def test_code_compiles_and_imports_what_there_is(text):
+def test_code_compiles_and_imports_existing_names(text):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("tunix_like"):
             module = importlib.import_module(str(node.module))
@@ -66,7 +67,7 @@ def test_commands_parse(text):
         shown = line.partition("tunix-like ")[2]
         if not shown:
             continue
-        inside = shown.replace('"', "") if shown.count('"') % 2 else shown  # a command within the quotes of another
+        inside = shown.replace('"', "") if shown.count('"') % 2 else shown  # a command within the quotes of another one
         arguments = cli.parse(shlex.split(inside, comments=True))
         assert callable(function_of(arguments.function)), "anything it does not know ends in a status"
         named = getattr(arguments, "config", None)
@@ -89,7 +90,7 @@ def test_links_lead_to_files_and_headings(page):
         assert not anchor or anchor in anchors(target), link
 
 
-def test_the_architecture_has_a_line_for_each_file():
+def test_architecture_page_lists_every_file():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     listed = set()
     for package, lines in re.findall(r"^\*\*(\w+)\*\*\n\n((?:- .*\n)+)", text, re.M):
@@ -99,7 +100,7 @@ def test_the_architecture_has_a_line_for_each_file():
 
 
 @pytest.mark.parametrize("name", sorted(cli.build_parser()._subparsers._group_actions[0].choices))
-def test_the_page_of_commands_has_every_option(name):
+def test_command_page_lists_every_option(name):
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
     actions = cli.build_parser()._subparsers._group_actions[0].choices[name]._actions

@@ -1,8 +1,8 @@
-"""Every block of README and docs is run: code in the order of its page, commands in the order they are typed in,
-configs by a dry run.
+"""Runs every block of README and docs: code in the order of its page, commands in their order, and configs by a dry
+run.
 
-The names in them stand for small things of the same kind: `Qwen/Qwen2.5-0.5B-Instruct` is a folder of that name with a
-tiny model and a tokenizer, a run has one step. What cannot be run here is listed with its reason.
+The names in the blocks refer to small substitutes. For example, `Qwen/Qwen2.5-0.5B-Instruct` is a folder of that name
+with a tiny model and a tokenizer, and a run has one step. Blocks that cannot run here are listed with the reason.
 """
 
 from __future__ import annotations
@@ -103,14 +103,14 @@ NOT_RUN = {
         "maze_figures.py --out runs/maxrl_paper",
     )
 }
-"""`page: command`, as far as it is ours not to run, and why."""
+"""The commands that are not run, as `page: command`, with the reason."""
 SEEN_ELSEWHERE = ("doctor --config", "serve")
-"""Compiles for a slice that is not here; tests/cli/test_programs.py does it on something small. Does not end;
-tests/cli/test_serve.py starts it."""
+"""`doctor --config` compiles for a slice that is not present; tests/cli/test_programs.py tests it at a small size.
+`serve` does not end; tests/cli/test_serve.py tests it."""
 NEEDS_VLLM = "rollout.engine=vllm"
-"""tests/cli/test_servers.py runs such a command with a stand-in for the server."""
+"""tests/cli/test_servers.py runs such a command with a substitute for the server."""
 NEEDS_SERVER = "serving.md"
-"""Its code is run by tests/rollout/serving/test_server.py."""
+"""tests/rollout/serving/test_server.py runs its code."""
 OUTSIDE_QUOTES = re.compile(r'\s*&&\s*(?=(?:[^"]*"[^"]*")*[^"]*$)')
 
 
@@ -123,7 +123,7 @@ def with_blocks(*languages: str) -> list:
 
 
 def commands(page: Path) -> list[str]:
-    """One by one, without comments and without variables before them."""
+    """Returns the single commands, without comments and without variable assignments before them."""
     found = []
     for text in blocks(page, "bash"):
         for line in text.replace("\\\n", " ").splitlines():
@@ -133,13 +133,13 @@ def commands(page: Path) -> list[str]:
 
 
 def ours(command: str) -> tuple[str, str]:
-    """What stands before `tunix-like`, and what is behind it."""
+    """Splits a command into the text before `tunix-like` and the text after it."""
     before, _, behind = command.partition("tunix-like ")
     return " ".join(before.split()), behind
 
 
-def test_what_is_not_run_is_still_there():
-    """No more and no less than the list: a command that is none of ours is run by nobody unless it says so."""
+def test_list_of_commands_that_are_not_run_is_exact():
+    """The commands that do not start with `tunix-like` are exactly those of the list, so each has a stated reason."""
     found = {f"{page.name}: {ours(each)[0]}" for page in PAGES for each in commands(page) if ours(each)[0]}
     assert found == set(NOT_RUN)
 
@@ -164,7 +164,7 @@ def write_rows(file: Path, number: int, answer: str) -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """What the names on the pages stand for, and one run."""
+    """A folder with everything that the pages refer to by name, and one run."""
     home = tmp_path_factory.mktemp("docs")
     make_models(home)
     (home / "examples").symlink_to(ROOT / "examples")
@@ -188,7 +188,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def registries():
-    """What the pages register is forgotten after them: an example may use the same name."""
+    """Restores the registries after the module, because other examples may register the same names."""
     kept = [(each, dict(each)) for each in (ADVANTAGE_ESTIMATORS, POLICY_LOSSES, REWARDS, ANSWERS)]
     yield
     for each, before in kept:
@@ -197,14 +197,14 @@ def registries():
 
 
 def one_device(patch) -> None:
-    """Programs for eight take several times as long to compile."""
+    """Uses one device. Programs for eight devices take several times as long to compile."""
     for module in ("build", "trained"):
         patch.setattr(f"tunix_like.runs.{module}.build_mesh", lambda *_: None)
 
 
 @pytest.fixture
 def place(home, tmp_path, monkeypatch):
-    """A folder of a page's own, with all there is; the run under every name that a page has for one."""
+    """A folder for one page with all files, and with the run under every run name of the pages."""
     for path in home.iterdir():
         if path.name != "runs":
             (tmp_path / path.name).symlink_to(path)
@@ -220,13 +220,13 @@ def local(text: str) -> str:
 
 
 def base() -> dict:
-    """The complete config of docs/cli.md; a block that shows a part is put into it."""
+    """Returns the complete config of docs/cli.md. Blocks that show only a part are merged into it."""
     (whole,) = (text for text in blocks(ROOT / "docs" / "cli.md", "yaml") if "optimizer" in text)
     return yaml.safe_load(local(whole))
 
 
 def shrunk(arguments: list[str]) -> list[str]:
-    """The same command on something small."""
+    """Returns the same command with overrides for a small size."""
     kind, config = arguments[0], next((word for word in arguments if word.endswith(".yaml")), "")
     if kind in ("train", "sft"):
         small = (*SMALL, *SMALL_MAZE) if config == "examples/maze.yaml" else (*SMALL, *SMALL_GSM8K)
@@ -254,13 +254,13 @@ def test_commands_run(page, place, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("page", with_blocks("yaml"))
-def test_configs_would_run(page, place, capsys):
+def test_configs_pass_a_dry_run(page, place, capsys):
     for text in blocks(page, "yaml"):
         (place / "shown.yaml").write_text(yaml.safe_dump(base() | yaml.safe_load(local(text))))
         assert cli.main(["train", "shown.yaml", "--dry-run"]) == 0, f"{text}\n{capsys.readouterr().err}"
 
 
-def test_the_recipes_of_the_quickstart_train_on_the_rows_that_they_show(place, monkeypatch):
+def test_quickstart_recipes_train_on_their_example_rows(place, monkeypatch):
     one_device(monkeypatch)
     page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     recipes = re.findall(r"`(\w+\.jsonl)`:\n\n```json\n(.*?)```.*?```yaml\n(.*?)```", page, re.S)
@@ -275,7 +275,7 @@ def test_the_recipes_of_the_quickstart_train_on_the_rows_that_they_show(place, m
 
 @pytest.mark.parametrize("page", [page for page in with_blocks("python") if page.id != NEEDS_SERVER])
 def test_code_runs(page, place, monkeypatch):
-    """In one namespace, as a reader would paste it."""
+    """All blocks of a page run in one namespace, as if a reader pasted them."""
     one_device(monkeypatch)
     namespace: dict = {"__name__": "shown"}
     for text in blocks(page, "python"):

@@ -1,4 +1,5 @@
-"""Two evaluations side by side: differences against resampling by hand, and what cannot be compared."""
+"""Tests the comparison of two evaluations: paired differences against resampling by hand, and errors for evaluations
+that cannot be compared."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tunix_like.evaluation.statistics import intervals
 
 
 def rows(values, gold=None, prompt="p"):
-    """A row for each value of pass@1, with a gold answer as its column where there are any."""
+    """Returns one row for each value of pass@1, with the gold answers, if given, as a column."""
     return [
         {"problem": i, "prompt": f"{prompt}{i}", "columns": {} if gold is None else {"gold": gold[i]},
          "values": {"pass@1": value}}
@@ -30,7 +31,8 @@ def write(file, rows):
 
 
 def test_differences_are_paired():
-    """The interval is that of the differences: much narrower than that of either side, where the same are hard."""
+    """The interval is that of the differences. It is much narrower than that of either side if the same problems are
+    hard."""
     rng = np.random.default_rng(5)
     a = rng.random(600)
     b = np.clip(a + 0.05 + 0.02 * rng.standard_normal(600), 0, 1)
@@ -57,8 +59,9 @@ def test_cells_and_metrics_of_only_one():
     assert math.isnan(differences(a[:1], b[:1])[0].low), "one problem has no interval"
 
 
-def test_rare_successes_of_both_sides():
-    """Nothing succeeds in A or B: that says little of other problems. Rewards differ by up to the threshold."""
+def test_interval_without_any_success_has_positive_width():
+    """Without any success in A and B, the interval still covers the rates that the sample size allows. Rewards range up
+    to the threshold."""
     a = rows([0.0] * 64)
     for row in a:
         row["values"]["avg@4"] = 0.0
@@ -69,7 +72,7 @@ def test_rare_successes_of_both_sides():
         assert (reward.low, reward.high) == pytest.approx((-threshold * unseen, threshold * unseen), rel=0.04)
 
 
-def test_the_same_problems():
+def test_different_problems_raise_an_error():
     check_same(rows([1], ["7"], prompt="<user>"), rows([0], ["7"], prompt="<|im_start|>user"), ("a", "b"))
     for other, words in (
         (rows([0, 0], ["7", "9"]), "problem 1 is not the same in a and b: 'p1' and 'p1'"),
@@ -91,7 +94,7 @@ def test_the_same_problems():
         )
 
 
-def test_two_files(tmp_path, capsys):
+def test_compare_prints_paired_differences_of_two_files(tmp_path, capsys):
     one = write(tmp_path / "a.jsonl", rows([1.0, 0.0, None], prompt="line\u2028separator"))
     two = write(tmp_path / "b.jsonl", rows([1.0, 1.0, 1.0], prompt="line\u2028separator"))
     assert cli.main(["eval", "--compare", one, two]) == 0
@@ -101,8 +104,8 @@ def test_two_files(tmp_path, capsys):
     assert re.search(r"\+50\.0% \[-\d\d\.\d, 98\.[678]\]", said), "the 97.5 % quantile of Beta(2, 1) is 98.7 %"
 
 
-def test_settings_that_differ_are_told(tmp_path, capsys):
-    """Only those that differ, and nothing where a summary is missing or no summary."""
+def test_different_settings_are_printed(tmp_path, capsys):
+    """Prints only the settings that differ, and nothing if a summary is missing or invalid."""
     greedy, sampled = ({"samples": 1, "temperature": 0.0, "top_p": 1.0}, {"samples": 8, "temperature": 1, "top_p": 1})
     files = [write(tmp_path / name, rows([1.0, 0.0])) for name in ("a.jsonl", "b.jsonl")]
     line = "A: 1 sample, temperature 0; B: 8 samples, temperature 1\n"

@@ -1,4 +1,5 @@
-"""pass@k and votes against every subset, intervals against scipy and their coverage, and the answers that vote."""
+"""Tests pass@k and majority votes against all subsets, confidence intervals against scipy and by their coverage, and
+the comparison of answers in votes."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def test_pass_at_k_of_many_samples():
 
 
 def vote_by_hand(votes, successes, k):
-    """Every order of every subset is drawn: of tied answers the one seen first wins."""
+    """Enumerates every order of every subset. Of tied answers the one that occurs first wins."""
     right = {v: np.mean([s for w, s in zip(votes, successes, strict=True) if w == v]) for v in votes}
     won = []
     for order in itertools.permutations(range(len(votes)), k):
@@ -50,7 +51,7 @@ def vote_by_hand(votes, successes, k):
         ("aabbc", [1, 1, 0, 0, 0]),
         ("aabbc", [0, 0, 1, 1, 0]),
         ("abcde", [0, 0, 0, 1, 0]),
-        ("aaab", [1, 0, 1, 1]),  # one answer, other rewards: it counts two thirds
+        ("aaab", [1, 0, 1, 1]),  # the same answer with different rewards counts two thirds
         ([None, "a", None, "b", "b"], [0, 1, 0, 0, 0]),
         ([None, None, 3], [0, 0, 1]),
         ([Fraction(1, 2), Fraction(2, 4), "x", 1], [1, 1, 0, 0]),
@@ -63,9 +64,10 @@ def test_a_vote_is_a_mean_over_every_order(votes, successes):
 
 
 def test_votes_of_many_samples():
-    """More subsets than are taken: the estimate is near the exact value, the same again, and exact at both ends."""
+    """There are more subsets than samples of subsets. The estimate is close to the exact value, reproducible, and exact
+    for the smallest and the largest k."""
     votes, successes, exact = list("a" * 7 + "b" * 5 + "cdef"), np.array([1.0] * 7 + [0.0] * 9), {}
-    for k in (4, 8):  # against counting outcomes: answers a, b and the four single ones
+    for k in (4, 8):  # the oracle counts outcomes: answers a, b and the four single ones
         total = 0.0
         for a, b, c in itertools.product(range(8), range(6), range(5)):
             if a + b + c == k:
@@ -82,7 +84,7 @@ def test_votes_of_many_samples():
 
 
 def test_values_of_problems():
-    """avg is over what was scored, a problem without votes has no maj, and unscored completions do not vote."""
+    """avg averages the scored completions, a problem without votes has no maj, and unscored completions do not vote."""
     nan = math.nan
     rewards = np.array([[1, 0.5, 0, 0], [nan, nan, 1, 0], [nan] * 4, [1, 1, 0, 0]])
     votes = [["a", "b", "b", "b"], ["b", "b", "a", "a"], ["a"] * 4, None]
@@ -92,12 +94,12 @@ def test_values_of_problems():
     np.testing.assert_allclose(found["pass@2"], [1 / 2, 1, nan, 5 / 6])
     np.testing.assert_allclose(found["avg@4"], [1.5 / 4, 1 / 2, nan, 1 / 2])
     np.testing.assert_allclose(found["maj@1"], [1 / 4, 1 / 2, nan, nan], atol=1e-6)
-    np.testing.assert_allclose(found["maj@2"], [1 / 4, 1 / 2, nan, nan], atol=1e-6)  # the two that were scored agree
+    np.testing.assert_allclose(found["maj@2"], [1 / 4, 1 / 2, nan, nan], atol=1e-6)  # the two scored completions agree
     assert list(problem_values(rewards, rewards >= 1, [None] * 4, [1])) == ["pass@1", "avg@4"]
 
 
-def test_intervals_of_zeros_and_ones_are_those_of_clopper_and_pearson():
-    """Against scipy, which finds them by inverting the binomial test; ends of another range are scaled."""
+def test_intervals_of_zeros_and_ones_equal_clopper_pearson():
+    """The oracle is scipy, which inverts the binomial test. For other ranges the limits are scaled."""
     for number in (2, 5, 64):
         for ones in range(number + 1):
             expected = scipy.stats.binomtest(ones, number).proportion_ci(0.95, "exact")
@@ -108,7 +110,8 @@ def test_intervals_of_zeros_and_ones_are_those_of_clopper_and_pearson():
 
 
 def test_intervals_by_their_definition(monkeypatch):
-    """Against a loop over draws, blocks or not; one method for values at the ends and between; what is not known."""
+    """The oracle is a loop over draws. The result does not depend on the block size or on the other metrics, is
+    continuous at the limits of the range, and is NaN for unknown values."""
     rng = np.random.default_rng(3)
     values = {"x": rng.random(40), "y": np.where(rng.random(40) < 0.2, np.nan, 2 * rng.random(40))}
     ranges = {"x": (0.0, 1.0), "y": (-1.0, 2.0)}
@@ -133,8 +136,8 @@ def test_intervals_by_their_definition(monkeypatch):
     assert np.isnan(few["x"]).all() and intervals({}, {}) == {}
 
 
-def test_alike_values_have_an_interval():
-    """Nothing succeeds, everything does, or every problem has the same share: what was not seen may still exist."""
+def test_interval_of_equal_values_has_positive_width():
+    """If all problems have the same value, the interval still covers the values that the sample may have missed."""
     size = 50
     unseen = 1 - 0.025 ** (1 / size)
     for value in (0.0, 1.0, 0.25, -0.5):
@@ -148,7 +151,7 @@ RATES, SIZES = (0.004, 0.02, 0.1, 0.5), (32, 64, 256, 1319)
 
 @pytest.mark.parametrize("size", SIZES)
 def test_coverage_with_one_sample_each(size):
-    """The exact chance that the interval holds the true rate: a sum over all numbers of successes."""
+    """The coverage is exact: a sum over all numbers of successes."""
     outcomes = {str(ones): np.repeat([1.0, 0.0], [ones, size - ones]) for ones in range(size + 1)}
     ends = np.array([intervals({"x": values}, UNIT)["x"] for values in outcomes.values()])
     for rate in RATES:
@@ -161,7 +164,8 @@ def test_coverage_with_one_sample_each(size):
 
 
 def coverages(cases, size, experiments):
-    """For each `(draw, truth, range)` the share of intervals that hold the truth, and their mean width."""
+    """Returns for each `(draw, truth, range)` the fraction of intervals that contain the truth, and their mean
+    width."""
     rng, values, ranges = np.random.default_rng(size), {}, {}
     for i, (draw, _, ends) in enumerate(cases):
         for j in range(experiments):
@@ -174,7 +178,8 @@ def coverages(cases, size, experiments):
 
 
 def beta_problems(rate, spread, samples, k):
-    """pass@k of problems whose success probabilities are Beta(spread * rate, spread * (1 - rate)); its true mean."""
+    """Returns a sampler of pass@k of problems whose success probabilities are Beta(spread * rate, spread * (1 - rate)),
+    and its true mean."""
 
     def draw(size, rng):
         successes = rng.binomial(samples, rng.beta(spread * rate, spread * (1 - rate), size))
@@ -184,7 +189,7 @@ def beta_problems(rate, spread, samples, k):
 
 
 def rare_ones(rate, samples):
-    """Half of the rate are problems that always succeed, the rest problems that hardly ever do."""
+    """Half of the rate comes from problems that always succeed, the rest from problems that rarely succeed."""
 
     def draw(size, rng):
         return np.where(rng.random(size) < rate / 2, 1.0, rng.binomial(samples, rate / 2, size) / samples)
@@ -194,8 +199,8 @@ def rare_ones(rate, samples):
 
 @pytest.mark.parametrize("size", others_slow(SIZES, 64))
 def test_coverage_with_several_samples_each(size, monkeypatch):
-    """At least 93 % hold the truth, of 300 experiments (whose share has a standard error of 1.3 % at 95 %); where
-    values are well spread the interval is hardly wider than the normal one."""
+    """At least 93 % of 300 intervals contain the truth (the standard error at 95 % is 1.3 %). For well spread values
+    the interval is only slightly wider than the normal one."""
     monkeypatch.setattr(eval_statistics, "DRAWS", 1000)
     cases = []
     for rate in RATES:
@@ -208,7 +213,7 @@ def test_coverage_with_several_samples_each(size, monkeypatch):
 
 
 def paired(rate):
-    """B - A, one sample a problem: B succeeds at `rate`, A at a third of it and on other problems."""
+    """B - A with one sample per problem. B succeeds at `rate`, A at a third of it and on other problems."""
 
     def draw(size, rng):
         uniform = rng.random(size)
@@ -226,7 +231,8 @@ def test_coverage_of_paired_differences(size, monkeypatch):
 
 @pytest.mark.parametrize("size", (32, 256))
 def test_coverage_of_rewards(size, monkeypatch):
-    """Mean rewards, whose range is that of the rewards seen, 0 and the threshold: normal, skewed, and a rare one."""
+    """Tests mean rewards of normal, skewed and rare distributions. The range is that of the observed rewards, 0 and the
+    threshold."""
     monkeypatch.setattr(eval_statistics, "DRAWS", 1000)
     draws = (
         (lambda size, rng: rng.normal(0.3, 1, size), 0.3),
@@ -239,8 +245,9 @@ def test_coverage_of_rewards(size, monkeypatch):
     assert min(held for held, _ in found) >= 0.93
 
 
-def test_a_paired_difference_is_a_sign_test():
-    """With no problem lost, it is above 0 where the sign test rejects: P(all wins) = 2^-wins below 2.5 %."""
+def test_interval_of_paired_differences_agrees_with_the_sign_test():
+    """If no problem is lost, the interval is above 0 exactly if the sign test rejects: P(all wins) = 2^-wins below 2.5
+    %."""
     for wins, sure in ((3, False), (5, False), (6, True), (20, True)):
         low, high = intervals({"x": np.repeat([1.0, 0.0], [wins, 100 - wins])}, {"x": (-1.0, 1.0)})["x"]
         assert (low > 0) == sure and high > wins / 100
@@ -264,11 +271,11 @@ def test_the_range_of_a_metric():
         (r"\boxed{x+1}", r"\boxed{1+x}", False),
     ],
 )
-def test_answers_that_vote_alike(one, other, same):
+def test_equal_answers_give_equal_votes(one, other, same):
     assert (vote(one) == vote(other)) is same and vote(one) is not None
     assert ANSWERS["gsm8k"] is vote and ANSWERS["exact_match"](" ab\n") == "ab" and "maze" not in ANSWERS
 
 
-def test_no_answer_is_no_vote():
+def test_completion_without_an_answer_has_no_vote():
     for completion in ("", "it is 7", "#### ", "#### " + "1" * 300):
         assert vote(completion) is None and grade(completion, "7") == 0.0

@@ -1,4 +1,4 @@
-"""An evaluation whose sampler and answers are written down."""
+"""Tests an evaluation with a scripted sampler and scripted answers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tokenizer() -> Tokenizer:
 
 
 class Scripted(Sampler):
-    """Answers problem `n` with the words of `ANSWERS[n]`, each followed by an end of sequence but for "half"."""
+    """Answers problem `n` with the words of `ANSWERS[n]`, each followed by an end-of-sequence token, except "half"."""
 
     def __init__(self):
         self.calls: list[tuple] = []
@@ -83,7 +83,7 @@ def make(tokenizer, sampler=None, problems=(0, 1, 2, 3, 4), threshold=1.0, **set
     )
 
 
-def test_which_k():
+def test_values_of_k():
     assert ks_of(EvalConfig(samples=16)) == [1, 2, 4, 8, 16]
     assert ks_of(EvalConfig(samples=15)) == [1, 2, 4, 8]
     assert ks_of(EvalConfig(samples=1)) == [1]
@@ -94,8 +94,8 @@ def test_which_k():
             ks_of(EvalConfig(samples=8, k=bad))
 
 
-def test_an_evaluation(tokenizer):
-    """Unscored completions leave their problem's count; a problem with fewer than k scored ones leaves pass@k."""
+def test_metrics_of_an_evaluation(tokenizer):
+    """Unscored completions are not counted. A problem with fewer than k scored completions is left out of pass@k."""
     found = make(tokenizer)("weights")
     assert found.texts == ANSWERS
     assert found.scored.tolist() == [4, 4, 4, 2, 1]
@@ -113,7 +113,7 @@ def test_an_evaluation(tokenizer):
 
 
 def of_sources(evaluator, *labels, **more):
-    """The evaluator with its problems said to be of these data sources (None: of none)."""
+    """Returns the evaluator with these data sources of its problems (None: no source)."""
     named = [{} if label is None else {"data_source": label} for label in labels]
     problems = [
         dataclasses.replace(problem, columns={**problem.columns, **own, **more})
@@ -122,8 +122,9 @@ def of_sources(evaluator, *labels, **more):
     return dataclasses.replace(evaluator, problems=problems)
 
 
-def test_an_evaluation_of_several_sources(tokenizer):
-    """pass@k of each beside the overall one, over that source's problems alone; nothing more for a single source."""
+def test_metrics_of_an_evaluation_of_several_sources(tokenizer):
+    """pass@k of each source is reported in addition to the overall value, over the problems of that source. A single
+    source adds no metrics."""
     whole = make(tokenizer)("weights").metrics
     found = of_sources(make(tokenizer), "a", "a", "b/c", "a", "b/c")("weights").metrics
     assert {name: value for name, value in found.items() if name in whole} == whole
@@ -144,7 +145,7 @@ def test_an_evaluation_of_several_sources(tokenizer):
 
 
 def test_the_metrics_of_a_step_by_source():
-    """Means over a source's scored completions, against loops."""
+    """The metrics are means over the scored completions of a source, compared with loops."""
     rewards = np.array([[1, 0, np.nan], [0.5, 1, 1], [np.nan] * 3, [0, 0, 2.0]])
     labels = ["b", "a", "none scored", "b"]
 
@@ -171,7 +172,7 @@ def test_the_metrics_of_a_step_by_source():
     assert of_a_mix["pass@1/a"] == plain["pass@1"] and of_a_mix["rewards/mean/a"] == plain["rewards/mean"]
 
 
-def test_success_is_reaching_the_threshold(tokenizer):
+def test_reward_at_or_above_the_threshold_is_a_success(tokenizer):
     assert make(tokenizer, threshold=0.5)("weights").successes.tolist() == [1, 3, 0, 1, 1]
     assert make(tokenizer, threshold=1.5)("weights").successes.tolist() == [0] * 5
     assert make(tokenizer, threshold=0.7 + 0.2 + 0.1 + 1e-9)("weights").successes.tolist() == [1, 2, 0, 1, 1], (
@@ -179,8 +180,9 @@ def test_success_is_reaching_the_threshold(tokenizer):
     )
 
 
-def test_the_sampler_is_asked_in_equal_batches(tokenizer, monkeypatch):
-    """The last one filled up, and what filled it up not counted; the same key and settings every time."""
+def test_all_batches_have_the_same_size(tokenizer, monkeypatch):
+    """The last batch is filled up, and the filler is not counted. The key and the settings are the same for every
+    batch."""
     sampler, done = Scripted(), []
     monkeypatch.setattr(progress, "task", lambda name, total: contextlib.nullcontext(done.append))
     make(tokenizer, sampler, temperature=0.5, top_p=0.9)("weights")
@@ -192,14 +194,15 @@ def test_the_sampler_is_asked_in_equal_batches(tokenizer, monkeypatch):
         assert key == jax.random.key(0)
 
 
-def test_what_cannot_be_known(tokenizer):
-    """No problem with k scored completions: the value is missing, not zero. Nothing scored at all: an error."""
+def test_undefined_metrics_are_nan_or_an_error(tokenizer):
+    """Without a problem with k scored completions the value is NaN, not zero. If nothing is scored, an error is
+    raised."""
     assert math.isnan(make(tokenizer, problems=[3, 4])("weights").metrics["eval/pass@4"])
     with pytest.raises(UserError, match="no completion could be scored: every reward is None or NaN. Check rewards"):
         make(tokenizer, problems=[4], samples=2, k=[1])("weights")
 
 
-def test_a_failing_reward_leaves_its_completions(tokenizer, tmp_path):
+def test_completions_are_stored_if_the_reward_fails(tokenizer, tmp_path):
     def broken(prompts, completions, **columns):
         raise RuntimeError("no verifier")
 
@@ -208,13 +211,13 @@ def test_a_failing_reward_leaves_its_completions(tokenizer, tmp_path):
         evaluator("weights", rollouts=tmp_path / "kept")
     lines = (tmp_path / "kept" / "step_000000.jsonl").read_text().splitlines()
     assert [json.loads(line)["completion"] for line in lines] == ANSWERS[0] + ANSWERS[1]
-    later = evaluator("weights", step=7).metrics  # by then it has worked: the run goes on
+    later = evaluator("weights", step=7).metrics  # it has worked before, so the run continues
     assert later["eval/error_frac"] == later["eval/unscored_frac"] == 1 and later["eval/timeout_frac"] == 0
     assert math.isnan(later["eval/rewards/mean"]) and math.isnan(later["eval/pass@1"])
 
 
-def test_the_problems_of_an_evaluation(tokenizer):
-    """The first ones that fit, with their columns and the numbers of their rows; what is skipped is counted."""
+def test_selection_of_the_problems_of_an_evaluation(tokenizer):
+    """The problems are the first ones that fit, with their columns and row numbers. Skipped ones are counted."""
     rows = [{"prompt": "yes " * n, "answer": n} for n in (2, 5, 1, 3, 2, 4, 0)]
     found, skipped = eval_problems(rows, tokenizer, 3, 3)
     assert [(p.number, len(p.tokens), p.columns) for p in found] == [
@@ -252,7 +255,8 @@ def test_skipped_prompts_are_a_metric(tokenizer):
 
 
 def test_votes_and_intervals_of_an_evaluation(tokenizer):
-    """maj@k where a registered reward tells the answers, in a mix where the row's own does; ends around each mean."""
+    """maj@k is reported if a registered reward defines the answers. In a mix the reward of the row does. Every mean has
+    the limits of its interval."""
     assert not [name for name in make(tokenizer)("weights").metrics if "maj@" in name]
     evaluator = make(tokenizer, problems=[0, 1])
     problems = [dataclasses.replace(p, columns={"answer": "no"}) for p in evaluator.problems]
@@ -283,7 +287,7 @@ def test_votes_and_intervals_of_an_evaluation(tokenizer):
     assert mixed.answers == [ANSWERS[0], None] and mixed.metrics["eval/maj@1"] == pytest.approx(3 / 4)
 
 
-def test_a_registered_reward_tells_its_answers(tokenizer):
+def test_registered_reward_defines_the_answers_of_votes(tokenizer):
     try:
         register_reward_fn("first letter", answer=lambda text: text[:1])(score)
         own = dataclasses.replace(make(tokenizer), rewards=[("first letter", score, 1.0)])

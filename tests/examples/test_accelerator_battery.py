@@ -1,5 +1,5 @@
-"""The battery for accelerators on the CPU: every stage writes its line, and no stage ends the battery. Also the table
-of the comparison of compiled programs."""
+"""Tests the benchmark stages for accelerators on the CPU: every stage writes its result, and no failing stage ends the
+program. Also tests the table that compares compiled programs."""
 
 import ast
 import json
@@ -24,8 +24,8 @@ from benchmarks.compiled import Work  # noqa: E402
 HANGS = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 
 
-def test_every_stage_writes_its_line_and_the_next_call_has_nothing_to_do(tmp_path, capsys):
-    """With plenty of time, so that a loaded machine does not matter."""
+def test_every_stage_writes_its_result_and_the_next_call_skips_all_stages(tmp_path, capsys):
+    """The time limit is long, so that the load of the machine does not matter."""
     arguments = ["--minutes", "30", "--out", str(tmp_path), "--size", "tiny"]
     assert accelerator.main(arguments) == 0, (tmp_path / "report.md").read_text()
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
@@ -55,7 +55,7 @@ def test_every_stage_writes_its_line_and_the_next_call_has_nothing_to_do(tmp_pat
 
 @pytest.fixture
 def battery(tmp_path, monkeypatch):
-    """A battery whose stages are short programs, and which has a minute."""
+    """A battery whose stages are short programs, with a limit of one minute."""
     scripts = dict.fromkeys(STAGES, "pass")
     monkeypatch.setattr(Battery, "command", lambda self, stage: [sys.executable, "-c", scripts[stage]])
     monkeypatch.setattr(accelerator, "USUAL_GRACE", 0.2)
@@ -91,7 +91,7 @@ def test_a_stage_without_time_is_skipped(battery):
 
 
 def test_an_interrupted_battery_stops_its_stage_and_writes_the_report(tmp_path):
-    """The stage of the interruption is the first one, while it imports."""
+    """The interruption happens in the first stage, during its imports."""
     command = [sys.executable, "-m", "benchmarks.accelerator", "--minutes", "5", "--size", "tiny", "--out", tmp_path]
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
     log = tmp_path / "machine.log"
@@ -105,7 +105,7 @@ def test_an_interrupted_battery_stops_its_stage_and_writes_the_report(tmp_path):
     assert "| machine | interrupted |" in (tmp_path / "report.md").read_text()
 
 
-def test_report_names_what_was_wanted(tmp_path):
+def test_report_shows_the_target_values(tmp_path):
     line = {"stage": "update", "size": "qwen3_0.6b", "status": "failed", "seconds": 3.0, "limit": 9.0}
     line |= {"error": "it failed", "found": {"mfu": 0.4, "model": {"bound": "a|b"}}}
     write_report(tmp_path / "report.md", [line])
@@ -130,7 +130,7 @@ def test_table_of_compiled_programs():
     assert f"| {expected / 1e6:.3g} | 0 |" in text
 
 
-def test_the_peers_side_imports_nothing_that_its_environment_lacks():
+def test_peer_side_imports_only_modules_of_its_environment():
     known = {"benchmarks.compiled", "tunix_like.runtime.accelerators", "tunix_like.runtime.compiled_costs"}
     for name in ("compiled", "compiled_tunix"):
         tree = ast.parse((ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8"))

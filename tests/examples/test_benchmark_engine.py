@@ -1,5 +1,5 @@
-"""The engine's benchmarks: every case runs at a miniature size, lengths come out as they were forced, the arithmetic is
-counted right, and both sides of a comparison take turns. Nothing here looks at a time."""
+"""Tests the engine benchmarks: every case runs at a small size, lengths are the forced ones, operation counts are
+correct, and both sides of a comparison alternate. No test depends on measured times."""
 
 import ast
 import dataclasses
@@ -23,7 +23,7 @@ MINIATURE = Model(layers=1, width=64, inner=64, heads=2, kv_heads=1, head=8, voc
 
 
 def shrunk(name):
-    """The case with its features and few tokens."""
+    """Returns the case with the same features and few tokens."""
     case = make_case(name, "tiny")
     return dataclasses.replace(
         case,
@@ -38,7 +38,7 @@ def shrunk(name):
 
 
 class Counter(Gate):
-    """A gate without a process behind it: lets a few repeats through and keeps what they report."""
+    """A gate without a process: permits a few repeats and stores their reports."""
 
     def __init__(self, repeats):
         self.left, self.reports = repeats, []
@@ -53,11 +53,11 @@ class Counter(Gate):
 
 
 ALIKE = {shrunk(name): name for name in reversed(CASES)}
-"""Each case that is still different when it is small, and the first name it has."""
+"""Each case that differs from the others at the small size, with its first name."""
 
 
 @pytest.mark.parametrize("case", ALIKE, ids=ALIKE.values())
-def test_each_case_runs_with_the_lengths_it_asks_for(case, tmp_path):
+def test_each_case_runs_with_its_configured_lengths(case, tmp_path):
     gate = Counter(2)
     write_model(case, tmp_path)
     with pytest.raises(Finished):
@@ -68,11 +68,11 @@ def test_each_case_runs_with_the_lengths_it_asks_for(case, tmp_path):
             assert report["tokens"] == case.batch().lengths.sum()
         elif case.spread:
             assert case.rows <= report["tokens"] < everything
-        else:  # also where the sampler has room for more: there every row ends at the last token, exactly
+        else:  # also if the sampler has more room: every row then ends exactly at the last token
             assert report["tokens"] == everything
         if "loss" in report:
             assert np.isfinite([report["loss"], report["grad_norm"]]).all()
-            assert case.counting or report["grad_norm"] > 0  # what counts is certain and has no gradient
+            assert case.counting or report["grad_norm"] > 0  # the counting model has no gradient
     assert case.max_tokens > case.length or case.room is None
 
 
@@ -90,13 +90,13 @@ def test_lengths_and_rewards_of_a_batch():
     assert Case.from_json(case.to_json()) == case
 
 
-def test_arithmetic_by_counting_one_token_at_a_time():
+def test_operation_counts_equal_a_count_token_by_token():
     case = Case(Model(3, 4, 5, 2, 1, 6, 7), "rollout", prompts=2, group=2, prompt_length=3, length=4)
     lengths = np.array([[1, 4], [2, 3]])
     width, inner, heads, kv, head, vocab = 4, 5, 2, 1, 6, 7
 
     def token(seen):
-        """One token through a layer: the products of a row with each matrix, then its attention."""
+        """Counts one token through a layer: the products of a row with each matrix, then its attention."""
         matrices = [(width, heads * head), (width, kv * head), (width, kv * head), (heads * head, width)]
         matrices += [(width, inner), (width, inner), (inner, width)]
         return sum(2 * a * b for a, b in matrices) + sum(2 * head + 2 * head for _ in range(heads) for _ in range(seen))
@@ -112,7 +112,7 @@ def test_arithmetic_by_counting_one_token_at_a_time():
 
 
 def test_run_prints_a_table_and_writes_json(monkeypatch, tmp_path, capsys):
-    """With a real worker process, and a case that cannot run before one that can."""
+    """Uses a real worker process, and a case that cannot run before one that can."""
     monkeypatch.setitem(MODELS, "tiny", MINIATURE)
     monkeypatch.setitem(
         CASES, "rollout", {"kind": "rollout", "prompts": 1, "group": 2, "prompt_length": 4, "length": 3}
@@ -155,7 +155,7 @@ def test_rate_of_a_matrix_product():
     assert [report["operations"] for report in gate.reports] == [2 * 8**3] * 2
 
 
-def test_a_worker_that_dies_says_why():
+def test_error_of_a_dead_worker_states_the_cause():
     with pytest.raises(RuntimeError, match="No module named benchmarks.nothing"):
         Worker(shrunk("rollout"), None, "benchmarks.nothing")
 
@@ -166,7 +166,7 @@ TURNS = []
 
 
 class Side:
-    """In place of a worker: scripted repeats, and a record of whose turn it was."""
+    """Replaces a worker: scripted repeats, and a record of the order of calls."""
 
     def __init__(self, case, folder, module="benchmarks.ours", python=None):
         self.module, self.script = module, iter(SECONDS[module])
@@ -184,7 +184,7 @@ class Side:
         return {"seconds": next(self.script), "tokens": 12, "grad_norm": NORMS[self.module]} | usage
 
 
-def test_both_sides_take_turns(monkeypatch):
+def test_comparison_alternates_the_sides(monkeypatch):
     monkeypatch.setattr(against_tunix, "Worker", Side)
     TURNS.clear()
     case = make_case("update", "tiny")
@@ -199,7 +199,7 @@ def test_both_sides_take_turns(monkeypatch):
         against_tunix.compare(case, Path("python"), Path("folder"), 2)
 
 
-def test_the_peer_is_installed_once_torch_first(monkeypatch, tmp_path, capsys):
+def test_peer_is_installed_once_with_torch_first(monkeypatch, tmp_path, capsys):
     asked = []
     monkeypatch.setattr(against_tunix.subprocess, "run", lambda args, **_: asked.append(args))
     python = against_tunix.prepare(tmp_path)
@@ -218,7 +218,7 @@ def test_the_peer_is_installed_once_torch_first(monkeypatch, tmp_path, capsys):
     assert against_tunix.prepare(tmp_path) == python and len(asked) == 1
 
 
-def test_what_the_peer_is_told():
+def test_command_of_the_peer():
     case = make_case("rollout_eos", "mid")
     line = command(case, Path("weights"), against_tunix.PEER, "python")
     assert line[:3] == ["python", "-m", "benchmarks.peer_tunix"] and line[4] == "weights"
@@ -227,7 +227,7 @@ def test_what_the_peer_is_told():
 
 
 @pytest.mark.parametrize("name", ["cases", "worker", "peer_tunix", "__init__"])
-def test_nothing_of_ours_is_imported_in_the_peers_environment(name):
+def test_peer_modules_do_not_import_the_package(name):
     tree = ast.parse((ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8"))
     found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     found |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

@@ -1,5 +1,5 @@
-"""The benchmarks run at a small size and measure what they say: the variance formula against full enumeration, the
-tables of the documentation against a fresh run, and the update that leaves groups out."""
+"""Tests the benchmarks at a small size: the variance formula against full enumeration, the tables of the documentation
+against a new run, and the update that leaves out groups."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ P = GOOD / ARMS
 
 
 def enumerated(pair, arms, rewards, scores):
-    """Variance and squared signal of the gradient estimate, by every possible group: `arms` are the probabilities of
-    the answers, `rewards` and `scores` (gradients of their log-probabilities) what each of them brings."""
+    """Returns the variance and the squared signal of the gradient estimate over every possible group.
+
+    Args: `arms` are the probabilities of the answers, `rewards` and `scores` (gradients of the log-probabilities) their
+    values.
+    """
     mean, square = 0.0, 0.0
     for drawn in map(list, itertools.product(range(len(arms)), repeat=SIZE)):
         successes = int(rewards[drawn].sum())
@@ -40,7 +43,7 @@ def enumerated(pair, arms, rewards, scores):
 
 
 @pytest.mark.parametrize("name", ["rloo", "grpo", "maxrl", "maxpo k=3", "pkpo k=3", "s_loo k=3"])
-def test_the_formula_is_the_enumerated_variance(name):
+def test_variance_formula_equals_enumeration(name):
     pair = variance.advantage_pairs(SIZE)[name]
     two, many, _ = variance.policies(P, ARMS)
     softmax = np.eye(ARMS) - np.full(ARMS, 1 / ARMS)
@@ -52,7 +55,7 @@ def test_the_formula_is_the_enumerated_variance(name):
         np.testing.assert_allclose((found.variance, found.signal), enumerated(pair, arms, rewards, scores), rtol=1e-9)
 
 
-def test_many_arms_are_the_limit():
+def test_variance_with_many_arms_approaches_the_limit():
     pairs = variance.advantage_pairs(8)
     _, *pair_of_policies = variance.policies(0.25, 40_000)
     large, limit = (
@@ -63,7 +66,7 @@ def test_many_arms_are_the_limit():
         variance.policies(0.03)
 
 
-def test_advantages_are_those_of_a_run():
+def test_advantages_equal_those_of_the_library():
     for name, (success, failure) in variance.advantage_pairs(6).items():
         estimator, _, k = name.partition(" k=")
         if estimator != "s_loo":
@@ -72,13 +75,14 @@ def test_advantages_are_those_of_a_run():
 
 
 def share(i, k, rewards, members):
-    """The paper's S(i, k, members): over the k-subsets of `members`, the mean of `max if i is in it, else 0`."""
+    """Returns S(i, k, members) of the paper: the mean over the k-subsets of `members` of `max if i is a member, else
+    0`."""
     subsets = list(itertools.combinations(members, k))
     return sum(max(rewards[j] for j in subset) for subset in subsets if i in subset) / len(subsets)
 
 
 @pytest.mark.parametrize("k", range(1, 6))
-def test_s_loo_by_its_definition(k):
+def test_s_loo_matches_its_definition(k):
     size, everyone = 6, range(6)
     success, failure = variance.plain_leave_one_out(size, k)
     for c in range(size + 1):
@@ -90,8 +94,8 @@ def test_s_loo_by_its_definition(k):
             assert math.isclose(success[c] if rewards[i] else failure[c], expected, abs_tol=1e-12)
 
 
-def test_estimators_of_one_objective_have_one_signal():
-    """Ratios of variances are only between estimators with the same expected gradient, that of pass@K."""
+def test_estimators_of_the_same_objective_have_the_same_signal():
+    """Variances are compared only between estimators with the same expected gradient, that of pass@K."""
     rows = variance.study([0.1, 0.5], [8])
     for row in rows:
         _, _, k = row["estimator"].partition(" k=")
@@ -112,8 +116,8 @@ def number(cell):
         return cell
 
 
-def test_the_documentation_has_these_tables(tmp_path, capsys):
-    """All lines of all three tables, in order; numbers to the rounding of their third digit."""
+def test_tables_of_the_documentation_match_a_new_run(tmp_path, capsys):
+    """Compares all lines of all three tables in order. Numbers agree within the rounding of their third digit."""
     variance.main(["--json", str(tmp_path / "out" / "variance.json")])
     said = [cells(line) for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     documented = [cells(line) for line in (ROOT / "docs" / "variance.md").read_text().splitlines() if line[:1] == "|"]
@@ -153,8 +157,8 @@ def test_zero_signal_computes_half_in_one_program(tmp_path, capsys, monkeypatch)
 
 
 @pytest.mark.slow
-def test_turns_sample_as_many_tokens_on_every_side(monkeypatch):
-    """`measure` asserts it; at a tiny size."""
+def test_both_sides_of_the_turns_benchmark_sample_equally_many_tokens(monkeypatch):
+    """`measure` asserts the equal token counts. The size is tiny."""
     from benchmarks import turns
 
     for name, value in {"PROMPTS": 1, "SIZE": 2, "TURNS": 2, "TURN": 4, "REPLY": 3, "PROMPT": 6, "LAYERS": 1}.items():
@@ -164,8 +168,8 @@ def test_turns_sample_as_many_tokens_on_every_side(monkeypatch):
 
 
 @pytest.mark.slow
-def test_sampling_during_the_update_saves_time_that_is_waited():
-    """Half of it, but for the work itself; here only that both sides are measured."""
+def test_sampling_during_the_update_is_measured():
+    """The saved time depends on the work, so the test only checks that both sides are measured."""
     from benchmarks import staleness
 
     found = staleness.measure(0.01, 3, 1)
@@ -173,7 +177,7 @@ def test_sampling_during_the_update_saves_time_that_is_waited():
 
 
 def test_completions_of_older_weights(tmp_path):
-    """The sampler lags behind by the age, so its log-probabilities differ from the trainer's from step 2 on."""
+    """The sampler uses older weights, so its log-probabilities differ from those of the trainer from step 2 on."""
     short = ("training.max_steps=3", "sft.max_steps=100", "optimizer.learning_rate=1e-2", "optimizer.warmup_steps=0")
     now, before = (old_weights.trained(age, "sequence", 0, tmp_path / str(age), short) for age in (0, 1))
     assert now["logprob_gap/mean"] < 1e-4 < 1e-2 < before["logprob_gap/mean"]

@@ -1,6 +1,6 @@
-"""What is shipped under examples/ works as its header says: every YAML, the library script, the text job for every
-learner, an estimator of one's own, and GSM8K on its real rows with a tiny model, from the weights to a folder that
-transformers loads."""
+"""Tests that the files under examples/ work as their headers state: every YAML, the library script, the text task with
+every learner, a user-defined estimator, and GSM8K on its real rows with a tiny model, from the weights to an exported
+folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def call(*argv, cwd, **environment):
 OWN = "own_estimator/maze.yaml"
 GSM8K_YAMLS = ("qwen2.5_0.5b", "qwen3_0.6b", "qwen3_1.7b", "llama3.2_1b", "gemma3_1b", "smollm2_360m", "qwen3_8b_lora")
 PLAIN = ("maze.yaml", "debug/reverse_text.yaml", *(f"gsm8k/{name}.yaml" for name in GSM8K_YAMLS), OWN)
-"""Examples that name an estimator and leave the rest of the algorithm to its learner."""
+"""Examples that name an estimator and leave the other algorithm keys to the defaults of the learner."""
 NEED_K = ("maxpo", "pkpo", "passk")
 
 
-def test_there_are_examples():
+def test_examples_exist():
     assert set(PLAIN) <= set(YAMLS)
 
 
 @pytest.mark.parametrize("name", YAMLS)
 def test_every_yaml_loads(name, monkeypatch):
-    """From the folder its header's command is typed in."""
+    """The configs are loaded from the folder in which the command of the header is run."""
     monkeypatch.chdir(ROOT)
     assert f"tunix-like train examples/{name}" in (EXAMPLES / name).read_text(), "the header says the command"
     config, learner = check_config(load(f"examples/{name}"))
@@ -101,11 +101,12 @@ DEFAULTS = {
     "opo": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
     "reinforce_pp": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
 }
-TRAINED = ("grpo", "drgrpo", "rloo", "maxrl", "maxpo")  # the others train in tests/training/test_learner_algorithms.py
+TRAINED = ("grpo", "drgrpo", "rloo", "maxrl", "maxpo")  # tests/training/test_learner_algorithms.py trains the others
 
 
 def test_reverse_text_trains_by_every_learner(tmp_path):
-    """One override each, all in one process; the name of the learner, its loss and aggregation are printed."""
+    """One process runs all learners, each with one override. The output names the learner, its loss and its
+    aggregation."""
     yaml_file = str(EXAMPLES / "debug" / "reverse_text.yaml")
     small = ["sft.max_steps=0", "training.max_steps=3", "data.batch_size=4", "eval.max_problems=8", "eval.batch_size=8",
              "model.config.num_hidden_layers=1"]  # fmt: skip
@@ -128,9 +129,9 @@ def test_reverse_text_trains_by_every_learner(tmp_path):
         assert all(np.isfinite(row["train/loss"]) for row in rows[1:]) and "eval/pass@1" in rows[3]
 
 
-def test_an_estimator_of_ones_own(tmp_path, monkeypatch, capsys):
-    """examples/own_estimator: the command of its header, smaller; the same again goes on where it stopped; what came
-    of it needs the estimator's file no more. Between its two ends it is drgrpo and maxrl."""
+def test_own_estimator_example_trains_resumes_and_exports(tmp_path, monkeypatch, capsys):
+    """Runs the command of the header of examples/own_estimator at a small size. The same command resumes the run, and
+    the export does not need the file of the estimator. The limits of the estimator are drgrpo and maxrl."""
     monkeypatch.chdir(ROOT)
     small = ["data.maze_size=7", "data.train_size=64", "model.config.hidden_size=16",
              "model.config.num_hidden_layers=1", "sft.max_steps=0",
@@ -167,7 +168,7 @@ def test_an_estimator_of_ones_own(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def gsm8k(tmp_path_factory):
-    """A folder with the two tiny models; the rows stay where they are."""
+    """A folder with the two tiny models. The rows are read from their own folder."""
     if not (GSM8K / "train.jsonl").is_file():
         pytest.skip(f"GSM8K is not in {GSM8K}; set TUNIX_LIKE_GSM8K to its folder")
     home = tmp_path_factory.mktemp("gsm8k")
@@ -193,7 +194,7 @@ SMALL = (
     "rollout.max_prompt_length=256",
     "rewards.functions=[{name: gsm8k}, {name: odd.py:odd, weight: 0.1}]",
 )
-# A random model never solves a problem; this gives the steps something to learn from.
+# A random model never solves a problem. This reward gives the steps a nonzero gradient.
 ODD = """
 def odd(completions):
     return [float(len(completion) % 2) for completion in completions]
@@ -201,7 +202,8 @@ def odd(completions):
 
 
 def check_run(said, folder, learner):
-    """Three steps on the real rows, evaluated before and after; too long prompts counted."""
+    """Checks three steps on the real rows with an evaluation before and after, and the count of prompts that are too
+    long."""
     assert f"learner: {learner}" in said
     assert re.search(r"training: 7473 prompts, \d+ of them longer than 256 tokens and skipped", said)
     assert "Reason step by step" in said and "<|im_start|>assistant" in said, "the prompt is shown as the model sees it"
@@ -213,7 +215,7 @@ def check_run(said, folder, learner):
 
 
 def check_export(run, out, cwd, family):
-    """transformers loads the exported folder: equal logits, equal ids."""
+    """Checks that transformers loads the exported folder, with equal logits and equal ids."""
     import torch
     import transformers
 
@@ -231,7 +233,7 @@ def check_export(run, out, cwd, family):
 
 
 def test_gsm8k_by_the_script(gsm8k):
-    """examples/gsm8k/run_qwen3.sh: installs nothing here, trains on the real rows, evaluates."""
+    """examples/gsm8k/run_qwen3.sh trains on the real rows and evaluates, without an installation."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     argv = [str(EXAMPLES / "gsm8k" / "run_qwen3.sh"), "rloo", "model.path=tiny_qwen3", *SMALL]
     said = call(*argv, cwd=gsm8k, EXTRA="none", PATH=path)
@@ -242,7 +244,7 @@ def test_gsm8k_by_the_script(gsm8k):
 
 
 def test_gsm8k_by_the_command(gsm8k):
-    """examples/gsm8k/qwen2.5_0.5b.yaml with another learner by one override."""
+    """examples/gsm8k/qwen2.5_0.5b.yaml runs with another learner, selected by one override."""
     override = "algorithm.advantage_estimator=grpo"
     yaml_file = str(EXAMPLES / "gsm8k" / "qwen2.5_0.5b.yaml")
     said = call(SCRIPT, "train", yaml_file, "model.path=tiny_qwen2", override, *SMALL, cwd=gsm8k)

@@ -1,5 +1,5 @@
-"""examples/maxrl_paper/classification.py: its gradient by enumeration, its samples, a tiny study from the command line
-to the figure, and the numbers of docs/results.md, which are those of the file it wrote."""
+"""Tests examples/maxrl_paper/classification.py: its gradient by enumeration, its samples, a tiny study from the command
+line to the figure, and the numbers of docs/results.md against the stored results."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def script():
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(SCRIPT.parent)
-        patch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
+        patch.setitem(sys.modules, spec.name, module)  # dataclasses look up their module there
         spec.loader.exec_module(module)
         yield module
 
 
-def test_the_mean_gradient_is_the_pull_on_the_pass_rate(script):
-    """Over all 4^3 groups of three samples: `w(p) grad p`, with the weights of the papers written out."""
+def test_mean_gradient_is_the_weighted_gradient_of_the_pass_rate(script):
+    """Over all 4^3 groups of three samples the gradient is `w(p) grad p`, with the weights of the papers."""
     logits = jnp.array([0.3, -1.0, 0.5, -0.2])
     draws = np.array(list(itertools.product(range(4), repeat=3)))
     p, label = np.exp(np.asarray(jax.nn.log_softmax(logits), np.float64)), 1
-    pull = p[label] * (np.eye(4)[label] - p)  # grad of the softmax's p
+    pull = p[label] * (np.eye(4)[label] - p)  # gradient of p of the softmax
     weights = {"REINFORCE": 1.0, "MaxRL": (1 - (1 - p[label]) ** 2) / p[label]}
     for name, weight in weights.items():
 
@@ -51,8 +51,9 @@ def test_the_mean_gradient_is_the_pull_on_the_pass_rate(script):
         np.testing.assert_allclose(-mean, weight * pull, rtol=1e-5, atol=1e-7)
 
 
-def test_samples_are_the_models(script):
-    """Frequencies within four standard errors of the probabilities; an impossible class never comes."""
+def test_samples_follow_the_probabilities_of_the_model(script):
+    """The frequencies are within four standard errors of the probabilities. A class of probability zero is never
+    drawn."""
     p = np.array([[0.5, 0.0, 0.3, 0.2], [0.01, 0.01, 0.0, 0.98]])
     logprobs = jnp.asarray(np.log(np.maximum(p, 1e-300)), jnp.float32)
     found = np.asarray(script.sample_classes(jax.random.key(1), logprobs, 20_000))
@@ -61,7 +62,7 @@ def test_samples_are_the_models(script):
         assert (np.abs(shares - expected) <= 4 * np.sqrt(expected * (1 - expected) / len(row))).all(), shares
 
 
-def test_a_study_from_the_command_to_the_figure(script, tmp_path, capsys, monkeypatch):
+def test_study_from_the_command_line_to_the_figure(script, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(script, "ESTIMATORS", {"MaxRL": "maxrl", "REINFORCE": "rloo"})
     setting = script.Setting(
         classes=6, latent=3, inputs=6, noise=0.2, hidden=8, train_per_class=20, held_out=60, batch=16, steps=20,
@@ -90,8 +91,9 @@ def test_a_study_from_the_command_to_the_figure(script, tmp_path, capsys, monkey
     assert along["MaxRL"]["sampled"] > 0.99 > along["REINFORCE"]["sampled"]
 
 
-def test_the_documentation_is_the_recorded_study(script):
-    """Made with the script's own setting; the tables are whole, and the prose has no number that they have not."""
+def test_numbers_of_the_documentation_are_those_of_the_stored_study(script):
+    """The stored study has the settings of the script. The documentation contains its tables, and the text contains no
+    other numbers."""
     results = json.loads((SCRIPT.parent / "results" / "classification.json").read_text())
     assert results["setting"] == json.loads(json.dumps(dataclasses.asdict(script.Setting())))
     page = (ROOT / "docs" / "results.md").read_text()
@@ -100,13 +102,13 @@ def test_the_documentation_is_the_recorded_study(script):
     for table in tables:
         assert f"\n\n{table}\n\n" in section
         section = section.replace(table, "")
-    tables[0] = re.sub(r"\(.*?\)", "", tables[0])  # the prose says means, never the ends of a range
+    tables[0] = re.sub(r"\(.*?\)", "", tables[0])  # the text states means, never the limits of a range
     known = set(re.findall(r"\d+\.\d+", "".join(tables)))
     said = re.sub(rf"jax {re.escape(results['jax'])}|\d{{4}}\.\d{{5}}", "", section)
     assert set(re.findall(r"\d+\.\d+", said)) <= known
 
 
-def test_the_recorded_study_says_what_the_documentation_says_of_it(script):
+def test_stored_study_supports_the_statements_of_the_documentation(script):
     results = json.loads((SCRIPT.parent / "results" / "classification.json").read_text())
     sizes, guess = results["setting"]["sizes"], np.log(results["setting"]["classes"])
 

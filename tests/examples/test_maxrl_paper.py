@@ -1,5 +1,5 @@
-"""`examples/maxrl_paper/`: the maze runs start from one SFT model, are evaluated, and go on where they stopped; the
-tables of docs/results.md are those of the stored results; the paper's own size is a run that fits."""
+"""Tests `examples/maxrl_paper/`: the maze runs start from one SFT model, are evaluated, and are resumed. The tables of
+docs/results.md are those of the stored results. The config with the sizes of the paper is valid."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ maze, figures = script("maze"), script("maze_figures")
 
 
 class InProcess:
-    """Stands for `maze.Cores`: the same commands, in this process."""
+    """Replaces `maze.Cores`: runs the same commands in this process."""
 
     def __init__(self, out):
         self.out, self.calls = out, []
@@ -44,7 +44,7 @@ class InProcess:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """One start, two estimators, of a size that takes seconds."""
+    """One start model and two estimators, at a size that takes seconds."""
     out = tmp_path_factory.mktemp("maxrl_paper")
     config = yaml.safe_load((FOLDER / "maze.yaml").read_text())
     config["model"]["config"] |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -74,7 +74,7 @@ def test_a_run_starts_from_the_weights_of_its_seed(runs):
     assert 1 < before["eval/mean_length"] < 8
 
 
-def test_what_is_done_is_not_done_again_and_half_of_it_is(runs):
+def test_finished_parts_are_skipped_and_missing_parts_are_repeated(runs):
     done = len(runs.calls)
     maze.start(runs, 0)
     maze.train(runs, maze.Run("maxrl", 2, 0))
@@ -86,7 +86,7 @@ def test_what_is_done_is_not_done_again_and_half_of_it_is(runs):
     assert json.loads(summary.read_text())["metrics"] == json.loads(kept)["metrics"]
 
 
-def test_what_is_collected_is_what_the_samples_say(runs):
+def test_collected_metrics_match_the_samples(runs):
     found = figures.collected(runs.out)
     assert set(found) == {"start-s0", "maxrl-g2-s0"}
     for name, run in found.items():
@@ -97,9 +97,9 @@ def test_what_is_collected_is_what_the_samples_say(runs):
         assert sum(run["rates"]) == run["problems"] == len(lines)
 
 
-def test_pass_rates_fall_into_their_bins(tmp_path):
+def test_pass_rates_are_counted_in_their_bins(tmp_path):
     (tmp_path / "eval").mkdir()
-    counts = [0, 1, 2, 3, 4, 5, 6, 7, 8]  # of 8: on the edges 1/4, 1/2, 3/4 and between
+    counts = [0, 1, 2, 3, 4, 5, 6, 7, 8]  # of 8: at the limits 1/4, 1/2, 3/4 and between
     rows = [{"succeeded": [True] * c + [False] * (8 - c)} for c in counts]
     (tmp_path / "eval" / "rloo-g16-s1.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     metrics = {f"eval/pass@1{end}": 0.5 for end in ("", "/low", "/high")}
@@ -109,7 +109,7 @@ def test_pass_rates_fall_into_their_bins(tmp_path):
     assert figures.collected(tmp_path)["rloo-g16-s1"]["rates"] == [1, 2, 2, 2, 1, 1]
 
 
-def test_the_interval_is_students():
+def test_interval_is_that_of_student_t():
     scipy = pytest.importorskip("scipy.stats", reason="scipy comes with jax")
     values = [44.5, 46.1, 39.7]
     low, high = scipy.t.interval(0.95, 2, np.mean(values), scipy.sem(values))
@@ -118,12 +118,13 @@ def test_the_interval_is_students():
 
 
 @pytest.mark.parametrize("name", sorted(figures.tables(json.loads(figures.RESULTS.read_text()))))
-def test_the_page_shows_the_stored_results(name):
+def test_documentation_shows_the_stored_results(name):
     table = figures.tables(json.loads(figures.RESULTS.read_text()))[name]
     assert table in (ROOT / "docs" / "results.md").read_text()
 
 
-def test_the_papers_size_fits(capsys):
-    """Its prompts and answers fit the lengths it names: of 17x17 mazes every prompt has the same number of tokens."""
+def test_config_with_the_sizes_of_the_paper_is_valid(capsys):
+    """Prompts and answers fit the configured lengths, because all prompts of 17x17 mazes have the same number of
+    tokens."""
     assert cli.main(["train", str(FOLDER / "maze17.yaml"), "--dry-run", "data.train_size=64"]) == 0
     assert "32 prompts x 128" in capsys.readouterr().out

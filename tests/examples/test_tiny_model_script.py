@@ -1,4 +1,5 @@
-"""The tiny model for data of one's own: the commands that `tunix-like init` writes, and what the script refuses."""
+"""Tests the script that makes a tiny model for user data: the commands that `tunix-like init` writes, and the errors of
+the script."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def run(monkeypatch, *arguments):
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-def test_the_head_of_a_new_run_tries_it_without_weights(monkeypatch, capsys):
+def test_commands_in_the_header_of_a_new_config_run_without_weights(monkeypatch, capsys):
     assert cli.main(["init", "mine"]) == 0
     head = Path("mine.yaml").read_text()
     make = re.search(r"#   python examples/gsm8k/make_tiny_model.py (.*)", head)
@@ -41,7 +42,7 @@ def test_the_head_of_a_new_run_tries_it_without_weights(monkeypatch, capsys):
     assert cli.main([*shlex.split(train[1]), "data.batch_size=8", "--dry-run"]) == 0, capsys.readouterr().err
 
 
-def test_a_file_without_the_column(monkeypatch, capsys):
+def test_file_without_the_column_is_an_error(monkeypatch, capsys):
     Path("a.jsonl").write_text('{"q": "hi", "n": 1}\n')
     with pytest.raises(SystemExit) as raised:
         run(monkeypatch, "--data", "a.jsonl", "--out", "tiny")
@@ -55,7 +56,7 @@ def test_a_file_without_the_column(monkeypatch, capsys):
 
 
 def test_the_template_renders_tools_and_tool_calls(monkeypatch):
-    """As the parser of tool calls reads them. Without tools, the text is that of ChatML."""
+    """The parser of tool calls reads the rendered calls. Without tools, the text is that of ChatML."""
     Path("a.jsonl").write_text('{"question": "How many?"}\n' * 9)
     run(monkeypatch, "--data", "a.jsonl", "--out", "tiny")
     tokenizer = Tokenizer.from_folder("tiny")

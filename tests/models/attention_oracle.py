@@ -1,4 +1,4 @@
-"""Attention in float64 with its gradients written out, and masks position by position."""
+"""An oracle of attention: float64, with explicit gradient formulas, and masks built position by position."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from tunix_like.models.attention_parts import Lengths, Positions
 
 
 def oracle(q, k, v, mask, cotangent, cap=None):
-    """Output and gradients in q, k, v `[B N H h]`, `[B U K h]` in float64 by the softmax's own derivative; a query
-    without a key gives zeros. With a cap, `d (cap tanh(s / cap)) / d s = 1 - tanh(s / cap)^2`."""
+    """Returns output and gradients for q, k, v `[B N H h]`, `[B U K h]` in float64, by the derivative of the softmax.
+
+    A query without a key gives zeros. With a cap, `d (cap tanh(s / cap)) / d s = 1 - tanh(s / cap)^2`.
+    """
     q, k, v, cotangent = (np.asarray(x, np.float64) for x in (q, k, v, cotangent))
     width, repeats = q.shape[-1], q.shape[2] // k.shape[2]
     wide = [np.repeat(x, repeats, axis=2) for x in (k, v)]
@@ -31,7 +33,7 @@ def oracle(q, k, v, mask, cotangent, cap=None):
 
 
 def seen_of(mask, batch: int, count: int, width: int) -> np.ndarray:
-    """Which query sees which key, position by position."""
+    """Returns which query sees which key, position by position."""
     out = np.zeros((batch, count, width), bool)
     starts = np.asarray(mask.starts) if getattr(mask, "starts", None) is not None else None
     for b, n, u in np.ndindex(*out.shape):

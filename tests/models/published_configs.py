@@ -1,4 +1,4 @@
-"""One `config.json` of each family as its makers published it, in the spelling of transformers 4."""
+"""One published `config.json` of each model family, in the format of transformers 4."""
 
 GEMMA2 = {
     "architectures": ["Gemma2ForCausalLM"],
@@ -289,7 +289,7 @@ SMOLLM2 = {
     "use_cache": True,
     "vocab_size": 49152,
 }
-# The sizes of a family that differ from the config above it.
+# The sizes of a family whose other values are those of the config above.
 QWEN3_1_7B = QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144}
 SMOLLM2_360M = SMOLLM2 | {
     "hidden_size": 960,
@@ -306,7 +306,7 @@ QWEN3_8B = QWEN3 | {
     "num_hidden_layers": 36,
     "tie_word_embeddings": False,
 }
-# meta-llama/Llama-3.1-8B, which was before `head_dim` was written
+# meta-llama/Llama-3.1-8B, published before `head_dim` was part of the config
 LLAMA31_8B = {name: value for name, value in LLAMA32.items() if name != "head_dim"} | {
     "eos_token_id": 128001,
     "hidden_size": 4096,

@@ -1,4 +1,5 @@
-"""Attention over two parts of the keys against one softmax over the keys side by side, in value and gradient."""
+"""Tests attention over two parts of the keys against one softmax over the concatenated keys, in values and
+gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def normal(*shape: int) -> jax.Array:
 
 
 def naive(q, k, v, mask):
-    """One query head at a time, `softmax(q k^T / sqrt(h)) v`; a query sees key u where `mask[..., u]`."""
+    """Computes `softmax(q k^T / sqrt(h)) v`, one query head at a time. A query sees key u where `mask[..., u]`."""
     heads = []
     for head in range(q.shape[-2]):
         of = head // (q.shape[-2] // k.shape[-2])
@@ -30,7 +31,7 @@ def naive(q, k, v, mask):
 
 
 def by_group(q, prompt_k, prompt_v, own_k, own_v, prompt_mask, own_mask):
-    """The oracle: every completion has its own copy of the prompt's keys, and its own behind them."""
+    """The oracle: every completion has its own copy of the keys of the prompt, followed by its own keys."""
     repeat = lambda x: jnp.broadcast_to(x[:, None], (P, G, *x.shape[1:]))  # noqa: E731
     k = jnp.concatenate([repeat(prompt_k), own_k], axis=2)
     v = jnp.concatenate([repeat(prompt_v), own_v], axis=2)
@@ -49,7 +50,7 @@ def ours(q, prompt_k, prompt_v, own_k, own_v, prompt_mask, own_mask):
 
 
 def in_blocks(q, prompt_k, prompt_v, own_k, own_v, prompt_mask, own_mask):
-    """The same masks, described: the only ones this is called with are `RAGGED` and `CAUSAL`."""
+    """Returns descriptions of the same masks. It is called only with `RAGGED` and `CAUSAL`."""
     prompt = part_of(prompt_k, prompt_v, Lengths(jnp.asarray([S, 2])))
     return group_attention(q, prompt, part_of(rows(own_k), rows(own_v), Causal()), kind="blocked")
 
@@ -61,9 +62,9 @@ COTANGENT = normal(P, G, T, H, WIDTH)
 
 @pytest.mark.parametrize(("scale", "far"), [(1.0, 0.0), (30.0, 0.0), (1.0, 50.0)], ids=["mild", "peaked", "far apart"])
 @pytest.mark.parametrize("way", [ours, in_blocks])
-def test_two_parts_are_one_softmax(way, scale, far, monkeypatch):
-    """Ragged prompts and causal completions; with scores so large that one key takes all, and with the two parts so far
-    apart that the exponentials of one of them vanish."""
+def test_two_parts_equal_one_softmax(way, scale, far, monkeypatch):
+    """Covers ragged prompts and causal completions, scores so large that one key gets all weight, and two parts so
+    different that the exponentials of one of them underflow."""
     monkeypatch.setattr(attention_blocked, "BLOCK", 3)
     q = scale * normal(P, G, T, H, WIDTH)
     prompt_k, prompt_v = normal(P, S, K, WIDTH) - far, normal(P, S, K, WIDTH)
@@ -86,15 +87,15 @@ def test_two_parts_are_one_softmax(way, scale, far, monkeypatch):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5 * max(1.0, np.abs(wanted).max()))
 
 
-def test_one_part():
-    """`attention` with a mask per batch entry, four query heads on two key heads."""
+def test_one_part_equals_the_oracle():
+    """Covers `attention` with a mask per batch entry, and four query heads on two key heads."""
     q, k, v = normal(3, T, H, WIDTH), normal(3, S, K, WIDTH), normal(3, S, K, WIDTH)
     mask = jnp.asarray(RNG.uniform(size=(3, T, S)) < 0.6).at[:, :, 0].set(True)
     np.testing.assert_allclose(attention(q, part_of(k, v, mask)), naive(q, k, v, mask), rtol=0, atol=1e-5)
 
 
 def test_masked_keys_have_no_gradient_and_rows_without_a_key_are_finite():
-    """A padded prompt, a completion whose own keys are all masked, and a row that sees nothing at all."""
+    """Covers a padded prompt, a completion whose own keys are all masked, and a row without any key."""
     nobody, own_mask = jnp.zeros((P, S), bool), CAUSAL.at[1].set(False)
     q, cotangent = normal(P, G, T, H, WIDTH), COTANGENT
     keys = [normal(P, S, K, WIDTH), normal(P, S, K, WIDTH), normal(P, G, T, K, WIDTH), normal(P, G, T, K, WIDTH)]
@@ -112,8 +113,8 @@ def test_masked_keys_have_no_gradient_and_rows_without_a_key_are_finite():
 
 
 def test_scores_and_softmax_are_float32():
-    """bfloat16 inputs lose what they have lost already, and no more than the rounding of weights and output; scores
-    near 50 would lose a tenth."""
+    """bfloat16 inputs add only the rounding of weights and output. In bfloat16, scores near 50 would have an error of a
+    tenth."""
     arrays = [10 * normal(P, G, T, H, WIDTH), normal(P, S, K, WIDTH), normal(P, S, K, WIDTH)]
     arrays += [normal(P, G, T, K, WIDTH), normal(P, G, T, K, WIDTH)]
     short = [x.astype(jnp.bfloat16) for x in arrays]

@@ -1,6 +1,7 @@
-"""Every way to attend against a softmax in float64, in values and gradients, and what each needs of memory and machine.
+"""Tests every attention implementation against a softmax in float64, in values and gradients, and its memory and device
+requirements.
 
-Splash attention runs in its interpreter, and is translated for TPUs; cuDNN's road runs with the reference
+Splash attention runs in interpret mode and is lowered for TPUs. The cuDNN implementation is replaced by the reference
 implementation of the same interface.
 """
 
@@ -42,7 +43,8 @@ PADDED = np.where(np.array([[0] * 7, [1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Several blocks, the last one short; and the reference in cuDNN's place, with what that refuses."""
+    """Sets small block sizes, so that there are several blocks and a partial last one. Replaces cuDNN by the reference,
+    with the errors of cuDNN for unsupported arguments."""
     reference = jax.nn.dot_product_attention
 
     def like_cudnn(q, k, v, *, implementation, **changes):
@@ -60,12 +62,12 @@ def normal(*shape: int) -> np.ndarray:
 
 
 def offsets_of(bins: np.ndarray) -> np.ndarray:
-    """The place of every token in its completion."""
+    """Returns the position of every token in its completion."""
     return np.array([[int((row[:i] == row[i]).sum()) for i in range(T)] for row in bins])
 
 
 def found_by(function, cotangent, *arrays):
-    """Output and gradients of one road."""
+    """Returns output and gradients of one implementation."""
 
     def run(arrays, cotangent):
         out, pull = jax.vjp(function, *arrays)
@@ -95,8 +97,9 @@ SINGLE = {
 
 @pytest.mark.parametrize(("case", "dtype"), [*((case, "float32") for case in SINGLE), ("bins", "bfloat16")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_part(kind, case, dtype):
-    """Padded rows have no cotangent, as in a loss; what stands there is finite. 7 positions in blocks of 3 and 128."""
+def test_one_part_equals_the_oracle(kind, case, dtype):
+    """Padded rows have no cotangent, as in a loss, and their values are finite. There are 7 positions in blocks of 3
+    and 128."""
     mask, batch = SINGLE[case], 4
     q, k, v = (normal(batch, T, heads, WIDTH) + shift for heads, shift in ((H, 0.0), (K, 0.1), (K, 0.2)))
     if dtype == "bfloat16":
@@ -110,8 +113,9 @@ def test_one_part(kind, case, dtype):
     assert_same(found, oracle(q, k, v, seen, cotangent), {"float32": 1e-5, "bfloat16": 4e-2}[dtype])
 
 
-def test_the_window_is_a_distance():
-    """Of the oracle itself: with 3, a query sees itself and two more, and none of them beyond its completion."""
+def test_window_of_the_oracle():
+    """Tests the oracle itself: with a window of 3, a query sees itself and the two tokens before it, within its
+    completion."""
     seen = seen_of(Causal(BINS[:1], window=3), 1, T, T)[0]
     assert [np.flatnonzero(row).tolist() for row in seen] == [[0], [0, 1], [0, 1, 2], [3], [3, 4], [5], []]
 
@@ -122,9 +126,9 @@ def test_the_window_is_a_distance():
     ids=["prompts", "an empty prompt", "windows", "caps", "windows and caps"],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_parts_are_one_softmax(kind, lengths, window, cap):
-    """Bins of completions over their prompts, with every prompt's keys written out once per bin for the oracle. In the
-    second case one bin sees nothing at all; with windows, later tokens see less of the prompt or nothing."""
+def test_two_parts_equal_one_softmax(kind, lengths, window, cap):
+    """Tests bins of completions over their prompts. The oracle gets the keys of every prompt once per bin. In the
+    second case one bin sees no keys. With windows, later tokens see a part of the prompt or nothing."""
     starts = None
     if window is not None:
         starts = jnp.asarray(offsets_of(BINS).reshape(P, G * T) + lengths[:, None] - window + 1)
@@ -155,7 +159,7 @@ def test_two_parts_are_one_softmax(kind, lengths, window, cap):
 
 
 def test_splash_attention_translates_for_tpus(monkeypatch):
-    """Kernels forward and backward; lengths that no tile divides."""
+    """Lowers the forward and backward kernels, with lengths that are not multiples of a tile."""
     monkeypatch.setattr(attention_kernels, "INTERPRET", False)
     q, k = (jax.ShapeDtypeStruct((1, 150, heads, WIDTH), jnp.bfloat16) for heads in (H, K))
 
@@ -170,7 +174,7 @@ def test_splash_attention_translates_for_tpus(monkeypatch):
 
 @pytest.mark.parametrize("shape", [[8, 1, 1], [2, 2, 2]], ids=str)
 def test_splash_attention_on_a_mesh(shape):
-    """Each device runs the kernel for its own rows and heads; values and gradients are those of one device."""
+    """Each device runs the kernel for its own rows and heads. Values and gradients equal those of one device."""
     mesh = build_mesh(MeshConfig(shape=shape, axis_names=["data", "fsdp", "tp"]))
     q, k, v = (normal(8, T, heads, WIDTH + shift)[..., :WIDTH] for heads, shift in ((H, 0), (K, 1), (K, 2)))
     prompt_k, prompt_v = (normal(4, S, K, WIDTH + shift)[..., :WIDTH] for shift in (3, 4))
@@ -189,17 +193,17 @@ def test_splash_attention_on_a_mesh(shape):
     assert_same([np.where(real, found[0], 0), *found[1:]], [np.where(real, expected[0], 0), *expected[1:]], 1e-5)
 
 
-def test_blocked_sees_nothing_as_zeros():
-    """A query without a key gets 0, and gives no gradient whatever its cotangent."""
+def test_blocked_attention_without_keys_is_zero():
+    """A query without a key gets 0 and contributes no gradient, whatever its cotangent."""
     q, k, v = normal(1, T, H, WIDTH), normal(1, T, K, WIDTH), normal(1, T, K, WIDTH)
     nobody = Lengths(np.zeros(1, np.int32))
     for found in found_by(lambda q, k, v: attention(q, part_of(k, v, nobody), "blocked"), np.ones_like(q), q, k, v):
         assert (found == 0).all()
 
 
-def test_only_blocks_that_meet_are_visited():
-    """Causal blocks stop at the diagonal, bins at their completions, key padding at the longest prompt; windows leave
-    out what lies behind."""
+def test_blocks_without_visible_keys_are_skipped():
+    """Causal blocks end at the diagonal, bins at their completions, key padding at the longest prompt. Windows exclude
+    the blocks before them."""
     blocks = attention_blocked._Blocks(2, 2, True)
     ids = jnp.asarray([[0, 0, 1, 1, 1, 2, 2, -1]])
     order, number = attention_blocked._meetings(jnp.where(ids < 0, -2, ids), ids, blocks, jnp.arange(8)[None], None)
@@ -224,9 +228,10 @@ def test_only_blocks_that_meet_are_visited():
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["causal", "two parts"])
-def test_memory(own, monkeypatch):
-    """Forward and backward at 2048 positions need a fraction of what the scores of one pass alone take."""
-    monkeypatch.undo()  # blocks of their true size
+def test_memory_is_a_fraction_of_the_scores(own, monkeypatch):
+    """At 2048 positions, forward and backward passes together need a fraction of the memory of the scores of one
+    pass."""
+    monkeypatch.undo()  # the default block sizes
     length, heads, width = 2048, 2, 16
     shapes = [(1, length, heads, width)] * 3
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
@@ -252,8 +257,8 @@ SHALLOW = DecoderConfig(**NUMBERS | {"num_layers": 1}, num_heads=H, num_kv_heads
 
 
 def everything(graphdef, params):
-    """A number that depends on `__call__`, with and without padding, and on `completion_hidden` behind `prefill`; and
-    their logits and hidden states at real positions."""
+    """Returns a number that depends on `__call__`, with and without padding, and on `completion_hidden` after
+    `prefill`, and their logits and hidden states at unpadded positions."""
     model = nnx.merge(graphdef, params)
     rng = np.random.default_rng(0)
     tokens, mask = rng.integers(0, 11, (4, T)), (PADDED >= 0).astype(np.int32)
@@ -275,9 +280,9 @@ CAPPED = dataclasses.replace(WINDOWED, attention_cap=0.7)
 
 
 @pytest.mark.parametrize(("kind", "config"), [("blocked", CAPPED), ("cudnn", WINDOWED), ("splash", SHALLOW)])
-def test_decoder_is_the_same_by_every_road(kind, config):
-    """Logits, hidden states and the gradient in every weight. The interpreter of splash attention compiles slowly: one
-    layer will do."""
+def test_decoder_gives_the_same_results_with_every_implementation(kind, config):
+    """Compares logits, hidden states and the gradient of every weight. The model has one layer, because splash
+    attention compiles slowly in interpret mode."""
     model, results = Decoder(config, rngs=nnx.Rngs(0), attention="plain"), []
     for model.attention in ("plain", kind):
         graphdef, state = nnx.split(model)
@@ -286,9 +291,9 @@ def test_decoder_is_the_same_by_every_road(kind, config):
     assert_same(results[1], results[0], 2e-5)
 
 
-def test_auto_goes_by_the_size_of_a_call(monkeypatch):
-    """Blocks once the scores of all parts together exceed the constant; arrays of masks always the plain way. With
-    kernels too, where they do not know caps or windows."""
+def test_auto_selects_by_the_size_of_the_scores(monkeypatch):
+    """Blocks are used if the scores of all parts together exceed the constant, and the plain implementation for arrays
+    of masks. This also holds with kernels that do not support caps or windows."""
     taken = []
     monkeypatch.setattr(roads, "joined_attention", lambda q, parts, cap=None: taken.append(len(parts)) or q)
     refuse = lambda *_: pytest.fail("a kernel was called")  # noqa: E731
@@ -310,8 +315,8 @@ def test_auto_goes_by_the_size_of_a_call(monkeypatch):
     assert taken == [2] * 4
 
 
-def test_large_masks_are_not_written_out_for_cudnn(monkeypatch):
-    """Beyond the limit the same call goes in blocks, to the same result."""
+def test_large_masks_are_not_materialized_for_cudnn(monkeypatch):
+    """Beyond the limit the same call runs in blocks, with the same result."""
     q, k, v = (jnp.asarray(normal(2, T, heads, WIDTH)) for heads in (H, K, K))
     run = lambda: attention(q, part_of(k, v, Causal(jnp.asarray(BINS[:2]))), "cudnn")  # noqa: E731
     written = run()
@@ -323,14 +328,15 @@ def test_large_masks_are_not_written_out_for_cudnn(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "said"), [("cudnn", "NVIDIA"), ("splash", "TPU"), ("blokced", "Did you mean 'blocked'")]
 )
-def test_what_this_machine_cannot_do(name, said):
+def test_unavailable_implementation_raises_an_error(name, said):
     with pytest.raises(UserError, match=rf"model\.attention: .*{said}"):
         Decoder(CONFIG, rngs=nnx.Rngs(0), attention=name)
     assert resolve_attention("auto", jnp.float32, WIDTH) == "auto"
 
 
-def test_the_choice_reaches_the_model():
-    """From the config's key to the decoder, made or described; and what cannot run says so before weights are made."""
+def test_config_key_selects_the_implementation_of_the_model():
+    """The config key selects the implementation of loaded and abstract decoders. An unavailable one raises an error
+    before weights are allocated."""
     kinds = runs.kinds_of(Config(model=ModelConfig(attention="blocked")))
     assert load_model(HF, init="random", **kinds)[0].attention == "blocked"
     assert load_model(HF, init="random")[0].attention == "auto"

@@ -1,4 +1,5 @@
-"""`DecoderConfig`: real configs read right, whatever is not understood refused, and the way back to HF."""
+"""Tests `DecoderConfig`: published configs are read correctly, unsupported values raise an error, and the conversion
+back to the Hugging Face format."""
 
 import dataclasses
 import json
@@ -57,20 +58,20 @@ def test_new_and_old_rope_spelling_agree():
     assert DecoderConfig.from_hf(oldest) == DecoderConfig.from_hf(LLAMA32)
 
 
-def test_derived_when_absent():
+def test_absent_values_are_derived():
     config = DecoderConfig.from_hf(without(LLAMA32, "head_dim", "num_key_value_heads"))
     assert (config.head_dim, config.num_kv_heads) == (64, 32)
-    # transformers 5 writes null where it derives
+    # transformers 5 writes null for values that it derives
     assert DecoderConfig.from_hf(LLAMA32 | {"head_dim": None}).head_dim == 64
 
 
 @pytest.mark.parametrize(("fields", "millions"), [(QWEN3_8B, 8190.74), (LLAMA31_8B, 8030.26)], ids=["qwen3", "llama"])
-def test_eight_billion_parameters(fields, millions):
-    """What the weights of the two published models count."""
+def test_parameter_counts_of_published_models(fields, millions):
+    """Compares with the parameter counts of the two published models."""
     assert parameter_count(DecoderConfig.from_hf(fields)) / 1e6 == pytest.approx(millions, abs=0.005)
 
 
-def test_source_is_no_part_of_identity():
+def test_source_does_not_affect_equality():
     one, two = DecoderConfig.from_hf(QWEN25), DecoderConfig.from_hf(QWEN25 | {"initializer_range": 0.5})
     assert one == two and hash(one) == hash(two)
     assert one != dataclasses.replace(one, num_layers=3)
@@ -85,7 +86,7 @@ def test_to_hf_round_trip(fields):
         assert back[name] == fields[name], name
 
 
-def test_to_hf_numbers_beat_the_source():
+def test_to_hf_uses_the_values_of_the_config_before_those_of_the_source():
     config = dataclasses.replace(DecoderConfig.from_hf(LLAMA32), num_layers=2, rope_scaling=None, vocab_size=7)
     back = config.to_hf(eos_ids=[3, 4], bos_id=1, pad_id=0)
     assert DecoderConfig.from_hf(back) == config

@@ -1,4 +1,5 @@
-"""The families' `config.json` as published, what they make of a decoder, the way back, and what is refused by name."""
+"""Tests the published `config.json` of each model family: the decoder config, the conversion back, and the errors for
+unsupported values."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def test_gemma3_ropes_in_either_spelling():
     assert read(GEMMA3, rope_theta=None, rope_local_base_freq=None) == read(GEMMA3)
 
 
-def test_the_decoder_of_a_model_of_images():
+def test_decoder_config_of_an_image_model():
     config = read(GEMMA3_WITH_IMAGES)
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (34, 8, 4, 256)
     assert (config.vocab_size, config.max_positions, config.windows[:6]) == (262208, 131072, (1024,) * 5 + (None,))
@@ -110,7 +111,7 @@ def test_qwen3_moe_numbers():
     assert sparse.active_width(0) == 6144
     new = {name: value for name, value in QWEN3_MOE.items() if name != "num_experts"}
     assert read(new, num_local_experts=128) == config
-    # known size: 30.5e9 weights, 3.3e9 of them at work on a token
+    # published size: 30.5e9 weights, 3.3e9 of them active per token
     assert parameter_count(config) == 30_532_122_624
 
 
@@ -127,7 +128,7 @@ def test_round_trip(fields):
     assert read(alone) == config
 
 
-def test_what_no_family_has_is_not_exported():
+def test_config_that_matches_no_family_is_not_exported():
     config = dataclasses.replace(read(tiny(MISTRAL)), source=None)
     for changes, said in (
         ({"windows": (3, None, 3)}, "windows"),
@@ -149,14 +150,15 @@ def test_per_layer_tuples():
 
 
 @pytest.mark.parametrize("fields", PUBLISHED, ids=lambda fields: fields["model_type"])
-def test_parameters_are_counted(fields):
+def test_parameter_count_equals_the_number_of_weights(fields):
     config = read(tiny(fields))
     params = jax.eval_shape(lambda: nnx.split(Decoder(config, rngs=nnx.Rngs(0)))[1])
     assert parameter_count(config) == sum(x.size for x in jax.tree.leaves(params))
 
 
 def test_operations_with_windows_and_experts():
-    """Pairs counted one by one: of 5 prompt tokens and 3 of 4 completion tokens, in layers of window 3 and without."""
+    """Counts the pairs one by one, for 5 prompt tokens and 3 of 4 completion tokens, in layers with and without a
+    window of 3."""
     config = read(tiny(GEMMA3, layer_types=["sliding_attention", "full_attention", "full_attention"]), sliding_window=3)
     pairs = [sum(min(p + 1, window) for p in range(8)) for window in (3, 99, 99)]
     found = forward_operations(config, np.array([5]), np.array([[4]]))
@@ -215,7 +217,7 @@ def without(fields, name):
         bad(SMOLLM3 | {"num_experts": 4}, "num_experts", "is unknown", id="another-family's"),
     ],
 )
-def test_refused(fields, said):
+def test_unsupported_configs_raise_an_error(fields, said):
     with pytest.raises(UserError) as error:
         DecoderConfig.from_hf(fields)
     for piece in said:
@@ -223,8 +225,9 @@ def test_refused(fields, said):
 
 
 @pytest.mark.parametrize("names", ["language_model.model.{}", "model.language_model.{}"])
-def test_weights_of_a_model_of_images(names, tmp_path):
-    """As published before and since transformers 5; other parts are not read, and a stray tensor is named."""
+def test_decoder_weights_of_an_image_model(names, tmp_path):
+    """Covers the formats before and since transformers 5. Other parts of the model are not read, and an unknown tensor
+    is named."""
     model, _ = load_model(tiny(GEMMA3), init="random")
     params = nnx.to_pure_dict(nnx.split(model)[1])
     save_model(params, model.config, None, tmp_path)
@@ -242,7 +245,7 @@ def test_weights_of_a_model_of_images(names, tmp_path):
 
 
 def test_experts_in_shards(tmp_path):
-    """Every expert is a tensor of its own in the files; a missing one is named."""
+    """Every expert is a separate tensor in the files. A missing one is named."""
     model, _ = load_model(tiny(QWEN3_MOE), init="random")
     params = nnx.to_pure_dict(nnx.split(model)[1])
     save_model(params, model.config, None, tmp_path)

@@ -1,4 +1,4 @@
-"""`load_model` and `save_model`: what a folder, a hub id or a mapping gives, and what is said when it does not."""
+"""Tests `load_model` and `save_model`: the results for a folder, a hub id and a mapping, and the error messages."""
 
 import dataclasses
 import json
@@ -60,7 +60,7 @@ def assert_same(one, two):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A whole model folder: weights, config, tokenizer with end-of-sequence ids 2 and 5."""
+    """A complete model folder: weights, config, and a tokenizer with end-of-sequence ids 2 and 5."""
     model, _ = load_model(HF, init="random", seed=1)
     save_model(params_of(model), model.config, make_tokenizer(eos_ids=[2, 5]), tmp_path / "model")
     return tmp_path / "model"
@@ -153,14 +153,15 @@ def test_export_loads_in_transformers(folder):
     ],
 )
 def test_order_of_the_eos_sources(folder, generation, config, expected):
-    """generation_config.json, else config.json; and always the tokenizer's own token."""
+    """The ids come from generation_config.json, else from config.json, and always include the token of the
+    tokenizer."""
     rewrite(folder / "generation_config.json", eos_token_id=generation)
     rewrite(folder / "config.json", eos_token_id=config)
     assert load_model(folder)[1].eos_ids == expected
 
 
-def test_chatml_beside_the_generation_config_of_a_base_model(folder, tmp_path):
-    """What SFT teaches as the end, what the sampler stops at and what an export says are one set."""
+def test_chatml_end_token_with_the_generation_config_of_a_base_model(folder, tmp_path):
+    """The end token of SFT, the stop ids of the sampler and those of an export are the same set."""
     rewrite(folder / "generation_config.json", eos_token_id=5)
     model, tokenizer = load_model(folder)
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=8)
@@ -194,7 +195,7 @@ def test_accelerators_compute_in_bfloat16(folder, monkeypatch):
 
 
 def test_pretrained_draws_no_random_weights(folder, monkeypatch):
-    """The model is made from shapes alone, so random weights never stand in memory beside the loaded ones."""
+    """The model is created from shapes only, so there are never random weights in memory besides the loaded ones."""
     drawn = []
     normal = jax.random.normal
 
@@ -288,7 +289,7 @@ def test_hub_without_network(monkeypatch):
     assert theirs.startswith("ConnectionError: offline xxx") and len(theirs) < 210 and "\n" not in theirs
 
 
-def test_a_local_folder_wins_over_the_hub(folder, monkeypatch):
+def test_local_folder_takes_precedence_over_the_hub(folder, monkeypatch):
     monkeypatch.chdir(folder.parent.parent)
     fake_hub(monkeypatch, lambda *args, **kwargs: pytest.fail("the hub was asked"))
     name = f"{folder.parent.name}/{folder.name}"
@@ -318,12 +319,13 @@ def test_loading_imports_neither_torch_nor_transformers():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [None, (2, 4)])
-def test_the_host_holds_one_part_of_one_tensor_at_a_time(tmp_path, monkeypatch, shape):
-    """Of a file in bfloat16 that becomes float32: no more than the largest part of a device and a tenth."""
+def test_loading_keeps_one_part_of_one_tensor_in_host_memory(tmp_path, monkeypatch, shape):
+    """For a file in bfloat16 that is loaded as float32, the peak is at most the largest part of a device plus a
+    tenth."""
     monkeypatch.setattr(stored, "BLOCK", 2**17)
     put = jax.device_put
 
-    def to_device_memory(x, place):  # which the CPU does not have: what is mapped is not traced
+    def to_device_memory(x, place):  # the CPU has no separate device memory; mapped memory is not traced
         held = np.frombuffer(mmap.mmap(-1, x.nbytes), x.dtype).reshape(x.shape)
         held[...] = x
         return put(held, place)
@@ -333,7 +335,7 @@ def test_the_host_holds_one_part_of_one_tensor_at_a_time(tmp_path, monkeypatch, 
     state = nnx.state(Decoder(config, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16))
     save_model(nnx.to_pure_dict(state), config, None, tmp_path)
     mesh = None if shape is None else jax.make_mesh(shape, ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
-    load_model(tmp_path, mesh=mesh)  # what is imported and cached once is no part of the weights
+    load_model(tmp_path, mesh=mesh)  # imports and caches are not part of the weights
     tracemalloc.start()
     try:
         model, _ = load_model(tmp_path, mesh=mesh)

@@ -1,5 +1,5 @@
-"""Adapters against PEFT and transformers, on tiny models of several families: as they start, trained, merged, written
-and read back; and what is refused."""
+"""Tests adapters against PEFT and transformers, on tiny models of several families: initialization, training, merge,
+save and load, and errors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ REAL = MASKS["right"]
 
 @pytest.fixture(scope="module", params=slow_variants(["qwen2", "qwen3", "llama-rope", "gemma3"]))
 def place(request, tmp_path_factory):
-    """(transformers model, its folder) of one family: with biases, with heads of another width, with norms behind the
-    MLP."""
+    """Returns (transformers model, its folder) of one family. The families cover biases, another head width, and norms
+    after the MLP."""
     import torch
     import transformers
 
@@ -43,7 +43,7 @@ def place(request, tmp_path_factory):
 
 
 def trained(model, scale=0.2):
-    """The model with adapters that say something."""
+    """Returns the model with adapters that change its outputs."""
     graphdef, state = nnx.split(model)
     adapters, frozen = split_params(nnx.to_pure_dict(state))
     leaves, structure = jax.tree.flatten(adapters)
@@ -64,9 +64,9 @@ def torch_logits(model):
     return out.logits.float().numpy()[REAL]
 
 
-def test_there_and_back(place, tmp_path):
-    """The same logits from us, from PEFT with the adapters beside the base, from transformers with the merged folder,
-    and from us again with either read back; far from the base's."""
+def test_logits_are_equal_in_peft_transformers_and_after_loading(place, tmp_path):
+    """The logits of this package equal those of PEFT with the adapters on the base model, of transformers with the
+    merged folder, and of this package after loading either. They differ from those of the base model."""
     import peft
     import transformers
 
@@ -97,7 +97,7 @@ def test_there_and_back(place, tmp_path):
 
 
 def test_an_adapter_from_peft(place, tmp_path):
-    """What PEFT made and wrote, some projections alone and named by a pattern."""
+    """PEFT made and wrote the adapter. It has only some projections, named by a pattern."""
     import peft
     import torch
 
@@ -127,9 +127,9 @@ def model():
     return load_model(HF, init="random")[0]
 
 
-def test_adapters_start_as_peft_starts_them(model):
-    """A uniform within `in ** -0.5`, of that standard deviation, another for every projection and seed; B zero; and
-    alpha is the rank, so that the scale is 1."""
+def test_initialization_of_adapters_is_that_of_peft(model):
+    """A is uniform within `in ** -0.5`, with that standard deviation, and differs between projections and seeds. B is
+    zero. alpha equals the rank, so that the scale is 1."""
     adapted = add_lora(model, LoraConfig(rank=16), seed=3)
     found = adapted.projections()
     assert len(found) == 14 and adapted.adapters.scale == 1
@@ -146,7 +146,7 @@ def test_adapters_start_as_peft_starts_them(model):
     assert model.adapters is None and model.projections()[name].lora_a is None, "the model itself stays"
 
 
-def test_a_tree_is_taken_apart_and_put_together(model):
+def test_adapters_are_split_from_and_merged_into_the_parameter_tree(model):
     graphdef, state = nnx.split(add_lora(model, LoraConfig(rank=2, targets=["o_proj"])))
     params = nnx.to_pure_dict(state)
     adapters, frozen = split_params(params)
@@ -159,7 +159,7 @@ def test_a_tree_is_taken_apart_and_put_together(model):
 
 
 def test_a_model_of_shapes_alone(model):
-    """Traced, or with shapes in the place of arrays."""
+    """Covers traced arrays and shapes in place of arrays."""
     lora = LoraConfig(rank=2)
     expected, params = nnx.split(add_lora(model, lora))
     shapes, _, _ = load_abstract(HF, init="random")
@@ -172,7 +172,7 @@ def test_a_model_of_shapes_alone(model):
 
 
 def test_merging_rounds_once(model):
-    """A bfloat16 base: the sum is made in float32, and rounded as float64 would be."""
+    """For a bfloat16 base the sum is computed in float32, and equals the rounded float64 sum."""
     base, _ = load_model(HF, init="random", param_dtype=jnp.bfloat16)
     made = trained(add_lora(base, LoraConfig(rank=3, alpha=2)), 0.3)
     for name, linear in made.projections().items():
@@ -184,7 +184,7 @@ def test_merging_rounds_once(model):
         assert exact.mean() > 0.999, "but where float32's own rounding decides a tie"
 
 
-def test_what_cannot_have_adapters(model, tmp_path):
+def test_projections_without_adapter_support_raise_an_error(model, tmp_path):
     adapted = add_lora(model, LoraConfig(rank=2))
     with pytest.raises(UserError, match="already has adapters"):
         add_lora(adapted, LoraConfig(rank=2))
@@ -201,7 +201,7 @@ def test_what_cannot_have_adapters(model, tmp_path):
         save_model(nnx.to_pure_dict(nnx.split(adapted)[1]), adapted.config, None, tmp_path / "out")
 
 
-def test_experts_take_no_adapters():
+def test_experts_do_not_support_adapters():
     fields = FAMILIES["qwen3-moe"][1] | HF | {"model_type": "qwen3_moe", "num_hidden_layers": 3}
     model, _ = load_model(fields, init="random")
     assert add_lora(model, LoraConfig(rank=2)).adapters.targets == ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -1,4 +1,4 @@
-"""Experts against a loop over tokens, in values and gradients, whatever the router chooses; and on a mesh."""
+"""Tests experts against a loop over tokens, in values and gradients, for any choice of the router, and on a mesh."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def make(normalised, per_token=2, dtype=jnp.float32):
 
 
 def by_token(params, x, per_token, normalised):
-    """Token by token, each expert called on its own; a choice is made by sorting, the lower number first in a tie."""
+    """Processes token by token and calls each expert separately. The choice is made by sorting, and the lower index
+    wins a tie."""
     kernels = [params["experts"][f"{name}_proj"]["kernel"] for name in ("gate", "up", "down")]
     out = []
     for token in x:
@@ -48,8 +49,8 @@ def inputs(case):
 
 @pytest.mark.parametrize("case", ["as it comes", "one expert for all"])
 @pytest.mark.parametrize(("per_token", "normalised"), [(2, True), (3, False), (E, True)])
-def test_experts_are_a_loop_over_tokens(case, per_token, normalised):
-    """In the second case one expert has every token and, with two per token, others have none."""
+def test_experts_equal_a_loop_over_tokens(case, per_token, normalised):
+    """In the second case one expert gets every token, and with two experts per token some experts get none."""
     graphdef, state = make(normalised, per_token)
     params, x = nnx.to_pure_dict(state), inputs(case)
     if case == "one expert for all":
@@ -72,7 +73,7 @@ def test_experts_are_a_loop_over_tokens(case, per_token, normalised):
 
 
 def test_the_router_is_float32():
-    """In bfloat16, weights of shares so close that bfloat16 could not tell them apart still add up to 1."""
+    """In bfloat16, nearly equal weights that bfloat16 could not distinguish still sum to 1."""
     graphdef, state = make(True, dtype=jnp.bfloat16)
     weights, chosen = nnx.merge(graphdef, state).route(inputs("as it comes").astype(jnp.bfloat16))
     assert weights.dtype == jnp.float32 and chosen.shape == (N, 2)
@@ -83,7 +84,7 @@ def test_the_router_is_float32():
 
 @pytest.mark.parametrize("shape", [[2, 4], [4, 2]], ids=str)
 def test_experts_on_a_mesh(shape):
-    """Each device routes its own tokens (all of them where the mesh does not divide the rows); values and gradients are
+    """Each device routes its own tokens (all of them if the mesh does not divide the rows). Values and gradients equal
     those of one device."""
     experts = Experts(number=4, per_token=2, intermediate_size=INNER, normalised=True)
     kinds = {"rngs": nnx.Rngs(0), "dtype": jnp.float32, "param_dtype": jnp.float32}

@@ -1,5 +1,5 @@
-"""Logits agree with transformers on tiny random models of every family, there and back; and the decoder is causal and
-blind to padding."""
+"""Tests that logits agree with transformers on tiny random models of every family, in both directions, and that the
+decoder is causal and ignores padding."""
 
 import json
 
@@ -34,7 +34,8 @@ SMALL = {
     "pad_token_id": None,
     "attn_implementation": "eager",
 }
-# With head_dim 8 and theta 1e4 the wavelengths are 6.3, 63, 628, 6283: one below 64 / 4, one between, two above 64 / 1.
+# With head_dim 8 and theta 1e4 the wavelengths are 6.3, 63, 628 and 6283: one below 64 / 4, one between, two above 64 /
+# 1.
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -50,7 +51,8 @@ FAMILIES = {
     "qwen3-untied": ("Qwen3", {"head_dim": 16}),
     "llama": ("Llama", {"num_key_value_heads": 4}),
     "llama-rope": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
-    # windows of 8 cut within prompts, completions and from these into those; caps are low enough to bend most scores
+    # Windows of 8 begin within prompts, within completions and across both. The caps are low enough to change most
+    # scores.
     "gemma3": (
         "Gemma3",
         {
@@ -74,7 +76,7 @@ FAMILIES = {
             "query_pre_attn_scalar": 12,
             "attn_logit_softcapping": 1.5,
             "final_logit_softcapping": 3.0,
-            "tie_word_embeddings": False,  # tied to an embedding as large, a token would predict itself
+            "tie_word_embeddings": False,  # with a tied embedding of this size, a token would predict itself
         },
     ),
     "mistral": ("Mistral", {"sliding_window": 11, "head_dim": 16}),
@@ -110,7 +112,7 @@ MASKS = {"right": RIGHT, "left": RIGHT[:, ::-1].copy()}
 
 
 VARIANTS = ("qwen2-tied", "qwen3-untied", "llama-rope", "gemma2", "mistral", "smollm3", "qwen3-moe-shares")
-"""Families of which a plain run tests another one with the same parts."""
+"""Families whose parts another family also has. A plain run tests only the other one."""
 
 
 def slow_variants(names):
@@ -119,7 +121,7 @@ def slow_variants(names):
 
 @pytest.fixture(scope="session", params=slow_variants(FAMILIES))
 def reference(request, tmp_path_factory):
-    """(transformers model, folder it was saved to) for one family."""
+    """Returns (transformers model, folder of the saved model) of one family."""
     import torch
     import transformers
 
@@ -127,7 +129,7 @@ def reference(request, tmp_path_factory):
     torch.manual_seed(0)
     made = getattr(transformers, f"{name}ForCausalLM")
     model = made(made.config_class(**SMALL | extra)).float().eval()
-    with torch.no_grad():  # transformers starts with zero biases and unit norms, which would hide a swap of names
+    with torch.no_grad():  # transformers initializes biases with 0 and norms with 1, which would hide swapped names
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
     folder = tmp_path_factory.mktemp(request.param)
@@ -162,8 +164,8 @@ def test_logits_agree_with_transformers(reference, side):
 
 
 def test_sampled_tokens_and_their_log_probabilities(reference):
-    """64 greedy tokens are the argmax of the full forward of transformers, token by token; what is drawn at a
-    temperature has the log-probabilities that transformers and the trainer compute."""
+    """64 greedy tokens are the argmax of the full forward pass of transformers. Tokens drawn at a temperature have the
+    log-probabilities that transformers and the trainer compute."""
     import torch
 
     hf, folder = reference
@@ -196,12 +198,12 @@ def test_sampled_tokens_and_their_log_probabilities(reference):
 
 
 NEW = ("gemma3", "gemma2", "mistral", "smollm3", "qwen3-moe", "qwen3-moe-shares")
-BINS = ((9, 7), (3, 12))  # lengths of the completions that share a bin of 20, of prompts of 17 and 3 tokens
+BINS = ((9, 7), (3, 12))  # lengths of completions that share a bin of 20, for prompts of 17 and 3 tokens
 
 
 @pytest.mark.parametrize("reference", slow_variants(NEW), indirect=True)
 def test_gradients_agree_with_autograd(reference):
-    """Of every weight, through prompts that are computed once and completions that share bins."""
+    """Compares the gradient of every weight. Prompts are computed once, and completions share bins."""
     import torch
 
     hf, folder = reference
@@ -232,7 +234,7 @@ def test_gradients_agree_with_autograd(reference):
     theirs = {name: parameter.grad.numpy() for name, parameter in hf.named_parameters()}
     hf.zero_grad()
     compared = dict(named_gradients(ours))
-    for name in [name for name in theirs if name.endswith("gate_up_proj")]:  # fused in memory, not in files
+    for name in [name for name in theirs if name.endswith("gate_up_proj")]:  # fused in memory, separate in files
         stem, fused = name.removesuffix("gate_up_proj"), theirs.pop(name)
         theirs |= dict(zip((f"{stem}gate_proj", f"{stem}up_proj"), np.split(fused, 2, axis=1), strict=True))
     assert compared.keys() == theirs.keys()
@@ -242,7 +244,7 @@ def test_gradients_agree_with_autograd(reference):
 
 
 def named_gradients(tree):
-    """Under the names and in the layout that transformers has in memory."""
+    """Returns the gradients with the names and the layout that transformers has in memory."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         keys = tuple(key.key for key in path)
         name = hf_name(keys) if "experts" not in keys else f"model.{'.'.join(map(str, keys[:-1]))}"
@@ -256,7 +258,7 @@ def test_exported_model_loads_in_transformers(reference, tmp_path):
     hf, folder = reference
     ours, _ = load_model(folder)
     save_model(params_of(ours), ours.config, None, tmp_path)
-    # an eager check of every name: transformers only warns about tensors that are missing or left over
+    # an explicit check of every name: transformers only warns about missing and unexpected tensors
     again, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager", output_loading_info=True
     )
@@ -269,7 +271,7 @@ def test_exported_model_loads_in_transformers(reference, tmp_path):
 
 
 def test_export_without_a_source_config(reference, tmp_path):
-    """A decoder made from numbers alone is loaded by transformers too."""
+    """transformers also loads a decoder that was created from numbers only."""
     import dataclasses
 
     import transformers
@@ -282,7 +284,7 @@ def test_export_without_a_source_config(reference, tmp_path):
     np.testing.assert_array_equal(hf_logits(again, mask)[mask], hf_logits(hf, mask)[mask])
 
 
-def test_shards_of_transformers_load(reference, tmp_path):
+def test_sharded_weights_of_transformers_load(reference, tmp_path):
     hf, folder = reference
     hf.save_pretrained(tmp_path, max_shard_size="20KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -306,14 +308,14 @@ def make_decoder():
 
 
 def test_causal_by_gradient():
-    """With every token different, the embedding row of a token gets a gradient from the logits at position t exactly
-    when the token stands at or before t."""
+    """All tokens differ, so the embedding row of a token gets a gradient from the logits at position t exactly if the
+    token is at or before t."""
     graphdef, state = nnx.split(make_decoder())
     params, tokens = nnx.to_pure_dict(state), np.random.default_rng(1).permutation(23)[:9]
 
     def scores(table):
         model = nnx.merge(graphdef, params | {"embed_tokens": {"embedding": table}})
-        # unequal coefficients: a plain sum over the vocabulary could cancel
+        # unequal coefficients, because a plain sum over the vocabulary could cancel
         return model(jnp.asarray(tokens)[None])[0] @ jnp.arange(1.0, 24.0)
 
     jacobian = jax.jit(jax.jacrev(scores))(params["embed_tokens"]["embedding"])  # [position, vocabulary, width]

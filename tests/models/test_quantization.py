@@ -1,5 +1,5 @@
-"""Quantised weights: against the nearest code by trying all, their error, loading tensor by tensor, and programs that
-keep them small."""
+"""Tests quantized weights: against the nearest code by exhaustive search, their error, loading tensor by tensor, and
+that programs keep them quantized in memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_int8_is_within_half_a_step():
 
 
 def test_nf4_takes_the_nearest_of_all_codes():
-    """Every number of every block by trying all 16, in float64; two a byte."""
+    """Every number of every block gets the nearest of all 16 codes, computed in float64. Two codes share a byte."""
     codes, scale = quantize(jnp.asarray(KERNEL), "nf4")
     assert codes.dtype == jnp.uint8 and codes.shape == (2 * BLOCK, 9) and scale.shape == (4, 9)
     found = np.asarray(dequantize(codes, scale)).reshape(4, BLOCK, 9)
@@ -48,8 +48,8 @@ def test_nf4_takes_the_nearest_of_all_codes():
     assert (np.abs(found) <= largest * (1 + 1e-6)).all() and not found[:, :, 3].any()
 
 
-def test_the_table_is_the_published_one():
-    """16 shares of a normal distribution, as QLoRA's appendix makes them: asymmetric, with an exact zero."""
+def test_nf4_table_is_the_published_table():
+    """The table has 16 quantiles of a normal distribution, by the appendix of QLoRA: asymmetric, with an exact zero."""
     from scipy.stats import norm
 
     offset = 0.9677083
@@ -63,8 +63,8 @@ def test_the_table_is_the_published_one():
 @pytest.mark.parametrize("lead", [(3,), (2, 3), ()])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("form", ["of the platform", "many rows", "fused"])
-def test_the_product_and_its_gradient(monkeypatch, kind, lead, dtype, form):
-    """Against products in float64 with the matrix that the codes represent."""
+def test_product_and_gradient_match_float64(monkeypatch, kind, lead, dtype, form):
+    """Compares with products in float64 with the matrix that the codes represent."""
     monkeypatch.setattr(quantization, "FEW_ROWS", 0 if form == "many rows" else 3)
     codes, scale = quantize(jnp.asarray(KERNEL), kind)
     x = jnp.asarray(RNG.standard_normal((*lead, len(KERNEL))), dtype)
@@ -80,7 +80,7 @@ def test_the_product_and_its_gradient(monkeypatch, kind, lead, dtype, form):
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_the_backward_pass_dequantises_again(kind):
+def test_backward_pass_dequantizes_again(kind):
     codes, scale = quantize(jnp.asarray(KERNEL), kind)
     x = jnp.ones((3, len(KERNEL)))
     _, kept = jax.vjp(lambda x: quantized_product(x, codes, scale, jnp.float32), x)
@@ -89,9 +89,9 @@ def test_the_backward_pass_dequantises_again(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_loading_is_quantising(kind, tmp_path, monkeypatch):
-    """Read tensor by tensor, each quantised before the next is read; the same codes as of the whole model, the same
-    shapes as of a model without weights, and turned back by merging what was put in."""
+def test_loading_quantizes_tensor_by_tensor(kind, tmp_path, monkeypatch):
+    """Each tensor is quantized before the next one is read. The codes equal those of the quantized whole model, the
+    shapes those of an abstract model, and a merge restores the represented weights."""
     whole, _ = load_model(WIDE, init="random")
     save_model(nnx.to_pure_dict(nnx.split(whole)[1]), whole.config, None, tmp_path)
     order = []
@@ -120,7 +120,7 @@ def test_loading_is_quantising(kind, tmp_path, monkeypatch):
 
 
 def test_quantised_weights_stay_small_while_sampling():
-    """The cast to the compute dtype before the loop leaves codes and scales as they are, and casts the rest."""
+    """The cast to the compute dtype before the loop does not change codes and scales, and casts all other weights."""
     model, _ = load_model(WIDE, init="random", quantize="nf4", dtype=jnp.bfloat16)
     graphdef, state = nnx.split(add_lora(model, LoraConfig(rank=2)))
     cast = nnx.to_pure_dict(nnx.split(_merge(graphdef, nnx.to_pure_dict(state)))[1])
@@ -132,7 +132,7 @@ def test_quantised_weights_stay_small_while_sampling():
 
 
 def test_the_fingerprint_of_nf4_is_that_of_earlier_versions():
-    """These had the codes of two neighbouring inputs in a byte."""
+    """Earlier versions stored the codes of two neighboring inputs in one byte."""
     codes, _ = quantize(jnp.asarray(KERNEL), "nf4")
     halves = np.asarray(codes).reshape(-1, 1, BLOCK // 2, 9)
     inputs = np.concatenate([halves & 15, halves >> 4], axis=1).reshape(-1, 9)
@@ -140,7 +140,7 @@ def test_the_fingerprint_of_nf4_is_that_of_earlier_versions():
     assert int(_bit_sum(codes)) == int(earlier.astype(np.uint64).sum()) != int(np.asarray(codes, np.uint64).sum())
 
 
-def test_what_is_refused():
+def test_invalid_arguments_raise_an_error():
     said = r"model\.quantize: nf4 has blocks of 64 inputs.* the 96 inputs of layers\.0\.mlp\.down_proj; use int8"
     with pytest.raises(UserError, match=said):
         load_abstract(WIDE | {"intermediate_size": 96}, init="random", quantize="nf4")

@@ -1,4 +1,4 @@
-"""Training on a mesh of fake devices against one device, and what a mesh refuses."""
+"""Tests training on a mesh of simulated devices against one device, and the errors for invalid meshes."""
 
 import dataclasses
 
@@ -54,7 +54,8 @@ MESHES = {"8 fsdp": [1, 8, 1], "8 tp": [1, 1, 8], "2 x 4": [1, 2, 4], "2 x 2 x 2
 
 
 def make(mesh, seen, /, **rollout):
-    """Three steps; the rewards are the lengths' parity, so that groups differ."""
+    """Returns a learner of three steps. The reward is the parity of the length, so that the rewards of a group
+    differ."""
     return MaxRLLearner(
         model=Decoder(CONFIG, rngs=nnx.Rngs(0)),
         tokenizer=tokenizer(),
@@ -81,9 +82,9 @@ def alone():
 
 
 @pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
-def test_a_mesh_trains_like_one_device(alone, shape):
-    """The same tokens in every step, the same loss, the same weights; each device holds its share, and no step is
-    compiled again."""
+def test_training_on_a_mesh_equals_training_on_one_device(alone, shape):
+    """Every step has the same tokens and loss, and the final weights are equal. Each device holds its part, and no step
+    is compiled again."""
     expected, single, said = alone
     row, learner, seen = train(build_mesh(MeshConfig(shape=shape, axis_names=AXES)))
     assert seen == said
@@ -97,8 +98,8 @@ def test_a_mesh_trains_like_one_device(alone, shape):
 
 
 @pytest.mark.parametrize("layout", [[8, 1, 1], [2, 1, 4], [1, 8, 1], [1, 2, 4]], ids=str)
-def test_every_rollout_layout_samples_the_same(alone, layout):
-    """The same tokens and losses with weights sharded over fsdp in training and any other way in sampling."""
+def test_every_rollout_layout_samples_the_same_tokens(alone, layout):
+    """Tokens and losses are the same with weights sharded over fsdp in training and in any other way in sampling."""
     expected, _, completions = alone
     row, learner, seen = train(build_mesh(MeshConfig(shape=[1, 8, 1], axis_names=AXES)), mesh=layout)
     assert seen == completions
@@ -110,7 +111,7 @@ def test_every_rollout_layout_samples_the_same(alone, layout):
 
 
 def test_weights_are_replicated_while_sampling_where_they_fit():
-    """With little memory, as few devices as possible share them."""
+    """With little memory, the smallest possible number of devices shares the weights."""
     mesh = build_mesh(MeshConfig(shape=[1, 8, 1], axis_names=AXES))
     model = Decoder(dataclasses.replace(CONFIG, intermediate_size=4096), rngs=nnx.Rngs(0))
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24, max_concurrent_rows=8)
@@ -127,7 +128,7 @@ def test_weights_are_replicated_while_sampling_where_they_fit():
 
 @pytest.mark.parametrize("kinds", [{"param_dtype": jnp.bfloat16}, {"quantize": "int8"}], ids=str)
 def test_models_that_cannot_be_trained_are_sampled_on_a_mesh(kinds):
-    """Their layout is chosen too, although their weights have no optimizer."""
+    """A layout is also chosen for these models, although their weights have no optimizer."""
     mesh = build_mesh(MeshConfig(shape=[1, 8, 1], axis_names=AXES))
     model = Decoder(CONFIG, rngs=nnx.Rngs(0), param_dtype=kinds.get("param_dtype", jnp.float32))
     model = quantize_base(model, kinds.get("quantize"))
@@ -140,7 +141,7 @@ def test_models_that_cannot_be_trained_are_sampled_on_a_mesh(kinds):
 
 
 def test_a_layout_that_does_not_divide_the_model_is_not_chosen():
-    """An odd vocabulary cannot be split over tp; with no memory the weights stay as in training."""
+    """An odd vocabulary cannot be split over tp. Without memory the weights keep the layout of training."""
     mesh = build_mesh(MeshConfig(shape=[1, 8, 1], axis_names=AXES))
     model = Decoder(dataclasses.replace(CONFIG, vocab_size=33), rngs=nnx.Rngs(0))
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24)
@@ -157,12 +158,12 @@ def test_a_layout_that_does_not_divide_the_model_is_not_chosen():
         ([True, 1, 8], "rollout.mesh: got .True"),
     ],
 )
-def test_a_wrong_rollout_layout_is_refused(layout, message):
+def test_invalid_rollout_layout_raises_an_error(layout, message):
     with pytest.raises(UserError, match=message):
         make(build_mesh(MeshConfig(shape=[1, 8, 1], axis_names=AXES)), [], mesh=layout)
 
 
-def test_rows_are_moved_and_refilled_on_a_mesh_too(alone):
+def test_rows_are_moved_and_refilled_on_a_mesh(alone):
     mesh = build_mesh(MeshConfig(shape=[2, 2, 2], axis_names=AXES))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "FEWEST_TOKENS_LEFT", 1)
@@ -172,9 +173,9 @@ def test_rows_are_moved_and_refilled_on_a_mesh_too(alone):
     assert moved[2] == waiting[2] == alone[2]
 
 
-def test_what_the_sampler_works_on_is_never_whole_on_a_device(monkeypatch):
-    """The completion cache, the largest thing beside the weights, through filling, growing and moving of rows: of every
-    leaf each of the eight devices has an eighth."""
+def test_sampler_state_is_sharded_over_all_devices(monkeypatch):
+    """Checks the completion cache, which is the largest array besides the weights, while rows are filled, grown and
+    moved: of every leaf each of the eight devices holds an eighth."""
     mesh = build_mesh(MeshConfig(shape=[2, 2, 2], axis_names=AXES))
     advance, seen = decoding.advance, set()
 
@@ -198,8 +199,8 @@ def test_what_the_sampler_works_on_is_never_whole_on_a_device(monkeypatch):
 
 
 def test_each_device_computes_its_own_prompts_only():
-    """What the compiled gradient and the prefill need on one of eight devices, against all on one: an eighth and
-    something. With every token on every device it would be the whole."""
+    """Compares the memory of the compiled gradient and prefill on one of eight devices with that of one device. It is
+    slightly more than an eighth. If every device computed every token, it would be all of it."""
     config = DecoderConfig(
         vocab_size=512, hidden_size=64, intermediate_size=256, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8
     )
@@ -227,7 +228,7 @@ def test_each_device_computes_its_own_prompts_only():
         assert many < 0.4 * one
 
 
-def test_the_cache_lies_where_its_rows_and_heads_do():
+def test_cache_has_the_sharding_of_its_rows_and_heads():
     mesh = build_mesh(MeshConfig(shape=[2, 2, 2], axis_names=AXES))
     cache, scalar = place_slots((jnp.zeros((8, 4, 3, 5)), jnp.int32(0)), mesh)
     assert cache.addressable_shards[0].data.shape == (2, 2, 3, 5) and scalar.shape == ()
@@ -248,7 +249,7 @@ def test_auto_uses_every_device_along_the_first_axis():
         (MeshConfig(axis_names=["fsdp", "model"]), "mesh.axis_names"),
     ],
 )
-def test_a_mesh_that_cannot_be_is_refused(config, said):
+def test_invalid_mesh_raises_an_error(config, said):
     with pytest.raises(UserError, match=said):
         build_mesh(config)
 

@@ -1,4 +1,4 @@
-"""Safetensors in and out: the table of names, casts, shards, and every broken file named."""
+"""Tests reading and writing safetensors: the table of names, casts, shards, and errors that name the invalid file."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def make_params(config, seed=0):
-    """Every leaf its own random numbers: equal leaves would hide a swap."""
+    """Returns parameters with different random numbers in each leaf, because equal leaves would hide a swap."""
     params = nnx.to_pure_dict(nnx.split(Decoder(config, rngs=nnx.Rngs(0)))[1])
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
@@ -65,7 +65,7 @@ def folder(tmp_path):
 
 
 def edit(folder, **changes):
-    """Rewrites the weights with tensors changed (None removes one)."""
+    """Rewrites the weight file with changed tensors (None removes one)."""
     tensors = load_file(folder / SINGLE) | changes
     save_file({name: value for name, value in tensors.items() if value is not None}, folder / SINGLE)
 
@@ -106,7 +106,7 @@ def test_bfloat16_round_trip_and_casts(tmp_path):
     assert_same(widened, jax.tree.map(lambda x: x.astype(jnp.float32), narrow))
 
 
-def test_tied_head_is_not_written_and_may_stand_there_if_equal(tmp_path):
+def test_tied_head_is_not_written_and_is_accepted_if_equal(tmp_path):
     params = make_params(TIED)
     save_weights(params, tmp_path, TIED)
     stored = load_file(tmp_path / SINGLE)
@@ -118,14 +118,14 @@ def test_tied_head_is_not_written_and_may_stand_there_if_equal(tmp_path):
         load(tmp_path, TIED)
 
 
-def test_tree_of_another_config():
+def test_parameter_tree_of_another_config():
     with pytest.raises(UserError, match="no lm_head"):
         save_weights(make_params(TIED), "unused", CONFIG)
     with pytest.raises(UserError, match="an lm_head"):
         load_weights("unused", abstract(CONFIG), TIED)
 
 
-def test_harmless_buffers_are_passed_over(folder):
+def test_known_buffers_are_ignored(folder):
     edit(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32)})
     assert_same(load(folder), make_params(CONFIG))
 
@@ -232,8 +232,9 @@ def test_bad_index(tmp_path):
             load(tmp_path)
 
 
-def test_headers_say_what_loading_would(tmp_path, monkeypatch):
-    """Without reading a tensor: of whole weights every header, of missing ones the index, of none nothing."""
+def test_check_of_headers_gives_the_errors_of_loading(tmp_path, monkeypatch):
+    """Reads no tensor: only the headers of complete weights, the index if files are missing, and nothing without
+    weights."""
     monkeypatch.setattr(Stored, "blocks", lambda self, index: pytest.fail(f"{self.name} was read"))
     assert headers(tmp_path) == "not present, so not compared"
     save_weights(make_params(TIED), tmp_path, TIED)
@@ -254,7 +255,7 @@ def test_headers_say_what_loading_would(tmp_path, monkeypatch):
         headers(tmp_path)
 
 
-def test_headers_of_pickles_are_not_looked_at(tmp_path):
+def test_headers_of_pickles_are_not_read(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(UserError, match="pytorch_model.bin.*never read here"):
         headers(tmp_path)

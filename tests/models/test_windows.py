@@ -1,4 +1,4 @@
-"""Windows and caps in every way through the model: sampling that refills and grows its cache, and training's bins."""
+"""Tests windows and caps in sampling with a cache that is refilled and grows, and in the bins of training."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ GRAPHDEF, PARAMS = make_params()
 
 @pytest.fixture(scope="module")
 def drawn():
-    """Rows of 1 to 60 tokens, four at work at once in a cache that starts small: new ones start in the middle of the
-    ring, and it grows under those that last."""
+    """Draws rows of 1 to 60 tokens, at most four at a time, in a cache that starts small. New rows start in the middle
+    of the ring buffer, which grows while longer rows continue."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "FIRST_CACHE", 16)
         made = Sampler(GRAPHDEF, (3,), max_prompt_length=24, max_tokens=STEPS, max_concurrent_rows=4)
@@ -63,7 +63,7 @@ def drawn():
 
 @pytest.fixture(scope="module")
 def expected(drawn):
-    """Log-probabilities of the drawn tokens by the plain model on each whole sequence."""
+    """Returns the log-probabilities of the drawn tokens by the plain model on each whole sequence."""
     rows = [[*PROMPTS[p], *drawn.tokens[p, i, : drawn.lengths[p, i]].tolist()] for p, i in np.ndindex(5, SIZE)]
     padded = pad_tokens(rows, max(map(len, rows)))
     real = np.arange(padded.shape[1])[None] < np.array([len(row) for row in rows])[:, None]
@@ -81,12 +81,12 @@ def real_of(drawn):
     return np.arange(STEPS)[None, None] < drawn.lengths[..., None]
 
 
-def test_the_sampler_sees_what_the_plain_model_sees(drawn, expected):
+def test_sampler_matches_the_plain_model(drawn, expected):
     np.testing.assert_allclose(np.where(real_of(drawn), drawn.logprobs, 0), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("attention", ["plain", "blocked"])
-def test_bins_see_what_the_plain_model_sees(drawn, expected, attention):
+def test_bins_match_the_plain_model(drawn, expected, attention):
     model = nnx.merge(GRAPHDEF, PARAMS)
     model.attention = attention
     batch = GroupBatch(

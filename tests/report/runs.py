@@ -1,4 +1,4 @@
-"""Runs as they lie on disk, written by the library's own writers, with texts that would like to be more than text."""
+"""Runs on disk, written by the library's own writers, with texts that contain markup and control characters."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tunix_like.types import Problem
 
 HOSTILE = "</script><img src=x onerror=\"window.broken='img'\"><script>window.broken='script'</script><!-- &amp;"
 HOSTILE, SHOWN = f"{HOSTILE} \u2028 \x1b[2J\u202e\u2069", f"{HOSTILE} \\u2028 \\x1b[2J\\u202e\\u2069"
-"""A text that tries to be more than text, and how the page writes it."""
+"""A text with markup and control characters, and the same text as the page shows it."""
 GRID = "#####\n#S..#\n###.#\n#..G#\n#####"
 PATHS = ["RIGHT RIGHT DOWN DOWN DONE", "RIGHT RIGHT DOWN UP DONE", "DOWN DONE", HOSTILE]
 
 
 def problems(step: int) -> list[Problem]:
-    """Three prompts: a hostile one, a plain one that names its step, a maze."""
+    """Returns three prompts: one with markup, a plain one that contains its step, and a maze."""
     prompts = [HOSTILE, f"What is {step} + {step}?", maze.record(GRID)["prompt"]]
     return [Problem(3 * step + i, text, [1], {SOURCE_COLUMN: "<b>mix</b>"}) for i, text in enumerate(prompts)]
 
@@ -50,11 +50,11 @@ TURNS = [
     ],
     [{"role": "assistant", "content": "one turn"}],
 ]
-"""Two trajectories: of several turns with tool calls, good and bad, and of one turn."""
+"""Two trajectories: one of several turns with valid and invalid tool calls, and one of a single turn."""
 
 
 def write_trajectories(folder: Path) -> Path:
-    """A run of one step with an environment."""
+    """Writes a run of one step with an environment."""
     columns = {"reward": [1.0, 0.0], "advantage": [1.0, -1.0], "length": [40, 3], "finished": [True, True]}
     columns |= {"sampled": [25, 3], "turns": TURNS}
     MetricsLog(folder).write({"step": 1, "train/rewards/mean": 0.5, "train/turns/mean": 2.5})
@@ -64,7 +64,7 @@ def write_trajectories(folder: Path) -> Path:
 
 
 def write_run(folder: Path, steps: int = 6, **config: object) -> Path:
-    """A run of SFT and RL that was evaluated before and after; completions at every second step."""
+    """Writes a run of SFT and RL with an evaluation before and after it, and completions at every second step."""
     log = MetricsLog(folder)
     for step in range(1, 4):
         log.write({"sft/step": step, "sft/loss": 3.0 / step, "sft/step_time_sec": 0.5})

@@ -1,5 +1,5 @@
-"""The page in a real browser, without a head: it draws without errors and without the network, search, filters, order
-and switches do what they say, and text of a run stays text."""
+"""Tests the page in a headless browser: it renders without errors and without the network, the controls for search,
+filters, order and runs work, and text of a run is not interpreted as markup."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def browser():
     with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])  # root of a container has none
+        found = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])  # root in a container
         yield found
         found.close()
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """Two runs, the name of the first no better than its texts."""
+    """A page with two runs. The name of the first run contains markup, like its texts."""
     folder = tmp_path_factory.mktemp("report")
     first = write_run(folder / "<img src=x onerror=alert(1)>", learning_rate=1e-3)
     second = write_run(folder / "second", steps=9, learning_rate=1e-4)
@@ -41,7 +41,7 @@ def file(tmp_path_factory):
 
 @pytest.fixture
 def page(browser, file):
-    """The page, opened; at the end nothing was said on the console, and nothing was asked for but the file."""
+    """The opened page. At the end of the test the console must be empty, and the file must be the only request."""
     context = browser.new_context(viewport={"width": 1300, "height": 900}, offline=True)
     page = context.new_page()
     said, asked = [], []
@@ -61,13 +61,14 @@ def completions(page):
 
 
 def numbers(page, name):
-    """What the cards say of `name` ('advantage', 'tokens'), in their order."""
+    """Returns the numbers that the cards show for `name` ('advantage', 'tokens'), in their order."""
     cards = page.eval_on_selector_all("#rollouts .completion .meta", "all => all.map((each) => each.innerText)")
     return [float(text.split(f"{name} ")[1].split()[0]) if f"{name} " in text else None for text in cards]
 
 
-def test_hostile_text_stays_text(page):
-    """The prompt, the completions, the name of the run and of its source, a metric, a value of the config."""
+def test_text_with_markup_is_shown_as_text(page):
+    """Covers the prompt, the completions, the names of the run and of its source, a metric, and a value of the
+    config."""
     page.locator("#rollouts .groups button").first.click()
     assert page.locator("#rollouts .prompt").text_content() == SHOWN
     assert completions(page)[0] == f"{SHOWN} 0"
@@ -76,12 +77,12 @@ def test_hostile_text_stays_text(page):
     page.locator("#overview details").first.click()
     assert SHOWN in page.locator("#overview details td").all_text_contents()
     page.locator("#curves details > summary").click()
-    # The browser sends the toggle event, which draws the other metrics, some time after the click.
+    # The browser sends the toggle event, which renders the other metrics, some time after the click.
     playwright.expect(page.locator("#curves h3", has_text="train/<i>odd</i>")).to_have_count(1)
     assert page.locator("script").count() == 2 and page.locator("img, u").count() == 0, "the data and the page's own"
 
 
-def test_the_policy_forbids_other_scripts_and_any_connection(browser, file):
+def test_content_security_policy_forbids_other_scripts_and_connections(browser, file):
     with browser.new_context() as context:
         page = context.new_page()
         page.goto(file.as_uri())
@@ -93,7 +94,7 @@ def test_the_policy_forbids_other_scripts_and_any_connection(browser, file):
         assert page.evaluate("window.broken") is None
 
 
-def test_search_looks_in_prompts_and_completions(page):
+def test_search_finds_prompts_and_completions(page):
     search, count = page.locator("#search"), page.locator("#count")
     assert count.inner_text() == "3 of 3 prompts, 12 of 12 completions"
     search.fill("no idea")
@@ -128,7 +129,7 @@ def test_order_and_filters(page):
     page.locator("#filter").select_option("failed")
     assert page.locator("#count").inner_text() == "3 of 3 prompts, 8 of 12 completions"
     page.locator("#filter").select_option("all")
-    page.locator("#order").select_option("easy")  # 1 of 3 scored, 1 of 4, 1 of 4
+    page.locator("#order").select_option("easy")  # successes: 1 of 3 scored, 1 of 4, 1 of 4
     assert page.locator("#rollouts .rate").all_inner_texts() == ["1/3", "1/4", "1/4"]
     page.locator("#order").select_option("hard")
     assert page.locator("#rollouts .rate").all_inner_texts() == ["1/4", "1/4", "1/3"]
@@ -145,7 +146,7 @@ def test_steps_and_runs(page):
     assert page.locator("#rollouts .groups").get_by_text("What is 8 + 8?").count() == 1
 
 
-def test_a_maze_is_drawn_with_the_models_way(page):
+def test_maze_is_drawn_with_the_path_of_the_model(page):
     page.locator("#rollouts .groups button", has=page.locator("svg.maze")).click()
     page.locator("#sort").select_option("sample")
     ways = page.eval_on_selector_all(".completion .walked", "all => all.map((each) => each.getAttribute('points'))")
@@ -160,7 +161,7 @@ def test_a_maze_is_drawn_with_the_models_way(page):
 
 
 def test_trajectories_are_shown_turn_by_turn(browser, tmp_path):
-    """Only sampled turns look like the model's; its tool calls are folded; the search opens them."""
+    """Only sampled turns have the style of the model. Its tool calls are collapsed, and the search expands them."""
     out = tmp_path / "page.html"
     assert main(["report", str(write_trajectories(tmp_path / "run")), "--out", str(out)]) == 0
     with browser.new_context(offline=True) as context:
@@ -206,7 +207,7 @@ def test_a_run_is_switched_off_and_on_in_every_chart(page):
     assert lines.count() == 2
 
 
-def test_smoothing_the_axis_and_the_slider_draw_anew(page):
+def test_smoothing_axis_and_slider_redraw_the_charts(page):
     line = page.locator('[data-key="train/rewards/mean"] path.line').first
     before = line.get_attribute("d")
     page.locator("#smooth").fill("0")
@@ -222,7 +223,7 @@ def test_smoothing_the_axis_and_the_slider_draw_anew(page):
     assert page.locator('output[for="window"]').inner_text() != last
 
 
-def test_what_the_pointer_is_over_is_said(page):
+def test_tooltip_shows_the_values_under_the_pointer(page):
     page.locator("#smooth").fill("0")
     plot = page.locator('[data-key="train/rewards/mean"] .plot')
     plot.scroll_into_view_if_needed()
@@ -234,8 +235,8 @@ def test_what_the_pointer_is_over_is_said(page):
 
 @pytest.mark.parametrize("width", [390, 1300])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_sticks_out(browser, file, width, scheme):
-    """No horizontal scrolling of the page, and text that stands out from the paper."""
+def test_page_fits_the_width_and_has_contrast(browser, file, width, scheme):
+    """The page has no horizontal scrolling, and its text contrasts with the background."""
     with browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme) as context:
         page = context.new_page()
         page.goto(file.as_uri())

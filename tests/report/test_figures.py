@@ -1,4 +1,4 @@
-"""The figures for papers: which files there are, and that what is drawn is what the runs wrote."""
+"""Tests the figures for papers: which files are written, and that they show the metrics of the runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tunix_like.report.reading import read_runs
 
 
 @pytest.mark.slow
-def test_every_curve_of_the_page_is_a_file_too(tmp_path):
+def test_every_curve_of_the_page_is_written_as_a_file(tmp_path):
     first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=9)
     assert main(["report", str(first), str(second), "--png", str(tmp_path / "out")]) == 0
     files = {path.stem for path in (tmp_path / "out").iterdir()}
@@ -24,7 +24,7 @@ def test_every_curve_of_the_page_is_a_file_too(tmp_path):
     assert all(path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for path in (tmp_path / "out").iterdir())
 
 
-def test_lines_are_the_metrics(tmp_path, monkeypatch):
+def test_lines_show_the_metrics(tmp_path, monkeypatch):
     runs = read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=9)])
     drawn = {}
     monkeypatch.setattr(Figure, "savefig", lambda self, file, **_: drawn.update({file.stem: self.axes}))
@@ -36,7 +36,7 @@ def test_lines_are_the_metrics(tmp_path, monkeypatch):
     assert [line.get_xydata().tolist() for line in axes.get_lines()] == [[[0, 50], [6, 75]], [[0, 50], [9, 75]]]
 
 
-def test_smoothing_is_the_weighted_mean_of_what_was_before():
+def test_smoothing_is_the_weighted_mean_of_the_values_so_far():
     values = np.array([np.nan, 2.0, 5.0, np.nan, -1.0])
     weights = 0.6 ** np.arange(3)
     expected = [np.nan, 2.0, np.average([5, 2], weights=weights[:2]), np.nan, np.average([-1, 5, 2], weights=weights)]
@@ -44,7 +44,7 @@ def test_smoothing_is_the_weighted_mean_of_what_was_before():
 
 
 @pytest.mark.parametrize("count", [1, 4, 100])
-def test_windows_lose_nothing(tmp_path, count):
+def test_windows_contain_all_rows(tmp_path, count):
     (run,) = read_runs([write_run(tmp_path, steps=10)])
     ends, sums = figures.windows(run.rl, "advantage", count)
     rows = np.array([row for row in run.rl.histograms["advantage"] if row is not None])

@@ -1,4 +1,5 @@
-"""`report --gradients`: the gradient norm of each prompt, against the plain model on repeated prompts; and its page."""
+"""Tests `report --gradients`: the gradient norm of each prompt, against the plain model on repeated prompts, and its
+page."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def run(tmp_path, monkeypatch):
 
 
 def naive(trained, batch):
-    """Of each group the gradient of `-sum A log p / N`, by the plain model on every prompt and completion."""
+    """Returns for each group the gradient of `-sum A log p / N`, computed by the plain model on every prompt and
+    completion."""
     graphdef, state = nnx.split(trained.model)
 
     @jax.jit
@@ -75,8 +77,8 @@ def naive(trained, batch):
     return out
 
 
-def test_norms_are_those_of_the_plain_model(run, monkeypatch, capsys):
-    """KL is left out; twenty rows make two batches of eight; then the page says it."""
+def test_norms_equal_those_of_the_plain_model(run, monkeypatch, capsys):
+    """The KL is left out. Twenty rows make two batches of eight. The page shows the result."""
     updates, made = [], gradients._update
     monkeypatch.setattr(gradients, "_update", lambda *args: updates.append(made(*args)) or updates[-1])
     found = gradients.measure(run, 9)

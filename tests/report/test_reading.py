@@ -1,4 +1,5 @@
-"""Runs read back from disk, against loops over the rows; what is left out, the summary, and files that are no run."""
+"""Tests that runs are read from disk, against loops over the rows: omitted rows, the summary, and errors for folders
+that are not runs."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def run_of(folder, *rows):
 
 
 def test_rows_become_columns_with_gaps(tmp_path):
-    """Out of order, in parts, without a number, of both phases, and without a phase."""
+    """The rows are unordered, partial, with NaN, of both phases, and without a phase."""
     run = run_of(
         tmp_path,
         {"sft/step": 1, "sft/loss": 2.0},
@@ -62,14 +63,14 @@ def test_rows_become_columns_with_gaps(tmp_path):
     assert run.sft.columns == {"sft/loss": [2.0], "seconds": [0.0]} and run.rl.histograms == {}
 
 
-def test_a_resumed_runs_torn_last_line_is_left_out(tmp_path):
+def test_incomplete_last_line_is_ignored(tmp_path):
     write_run(tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "train/rew')
     assert read_runs([tmp_path])[0].rl.steps == list(range(7))
 
 
-def test_histograms_are_those_of_their_steps(tmp_path):
+def test_histograms_are_assigned_to_their_steps(tmp_path):
     whole = list(range(10))
     rows = [{"step": 1}, {"step": 2, "train/pass_rate/drawn": whole}, {"step": 3, "train/pass_rate/drawn": whole[1:]}]
     assert run_of(tmp_path, *rows).rl.histograms == {"drawn": [None, whole, None]}
@@ -83,7 +84,7 @@ def test_a_long_run_is_thinned_but_not_its_evaluations(tmp_path, monkeypatch):
     assert table.columns["train/loss"] == table.steps
 
 
-def test_names_tell_runs_apart(tmp_path):
+def test_names_of_runs_are_distinct(tmp_path):
     folders = [write_run(tmp_path / a / b) for a, b in (("x", "run"), ("y", "run"), ("y", "other"))]
     assert [run.name for run in read_runs(folders)] == ["x/run", "y/run", "y/other"]
     assert [run.name for run in read_runs(folders[1:])] == ["run", "other"]
@@ -107,7 +108,7 @@ def test_names_tell_runs_apart(tmp_path):
         (lambda run: (run / "rollouts/step_last.jsonl").write_text("{}\n"), "step_last.jsonl: expected step_<number>"),
     ],
 )
-def test_what_is_no_run_is_named(tmp_path, capsys, damage, message):
+def test_error_names_the_invalid_file_of_a_run(tmp_path, capsys, damage, message):
     damage(write_run(tmp_path))
     assert main(["report", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "report.html").exists()
@@ -122,7 +123,7 @@ def test_what_is_no_run_is_named(tmp_path, capsys, damage, message):
         (["{tmp}", "--png", "{tmp}/metrics.jsonl"], "metrics.jsonl: cannot write it: File exists"),
     ],
 )
-def test_places_that_are_none_are_named(tmp_path, capsys, arguments, message):
+def test_invalid_paths_raise_a_message(tmp_path, capsys, arguments, message):
     write_run(tmp_path)
     assert main(["report", *(each.format(tmp=tmp_path) for each in arguments)]) == 2
     assert message in capsys.readouterr().err
@@ -134,7 +135,7 @@ def test_a_run_of_the_python_interface_has_no_config(tmp_path):
     assert main(["report", str(tmp_path)]) == 0 and (tmp_path / "report.html").exists()
 
 
-def test_the_summary_by_a_loop(tmp_path):
+def test_summary_equals_a_loop_over_the_rows(tmp_path):
     rng = random.Random(0)
     values = [rng.random() for _ in range(37)]
     rows = [{"step": i + 1, "train/rewards/mean": value, "train/entropy": value} for i, value in enumerate(values)]
@@ -152,7 +153,7 @@ def test_the_summary_by_a_loop(tmp_path):
     assert found["pass@1, held out"] == {"last": 0.25}
 
 
-def test_only_keys_that_differ_are_told(tmp_path):
+def test_only_different_config_keys_are_listed(tmp_path):
     runs = read_runs([write_run(tmp_path / "a", learning_rate=0.1, b2=1), write_run(tmp_path / "b", learning_rate=0.2)])
     assert contents.differing(runs) == [
         {"key": "optimizer.b2", "values": ["1", "-"]},
@@ -160,7 +161,7 @@ def test_only_keys_that_differ_are_told(tmp_path):
     ]
 
 
-def test_completions_come_back_as_written(tmp_path):
+def test_completions_are_read_as_written(tmp_path):
     steps, left_out = read_steps(write_run(tmp_path), 10**9)
     assert [each["step"] for each in steps] == [2, 4, 6] and left_out == ""
     for step in steps:
@@ -176,8 +177,8 @@ def test_completions_come_back_as_written(tmp_path):
     assert [each["path"] for each in steps[0]["groups"][2]["completions"]] == ["RRDD", "RRDU", "", ""]
 
 
-def test_turns_come_back_as_written(tmp_path):
-    """The text of all turns is not repeated."""
+def test_turns_are_read_as_written(tmp_path):
+    """The text of all turns is not stored a second time."""
     ((step,), _) = read_steps(write_trajectories(tmp_path), 10**9)
     several, one = step["groups"][0]["completions"]
     names = [turn.get("name") for turn in several["turns"]]
@@ -188,8 +189,8 @@ def test_turns_come_back_as_written(tmp_path):
     assert len(step["groups"]) == 1 and said == ""
 
 
-def test_the_path_leads_where_the_reward_went(tmp_path):
-    """The letters, walked again, are the cells of `walk`."""
+def test_maze_path_equals_the_walk_of_the_reward(tmp_path):
+    """The letters of the path, followed from the start, give the cells of `walk`."""
     steps, _ = read_steps(write_run(tmp_path), 10**9)
     for text, each in zip(PATHS, steps[0]["groups"][2]["completions"], strict=True):
         cells = [(1, 1)]
@@ -199,7 +200,7 @@ def test_the_path_leads_where_the_reward_went(tmp_path):
         assert cells == walk(GRID, text).cells
 
 
-def test_a_page_is_kept_to_a_size_and_says_so(tmp_path):
+def test_page_size_is_limited_and_omissions_are_stated(tmp_path):
     run = write_run(tmp_path, steps=20)  # ten files
     size = max(file.stat().st_size for file in (run / "rollouts").glob("*.jsonl"))
     steps, said = read_steps(run, 3 * size)
@@ -212,7 +213,7 @@ def test_a_page_is_kept_to_a_size_and_says_so(tmp_path):
     assert said == "9 of 10 written steps and 2 of 3 prompts are left out to keep this page small."
 
 
-def test_the_grid_of_a_prompt_is_that_of_its_record():
+def test_grid_is_recovered_from_the_prompt():
     for size in (5, 9, 15):
         grid = maze.make(size, random.Random(size))
         assert maze.grid_of(maze.record(grid)["prompt"]) == grid
@@ -223,15 +224,15 @@ def test_the_grid_of_a_prompt_is_that_of_its_record():
     assert maze.grid_of(whole.replace("WALL", "PATH", 1)) is None, "one could walk out of it"
 
 
-def test_a_gradient_that_is_no_number_is_left_out():
+def test_non_finite_gradients_are_left_out():
     found = _finite(Gradients([0.0, 0.5, 1.0], [0, 4, 9], [1.0, float("nan"), 2.0], "step 1"))
     assert found == Gradients([0.0, 1.0], [0, 9], [1.0, 2.0], "step 1")
     assert _finite(Gradients([0.5], [4], [float("inf")], "step 1")).norms == []
 
 
-def test_every_text_on_the_page_is_of_characters_that_print(tmp_path):
-    """Read back out of the file: prompts, completions, the config, the names of runs, sources and metrics; paths are
-    those of the completions as they were written."""
+def test_page_contains_only_printable_characters(tmp_path):
+    """Reads the data block of the page: prompts, completions, the config, and the names of runs, sources and metrics.
+    Maze paths are those of the completions as written."""
     folder = write_run(tmp_path / "run \u202e\x1b")
     run_of(folder, {"step": 7, "train/odd\u2067": 1.0})
     assert main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 0
@@ -256,7 +257,7 @@ def test_every_text_on_the_page_is_of_characters_that_print(tmp_path):
     assert [each["path"] for each in raw["completions"]] == [each["path"] for each in own["completions"]]
 
 
-def test_data_cannot_leave_its_block():
+def test_embedded_data_cannot_close_its_block():
     data = {"</script>": ["<!--", "\u2028&]]>", "\ud800"]}
     text = embedded(data)
     assert text.isascii() and not re.search("[<>&]", text) and json.loads(text) == data

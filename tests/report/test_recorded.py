@@ -1,4 +1,5 @@
-"""What a real run records by pass rate, against a loop over the completions that it wrote; its page can be made."""
+"""Tests what a real run records by pass rate, against a loop over its stored completions, and that its page can be
+made."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ DATA = [reverse_text.record(text) | {"live": i % 3 == 0 or i > 10} for i, text i
 
 
 def sometimes(prompts, completions, live):
-    """Groups that teach and groups that do not; now and then no reward at all."""
+    """A reward that gives groups with and without a gradient, and occasionally no reward at all."""
     out = [float(sum(map(ord, text)) % 3 == 0) if each else 0.0 for text, each in zip(completions, live, strict=True)]
     return [None if len(text) == 3 else reward for text, reward in zip(completions, out, strict=True)]
 
@@ -45,8 +46,9 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_what_is_recorded_is_what_the_completions_say(run):
-    """With dynamic sampling: `trained` and `advantage` speak of the groups of the update, `drawn` of all."""
+def test_recorded_pass_rates_match_the_completions(run):
+    """With dynamic sampling, `trained` and `advantage` count the groups of the update, and `drawn` counts all
+    groups."""
     drawn_more = 0
     for row in rows(run):
         groups = defaultdict(list)
@@ -67,13 +69,13 @@ def test_what_is_recorded_is_what_the_completions_say(run):
     assert drawn_more and any(sum(row["train/pass_rate/advantage"]) > 0 for row in rows(run)), "the test can fail"
 
 
-def test_finished_says_which_completions_were_cut(run):
+def test_finished_marks_truncated_completions(run):
     for row in rows(run):
         lines = (run / "rollouts" / f"step_{row['step']:06d}.jsonl").read_text().splitlines()
         cut = [not json.loads(line)["finished"] for line in lines]
         assert any(cut) and all(json.loads(line)["length"] == 4 for line, each in zip(lines, cut, strict=True) if each)
 
 
-def test_its_page_is_made(run):
+def test_page_of_a_real_run_is_made(run):
     assert main(["report", str(run)]) == 0
     assert '"drawn":[[' in (run / "report.html").read_text()

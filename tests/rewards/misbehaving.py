@@ -1,5 +1,5 @@
-"""Reward functions that do what a reward function should not, when they meet the completion that says so; every other
-completion is worth its length. `test_pool.py` runs them in workers."""
+"""Reward functions that fail in different ways when a completion names the failure. The reward of every other
+completion is its length. `test_pool.py` runs them in workers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def _hang():
 
 
 def _spin():
-    9**9**9  # in C, without a look at signals or other threads
+    9**9**9  # runs in C, without checks for signals or other threads
 
 
 def _child():
-    """Hangs, and so does a program that it started."""
+    """Starts a child program that hangs, and hangs too."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     pathlib.Path("child").write_text(str(child.pid))
     time.sleep(1000)
 
 
 def _fork():
-    """The child would go on in the worker's place."""
+    """Forks. The child would continue in place of the worker."""
     if os.fork() == 0:
         return 77.0
     time.sleep(0.1)
@@ -90,7 +90,7 @@ def _recursion():
 
 
 def deed(prompts, completions, **_):
-    """The length of each completion, or what the deed of that name returns, if it does."""
+    """Returns the length of each completion. If a completion is the name of a failure, runs that failure instead."""
     return [DEEDS[text]() if text in DEEDS else len(text) for text in completions]
 
 
@@ -108,7 +108,7 @@ def printing(completions):
 
 
 def ragged(completions):
-    """Each completion as a line, written a few bytes at a time; before the first call's last line there is no end."""
+    """Prints each completion as a line, a few bytes at a time. The last line of a call has no line end."""
     for i, text in enumerate(completions):
         line = f"<{text}>".encode() + b"\n" * (i + 1 < len(completions))
         for start in range(0, len(line), 3):
@@ -118,34 +118,34 @@ def ragged(completions):
 
 
 def quotes(completions):
-    """Fails, and says for what."""
+    """Raises an error that contains the completion."""
     raise ValueError(f"cannot read {completions[0]}")
 
 
 def leaking(completions):
-    """Keeps 30 MB a call, and says which process it was in."""
+    """Keeps 30 MB per call, and returns the id of its process."""
     LEAKED.append(bytearray(os.urandom(1)) * 30_000_000)
     return [float(os.getpid())] * len(completions)
 
 
 def compares(completions):
-    """How many of the completions it is given are no longer than each."""
+    """Returns for each completion how many of the given completions are not longer."""
     return [float(sum(len(other) <= len(text) for other in completions)) for text in completions]
 
 
 def light(completions):
-    """1 if the worker has imported nothing heavy, and holds no standard input to wait for."""
+    """Returns 1 if the worker has not imported heavy libraries and its standard input is empty."""
     heavy = {"jax", "flax", "torch", "transformers"} & set(sys.modules)
     return [float(not heavy and sys.stdin.read() == "" and os.environ["JAX_PLATFORMS"] == "cpu")] * len(completions)
 
 
 def nested(completions, extra):
-    """What arrives of a column that holds more than text."""
+    """Returns the sums of the numbers in a column of nested values."""
     return [float(sum(each["numbers"])) for each in extra]
 
 
 def parity(completions, hang):
-    """1 for an odd length, else 0; hangs at the completion that the column `hang` names."""
+    """Returns 1 for an odd length, else 0. Hangs at the completion that the column `hang` names."""
     for text, named in zip(completions, hang, strict=True):
         if text == named:
             _hang()

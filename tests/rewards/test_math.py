@@ -1,4 +1,5 @@
-"""Grading numbers: a table of how models write answers, and what each is worth, here and in a worker."""
+"""Tests the grading of numbers: a table of answers in the notations of models with their rewards, in this process and
+in a worker."""
 
 import random
 import re
@@ -65,14 +66,14 @@ RIGHT = [
     ("5", "<answer>\\boxed{5}</answer>"),
     ("5", "<answer>#### 5</answer>"),
     ("5", "#### \\boxed{5}"),
-    # several answers: the last counts
+    # several answers: the last one counts
     ("5", "#### 4\nno, #### 5"),
     ("5", "#### 4 \\boxed{5}"),
     ("5", "\\boxed{4} <answer>5</answer>"),
-    ("5", "\\boxed{5} and then \\boxed{6"),  # the last is cut off
-    ("5", "#### 5\n####\n"),  # the last is empty
+    ("5", "\\boxed{5} and then \\boxed{6"),  # the last one is truncated
+    ("5", "#### 5\n####\n"),  # the last one is empty
     ("5", "Step 1: \\boxed{2}. Step 2: \\boxed{3}. In all \\boxed{5}"),
-    ("5", "junk " * 2000 + "#### 5"),  # ten thousand characters of thought
+    ("5", "junk " * 2000 + "#### 5"),  # ten thousand characters before the answer
     # LaTeX
     ("1/2", "\\boxed{\\frac{1}{2}}"),
     ("0.75", "\\boxed{\\dfrac{3}{4}}"),
@@ -89,7 +90,7 @@ RIGHT = [
     ("18", "#### \\(18\\)"),
     ("72", "\\boxed{72\\text{ m}^2}"),
     ("1500", "\\boxed{1.5 \\times 10^{3}}"),
-    # trailing zeros, signs, scientific notation, equations whose last side is a number
+    # trailing zeros, signs, scientific notation, equations whose right side is a number
     ("18", "#### 18.00"),
     ("1234.5", "#### $1,234.50"),
     ("-18", "#### -$18"),
@@ -112,7 +113,7 @@ RIGHT = [
     ("1234567", "#### 1 234 567"),
     ("18", "#### １８"),
     ("18", "#### ١٨"),
-    # a gold answer that is a formula: math-verify compares
+    # formulas as gold answers, compared by math-verify
     ("x^2", "\\boxed{x \\cdot x}"),
     ("\\sqrt{8}", "\\boxed{2\\sqrt{2}}"),
     ("36/2", "#### 36/2"),
@@ -134,7 +135,7 @@ ARITHMETIC = [
     ("1/25", "5⁻²"),
     ("1.5", "\\frac{1}{2} + 1"),
 ]
-"""Answers that equal a plain gold number once somebody does the arithmetic: the lenient reward does."""
+"""Answers that equal the gold number only after arithmetic. Only the lenient reward accepts them."""
 
 NEIGHBOURS = [
     ("11", "5 6"),
@@ -154,14 +155,14 @@ NEIGHBOURS = [
     ("29", "2**9"),
     ("182", "18₂"),
     ("51", "5①"),
-    ("51", "5㏠"),  # a square sign for "day 1"
+    ("51", "5㏠"),  # a single character for "day 1"
     ("56", "5\\text{6}"),
     ("56", "5$6"),
     ("11", "5\\thinspace 6"),
     ("11", "{5}{6}"),
     ("56", "5'6"),
 ]
-"""Numbers that stand side by side: neither joined, added nor multiplied, by either reward."""
+"""Adjacent numbers: neither reward joins, adds or multiplies them."""
 
 WRONG = [
     ("5", ""),
@@ -217,24 +218,24 @@ WRONG = [
 
 
 @pytest.mark.parametrize("gold, completion", RIGHT, ids=lambda text: text[:40])
-def test_right(gold, completion):
+def test_correct_answers_get_reward_1(gold, completion):
     assert grade(completion, gold) == 1.0
 
 
 @pytest.mark.parametrize("gold, completion", WRONG, ids=lambda text: text[:40])
-def test_wrong_and_quickly(gold, completion):
+def test_incorrect_answers_get_reward_0_in_bounded_time(gold, completion):
     start = time.perf_counter()
     assert grade(completion, gold) == 0.0
     assert time.perf_counter() - start < 5
 
 
 @pytest.mark.parametrize("gold, text", ARITHMETIC)
-def test_arithmetic_is_right_for_the_lenient_reward_alone(gold, text):
+def test_only_the_lenient_reward_accepts_arithmetic(gold, text):
     rewards = [REWARDS[name](["p"], [f"<answer>{text}</answer>"], gold=[gold]) for name in ("gsm8k", "gsm8k_lenient")]
     assert rewards == [[0.0], [1.0]]
 
 
-def test_the_lenient_reward_differs_in_arithmetic_alone():
+def test_lenient_reward_differs_only_for_arithmetic():
     done = [(gold, text, 1.0) for gold, text in RIGHT] + [
         (gold, f"<answer>{text}</answer>", 0.0) for gold, text in NEIGHBOURS
     ]
@@ -244,12 +245,12 @@ def test_the_lenient_reward_differs_in_arithmetic_alone():
 SIX = dict.fromkeys(["=", "==", "===", "::=", "\u2248"], Fraction(6))
 BETWEEN = SIX | {"e": Fraction(5 * 10**6), "E": Fraction(5 * 10**6), ".": Fraction("5.6"), "/": Fraction(5, 6)}
 BETWEEN |= dict.fromkeys("\u2044\u2215", Fraction(5, 6))
-"""What makes a number of a 5 before it and a 6 behind it, beside digits."""
+"""The characters, other than digits, that make a number together with a 5 before and a 6 after them."""
 
 
-def test_no_character_joins_the_digits_beside_it():
-    """Characters of the first plane between and behind digits: ASCII, those with another form, marks, numerals and
-    spaces. Oracle: Unicode's table of numeric values."""
+def test_characters_between_digits_do_not_join_them():
+    """Tests the characters of the first Unicode plane between and after digits: ASCII, characters with a compatibility
+    form, marks, numerals and spaces. The oracle is the table of numeric values of Unicode."""
     for character in map(chr, range(0x10000)):
         plain = character.isascii() or unicodedata.decomposition(character)
         if not plain and (character.isalpha() or unicodedata.category(character) in ("So", "Cn", "Co", "Cs")):
@@ -263,12 +264,13 @@ def test_no_character_joins_the_digits_beside_it():
         assert (between and between.value) == BETWEEN.get(character, BETWEEN.get(folded)), ascii(character)
         vulgar = unicodedata.numeric(character, 0) if re.fullmatch(r"\d+\u2044\d+", folded) else 0
         assert behind is None or abs(float(behind.value) - 5 - vulgar) < 1e-9, ascii(character)
-        if vulgar and character != "\u2189":  # 0/3 is no fraction that is written
+        if vulgar and character != "\u2189":  # 0/3 is not a valid fraction
             assert behind is not None
 
 
-def test_numbers_in_every_form_against_the_decimal_that_python_writes():
-    """Oracle: `fractions` and format strings make the forms; each is worth 1 for its value and 0 for others."""
+def test_all_notations_of_a_number_equal_its_decimal():
+    """The oracle is `fractions` with format strings, which produce the notations. Each has reward 1 for its value and 0
+    for other values."""
     draw = random.Random(0)
     for _ in range(30):
         cents = draw.randrange(-10_000_000, 10_000_000)
@@ -300,13 +302,14 @@ BOMBS = [
     "\\begin{pmatrix}" + "x&y&z\\\\" * 20 + "\\end{pmatrix}^{-1}",
     "(a+b+c+d+e+f)^{40}",
 ]
-"""Answers short enough to be read, and without end, or nearly, for who computes them."""
+"""Short answers whose evaluation would take very long or never end."""
 
 
 @pytest.mark.slow
-def test_what_blows_up_a_simplifier_is_wrong_in_bounded_time():
-    """In workers, as a run asks by default: two steps of at most `SECONDS` each, so that none is a timeout of the pool;
-    and the right answers beside them are right. Against a gold formula such an answer is unscored."""
+def test_expensive_expressions_get_reward_0_in_bounded_time():
+    """The functions run in workers, as in a run by default. Two evaluations of at most `SECONDS` each stay below the
+    timeout of the pool. Correct answers of the same batch get their reward. With a formula as the gold answer such an
+    answer is unscored."""
     functions = pooled([gsm8k_lenient], workers=2, timeout_seconds=20)
     completions = [text for bomb in BOMBS for text in (f"\\boxed{{{bomb}}}", "#### 3/4")]
     gold = ["0.75"] * len(completions)
@@ -321,8 +324,8 @@ def test_what_blows_up_a_simplifier_is_wrong_in_bounded_time():
     assert scores.first_failure is None
 
 
-def test_the_corpus_in_a_worker():
-    """Word for word what it is worth in this process."""
+def test_rewards_in_a_worker_equal_those_in_this_process():
+    """The rewards equal those in this process."""
     functions = pooled([gsm8k], workers=1)
     gold, completions = zip(*RIGHT, *WRONG, strict=True)
     scores = score([("gsm8k", functions["gsm8k"], 1.0)], gold, completions, {"gold": gold}, 8)
@@ -351,7 +354,7 @@ def test_nested_braces():
     assert final_answer("none") is None
 
 
-def test_as_a_reward_function():
+def test_gsm8k_reward_function():
     reward = REWARDS["gsm8k"]
     assert reward(["p", "p"], ["#### 8", "#### 9"], gold=["8", "8"], question=["q", "q"]) == [1.0, 0.0]
     assert reward(["p"], ["#### 8"], gold=[8]) == [1.0]

@@ -1,11 +1,11 @@
-"""The maze reward on a maze that one can see, against every clause of its rule."""
+"""Tests every rule of the maze reward on a maze that is written out."""
 
 import pytest
 
 from tunix_like.rewards import REWARDS
 from tunix_like.rewards.maze import maze, walk
 
-# The way: DOWN DOWN RIGHT RIGHT; a dead end leads up from (3, 3).
+# The path: DOWN DOWN RIGHT RIGHT. A dead end leads up from (3, 3).
 GRID = "#####\n#S#.#\n#.#.#\n#..G#\n#####"
 LONG = "#######\n#S#...#\n#.#.#.#\n#...#.#\n#####.#\n#....G#\n#######"
 
@@ -21,9 +21,9 @@ LONG = "#######\n#S#...#\n#.#.#.#\n#...#.#\n#####.#\n#....G#\n#######"
         (GRID, "DOWN RIGHT DOWN DOWN RIGHT RIGHT DONE", 0),  # a wall
         (GRID, "DOWN UP DOWN DOWN RIGHT LEFT RIGHT RIGHT DONE", 1),  # cells may be visited again
         (GRID, "DOWN DOWN RIGHT RIGHT RIGHT RIGHT DONE", 1),  # moves after GOAL are ignored, walls too
-        (GRID, "DOWN DOWN RIGHT RIGHT WALL DONE", 0),  # before DONE only moves
+        (GRID, "DOWN DOWN RIGHT RIGHT WALL DONE", 0),  # only moves may precede DONE
         (GRID, "DOWN <unk> DOWN RIGHT RIGHT DONE", 0),
-        (GRID, "DOWN DOWN RIGHT RIGHT DONE DONE WALL", 1),  # what follows DONE does not count
+        (GRID, "DOWN DOWN RIGHT RIGHT DONE DONE WALL", 1),  # text after DONE does not count
         (GRID, "DONE", 0),
         (GRID, "", 0),
         (GRID, "down down right right DONE", 0),
@@ -31,11 +31,11 @@ LONG = "#######\n#S#...#\n#.#.#.#\n#...#.#\n#####.#\n#....G#\n#######"
         (LONG, "DOWN DOWN RIGHT RIGHT RIGHT RIGHT DOWN DOWN DONE", 0),
     ],
 )
-def test_every_clause(grid, completion, reward):
+def test_every_rule_of_the_maze_reward(grid, completion, reward):
     assert REWARDS["maze"](prompts=["p"], completions=[completion], grid=[grid]) == [reward]
 
 
-def test_batch_uses_each_rows_own_grid():
+def test_batch_uses_the_grid_of_each_row():
     way = "DOWN DOWN RIGHT RIGHT DONE"
     assert maze(["p"] * 3, [way, way, "DONE"], [GRID, LONG, GRID], answer=["x"] * 3) == [1, 0, 0]
 

@@ -1,5 +1,5 @@
-"""Reward functions in real workers: whatever one does, the others' completions are scored, in bounded time, and nothing
-is left behind."""
+"""Tests reward functions in real workers: if one completion fails, the others are scored, in bounded time, and no
+process is left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT = 0.6
 
 @pytest.fixture(scope="module")
 def workers():
-    """Two workers for every function of `misbehaving`, as a rule alive from one test to the next."""
+    """Two workers for every function of `misbehaving`, shared by the tests."""
     names = ("deed", "too_few", "no_list", "printing", "compares", "light", "nested")
     functions = pooled({name: getattr(misbehaving, name) for name in names}, workers=2, timeout_seconds=TIMEOUT)
     yield functions
@@ -44,7 +44,7 @@ def pids(functions):
 
 
 def running(pid):
-    """Whether a process is there and is no zombie."""
+    """Returns whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -78,7 +78,7 @@ FAILS = {
 
 @pytest.mark.parametrize("what", FAILS)
 def test_only_the_completion_at_fault_is_unscored(workers, what):
-    """Groups of four, in the second of which one fails: the seven others have their rewards."""
+    """Uses groups of four. One completion of the second group fails, and the seven others have their rewards."""
     kind, reason = FAILS[what]
     completions = [*GOOD[:5], what, *GOOD[5:]]
     began = time.monotonic()
@@ -92,14 +92,14 @@ def test_only_the_completion_at_fault_is_unscored(workers, what):
 
 
 @pytest.mark.parametrize("what", ["none", "nan"])
-def test_none_is_no_failure(workers, what):
+def test_none_is_unscored_and_not_a_failure(workers, what):
     got = run(workers["deed"], ["a", what, "bb"], group_size=3)
     np.testing.assert_array_equal(got.total, [1, np.nan, 2])
     assert not got.timeouts.any() and not got.errors.any() and got.first_failure is None
 
 
-def test_wrong_shapes(workers):
-    """Whose the values are is not known, so the group is unscored."""
+def test_wrong_number_of_values_leaves_the_group_unscored(workers):
+    """The values cannot be assigned to completions, so the group is unscored."""
     got = run(workers["too_few"], ["a", "few", "b", "c"], group_size=2)
     np.testing.assert_array_equal(got.total, [np.nan, np.nan, 1, 1])
     assert got.errors.tolist() == [True, True, False, False]
@@ -113,13 +113,13 @@ def test_a_forked_child_does_not_answer(workers):
 
 
 def test_a_lock_that_is_never_released(workers):
-    """Whoever asks for it next in the same worker waits in vain, and the one after that has another worker."""
+    """The next completion that needs the lock in the same worker times out, and the one after that has a new worker."""
     got = run(workers["deed"], ["a", "lock", "bb", "lock", "lock", "ccc"], group_size=1)
     assert got.total[[0, 2, 5]].tolist() == [1, 2, 3] and not got.errors.any()
     assert set(got.total[[1, 3, 4]][~np.isnan(got.total[[1, 3, 4]])]) == {1.0}
 
 
-def test_what_is_printed_is_passed_on_up_to_a_limit(workers, capfd):
+def test_printed_text_is_forwarded_up_to_a_limit(workers, capfd):
     assert run(workers["printing"], ["a", "bb"], group_size=2).total.tolist() == [1, 2]
     assert run(workers["deed"], ["flood", "a"], group_size=2).total.tolist() == [4, 1]
     shown = capfd.readouterr()
@@ -127,7 +127,7 @@ def test_what_is_printed_is_passed_on_up_to_a_limit(workers, capfd):
     assert len(shown.err) < 300_000 and "(it prints more, which is not shown)" in shown.err
 
 
-def test_a_closed_stderr_costs_the_output_only(workers, monkeypatch):
+def test_closed_stderr_loses_only_the_output(workers, monkeypatch):
     class Gone(io.StringIO):
         def write(self, text):
             raise BrokenPipeError
@@ -143,8 +143,8 @@ HOSTILE = "\x1b[31m\r\u202etxt\u2066 \u00e9\U0001f600\t\x07\x9b2J\u2028."
 SHOWN = "\\x1b[31m\\r\\u202etxt\\u2066 \u00e9\U0001f600\t\\x07\\x9b2J\\u2028."
 
 
-def test_lines_of_two_workers_stay_whole_and_command_no_terminal(capfd):
-    """Both write at the same time, in parts that cut characters apart; the last line of each has no end."""
+def test_lines_of_two_workers_are_not_mixed_and_control_characters_are_escaped(capfd):
+    """Both workers write at the same time, in parts that split characters. The last line of each has no line end."""
     functions = pooled([misbehaving.ragged], workers=2, timeout_seconds=20)
     completions = [f"{name} {i} {HOSTILE}" for name in ("a", "b") for i in range(30)]
     assert run(functions["ragged"], completions, group_size=30).scored.all()
@@ -159,7 +159,7 @@ def test_lines_of_two_workers_stay_whole_and_command_no_terminal(capfd):
 
 
 @pytest.mark.parametrize("apart", [True, False])
-def test_a_failure_is_told_in_characters_that_print(apart):
+def test_failure_message_is_printable(apart):
     functions = pooled([misbehaving.quotes], workers=1) if apart else {"quotes": misbehaving.quotes}
     got = run(functions["quotes"], [HOSTILE], group_size=1)
     close_pools(functions.values())
@@ -181,11 +181,11 @@ def test_columns_of_any_kind(workers):
     assert run(workers["nested"], list("abcd"), extra=extra).total.tolist() == [0, 0, 1, 3]
 
 
-def test_a_worker_is_a_fresh_and_light_process(workers):
+def test_worker_is_a_new_process_without_heavy_imports(workers):
     assert run(workers["light"], ["a"], group_size=1).total.tolist() == [1]
 
 
-def test_workers_start_when_needed_and_leave_nothing_behind(tmp_path, monkeypatch):
+def test_workers_start_when_needed_and_leave_no_files_or_processes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     functions = pooled([misbehaving.deed], workers=2, timeout_seconds=TIMEOUT)
     assert pids(functions) == []
@@ -207,10 +207,10 @@ def test_workers_start_when_needed_and_leave_nothing_behind(tmp_path, monkeypatc
 
 
 def test_memory_has_a_limit(monkeypatch):
-    """A worker that leaks is replaced between calls, one that grows in a call is stopped in it."""
+    """A leaking worker is replaced between calls. A worker that grows during a call is stopped in it."""
     functions = pooled([misbehaving.leaking, misbehaving.deed], workers=1, timeout_seconds=20, memory_gb=0.15)
     with monkeypatch.context() as context:
-        context.setattr(pool_module, "POLL_SECONDS", 15.0)  # on a busy machine, a leaking call may last for a poll
+        context.setattr(pool_module, "POLL_SECONDS", 15.0)  # a leaking call may be slow on a busy machine
         got = run(functions["leaking"], list("abcdefghi"), group_size=1)
     grown = run(functions["deed"], ["a", "grow"], group_size=2)
     close_pools(functions.values())
@@ -220,7 +220,7 @@ def test_memory_has_a_limit(monkeypatch):
 
 
 def test_bounded_time_when_every_call_hangs(monkeypatch):
-    """100 completions of 0.2 s each in one worker would take 20 s and, with a start for each, over a minute."""
+    """100 completions of 0.2 s each would take 20 s in one worker, and over a minute with a new worker for each."""
     monkeypatch.setattr(pool_module, "PATIENCE", 2)
     functions = pooled([misbehaving.deed], workers=1, timeout_seconds=0.2)
     began = time.monotonic()
@@ -249,8 +249,8 @@ elif what == "raises":
 
 
 @pytest.mark.parametrize("how", ["killed", "ends", "raises"])
-def test_no_orphans(how):
-    """One worker is idle and one in the midst of C code when the run is killed; both end."""
+def test_workers_end_when_the_run_is_killed(how):
+    """One worker is idle and one runs C code when the run is killed. Both end."""
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, how],
         cwd=ROOT,
@@ -269,7 +269,7 @@ def test_no_orphans(how):
     assert until(lambda: not any(map(running, found)))
 
 
-def test_what_cannot_run_in_a_worker(tmp_path, monkeypatch):
+def test_functions_that_cannot_run_in_a_worker_raise_an_error(tmp_path, monkeypatch):
     for function in (lambda completions: [], verl_compatible(misbehaving.deed), str.upper):
         with pytest.raises(UserError, match="cannot run in a worker.*Move it to the top level of a file"):
             pooled({"mine": function}, workers=1)
@@ -277,7 +277,7 @@ def test_what_cannot_run_in_a_worker(tmp_path, monkeypatch):
         pooled([misbehaving.deed, misbehaving.deed], workers=1)
     (tmp_path / "mine.py").write_text("score = lambda completions: [2.0] * len(completions)\n")
     monkeypatch.chdir(tmp_path)
-    functions = pooled({"mine.py:score": resolve("mine.py:score")}, workers=1)  # by its file, a lambda too
+    functions = pooled({"mine.py:score": resolve("mine.py:score")}, workers=1)  # a lambda works too
     monkeypatch.chdir("/")
     assert run(functions["mine.py:score"], ["a"], group_size=1).total.tolist() == [2]
     (tmp_path / "mine.py").write_text("1 / 0\n")

@@ -1,4 +1,5 @@
-"""Scoring a batch: sums by hand, what is unscored, and failures that name the function; the registry of names."""
+"""Tests the scoring of a batch: sums computed by hand, unscored completions, failures that name the function, and the
+registry of names."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -75,8 +76,9 @@ def test_bad_values(values, failing, message):
     assert f"Prompt: 'p'\nCompletion: {THREE[failing[0]]!r}" in got.first_failure
 
 
-def test_a_function_that_raises_is_asked_again_with_fewer():
-    """All, then whole groups, then single completions: only that one is unscored for which it raises."""
+def test_function_that_raises_is_called_again_with_fewer_completions():
+    """The function is called with all completions, then with whole groups, then with single ones. Only the completion
+    for which it raises is unscored."""
     calls = []
 
     def broken(completions, **_):
@@ -96,7 +98,7 @@ def test_a_function_that_raises_is_asked_again_with_fewer():
 
 
 @pytest.mark.parametrize("error", [SystemExit("leaving"), RecursionError(), UserError("the row is bad")])
-def test_in_this_process_too_nothing_gets_out(error):
+def test_no_error_of_a_function_in_this_process_propagates(error):
     def broken(completions, **_):
         raise error
 
@@ -104,7 +106,7 @@ def test_in_this_process_too_nothing_gets_out(error):
     assert got.errors.all() and str(error) in got.first_failure
 
 
-def test_ctrl_c_gets_out():
+def test_keyboard_interrupt_propagates():
     def broken(completions, **_):
         raise KeyboardInterrupt
 
@@ -112,7 +114,7 @@ def test_ctrl_c_gets_out():
         run((broken, 1.0))
 
 
-def test_a_message_without_end_is_cut():
+def test_long_error_message_is_truncated():
     def broken(completions, **_):
         raise ValueError("x" * 10_000_000)
 
@@ -127,7 +129,7 @@ def test_functions_get_the_columns_they_name():
         return [0, 0, 0]
 
     def greedy(prompts, completions, **columns):
-        completions.sort(reverse=True)  # its own list
+        completions.sort(reverse=True)  # each function gets its own list
         seen["greedy"] = columns
         return [0, 0, 0]
 
