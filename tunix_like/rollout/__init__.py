@@ -1,1 +1,1 @@
-"""Samples completions of prompts, scores them and collects them as groups."""
+"""Samples completions of prompts, scores the completions and collects them as groups."""

@@ -54,10 +54,13 @@ EXTRA_BATCHES = 4
 
 
 class Collected(NamedTuple):
-    """The groups of one step.
+    """The groups of one training step.
 
-    `metrics` and `tokens` (number of sampled completion tokens) include all groups that were sampled for the step, even
-    groups that are not trained on.
+    Attributes:
+      rollout: the groups to train on.
+      batch: `rollout` with its shaped rewards, as the arrays of the training step.
+      metrics: metrics of all groups that were sampled for the step, including groups that are not trained on.
+      tokens: number of completion tokens that were sampled for the step, including groups that are not trained on.
     """
 
     rollout: Rollout
@@ -73,13 +76,13 @@ class Collector:
     A collector is called once per step.
 
     Attributes:
-      key: random key of all completions of the run.
-      rollouts: folder for completions that cannot be scored, or None.
+      key: random key from which the random keys of all completions of the run are derived.
+      rollouts: folder for the completions of a batch that raises an error, and for the text of the first failure. If
+        None, nothing is written.
       player: plays trajectories of several turns; None if completions have a single turn.
-      drawn: number of prompts taken from the stream so far. The next problem gets this number, so problem numbers are
-        unique in a run.
-      started: whether the run has drawn a batch. True too if the run was resumed from a checkpoint that was written
-        after a batch was drawn.
+      drawn: number of prompts taken from `batches` so far. The next prompt gets this value as its `Problem.number`, so
+        these numbers are unique in a run.
+      started: whether the run has drawn a batch. For a resumed run, batches drawn before the checkpoint count too.
     """
 
     task: Task
@@ -97,16 +100,16 @@ class Collector:
     _warned: bool = False
 
     def __call__(self, step: int, params: Any, lap: Callable[[str], None]) -> Collected | None:
-        """Returns the groups of a step, or None if the data is exhausted.
+        """Returns the groups of the training step `step`, or None if the data has no further batch.
 
         Args:
           params: the weights, from `Engine.place`.
-          lap: called with the name of each phase when the phase is done.
+          lap: called at the end of each phase with the name of the phase: "data", "rollout" or "reward".
 
         Raises:
           UserError: the reward functions failed for every completion of the first batch, the estimator does not accept
             the rewards, or the data has fewer prompts than one batch. In the first two cases the completions are
-            written to `rollouts/`.
+            written to the folder `rollouts`.
         """
         algo, lengths = self.task.algo, self.task.rollout_config
         metrics: dict[str, Any] = {}
@@ -135,10 +138,12 @@ class Collector:
         rewards: Float[np.ndarray, "P G"],
         lap: Callable[[str], None],
     ) -> tuple[Rollout, Float[np.ndarray, "N G"], dict[str, float]]:
-        """Samples extra batches until enough groups have different rewards, or the maximum number of batches is
-        reached.
+        """Samples extra batches until `batch_size` groups have a training signal (see `_has_signal`), the maximum
+        number of extra batches is reached, or the data has no further batch.
 
-        This is dynamic sampling (DAPO, arXiv 2503.14476). Returns all groups that were sampled.
+        This is dynamic sampling (DAPO, arXiv 2503.14476). `rollout` and `rewards` are those of the first batch. Returns
+        the rollout and the rewards of all groups, those of the first batch included, and the metrics
+        `dynamic_sampling/*`.
         """
         cap, extra = self.task.algo.max_extra_batches or EXTRA_BATCHES, 0
         while (short := self.batch_size - int(self._has_signal(rollout, rewards).sum())) > 0 and extra < cap:
@@ -162,8 +167,8 @@ class Collector:
         return rollout, rewards, {f"dynamic_sampling/{name}": float(count) for name, count in counts.items()}
 
     def _has_signal(self, rollout: Rollout, rewards: Float[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
-        """Returns a mask of the groups that have different rewards and enough scored completions for their
-        estimator."""
+        """Returns for each group whether its rewards differ and whether it has as many scored completions as its
+        estimator needs."""
         scored = ~np.isnan(rewards)
         return mixed_groups(rewards, scored) & self.objective.kept_groups(
             scored, estimator_ids(self.objective, rollout)
@@ -174,8 +179,8 @@ class Collector:
     ) -> tuple[Rollout, Float[np.ndarray, "P G"]] | None:
         """Samples and scores completions for the next batch of prompts.
 
-        Returns the rollout and its shaped rewards; the reward of an unscored completion is NaN. Returns None if the
-        data is exhausted.
+        Returns the rollout and its shaped rewards (see `shape_rewards`); the reward of an unscored completion is NaN.
+        Returns None if the data has no further batch.
         """
         size, rollout = self.task.algo.num_generations, self.task.rollout_config
         prompts = next(self.batches, None)
@@ -210,7 +215,8 @@ class Collector:
         return sampled, rewards
 
     def _rewards(self, rollout: Rollout) -> Float[np.ndarray, "P G"]:
-        """Returns the shaped and checked rewards, which are the input of the estimator."""
+        """Returns the shaped rewards of a rollout. Raises UserError if an estimator does not accept the rewards of its
+        groups."""
         lengths, algo = rollout.completions.lengths, self.task.algo
         total = rollout.scores.total.reshape(lengths.shape)
         rewards = shape_rewards(
@@ -234,14 +240,15 @@ class Collector:
 
 
 def estimator_ids(objective: Objective, rollout: Rollout) -> Int[np.ndarray, "P"]:
-    """Returns the index in `objective.estimators` of each group's estimator."""
+    """Returns for each group the index of its estimator in `objective.estimators`."""
     return objective.estimator_ids([problem.columns.get(SOURCE_COLUMN) for problem in rollout.problems])
 
 
 def training_batch(
     rollout: Rollout, rewards: Float[np.ndarray, "P G"], objective: Objective, lengths: RolloutConfig
 ) -> GroupBatch:
-    """Converts a rollout with its shaped rewards to the batch of a training step."""
+    """Converts a rollout with its shaped rewards to the batch of a training step. `lengths` has the maximum lengths of
+    prompts and completions."""
     batch = to_batch(rollout, rewards, lengths.max_prompt_length, lengths.max_tokens_to_generate)
     trained = rollout.completions.finished if objective.config.overlong == "mask" else None
     return batch._replace(estimator_ids=estimator_ids(objective, rollout), trained=trained)
@@ -254,13 +261,14 @@ def shape_rewards(
     max_tokens: int,
     success_threshold: float,
 ) -> Float[np.ndarray, "P G"]:
-    """Subtracts the overlong penalty from the total rewards, then replaces each reward by 1 (success) or 0.
+    """Applies the overlong penalty and then the binarization to the total rewards, if `algo` enables them.
 
-    The penalty is subtracted only if `algo.overlong` is `penalty`. Rewards are replaced only if `algo.binarize` is
-    True. NaN stays NaN.
+    If `algo.overlong` is `penalty`, the overlong penalty of DAPO (arXiv 2503.14476) is subtracted from each reward. The
+    penalty is 0 up to a length of `max_tokens - overlong_buffer` tokens. Above this length the penalty increases
+    linearly to `overlong_penalty` at `max_tokens` tokens.
 
-    The penalty is the one of DAPO (arXiv 2503.14476). The penalty is 0 up to a length of `max_tokens - overlong_buffer`
-    tokens. Above this length the penalty increases linearly to `overlong_penalty` at `max_tokens` tokens.
+    If `algo.binarize` is True, each reward is then replaced by 1 if it reaches `success_threshold`, otherwise by 0. The
+    reward of an unscored completion stays NaN.
     """
     if algo.overlong == "penalty":
         assert algo.overlong_buffer is not None

@@ -1,14 +1,14 @@
-"""The compiled programs of sampling: prefill, decode loop, and programs that move rows between slots.
+"""Compiled programs for sampling: the prefill, the decode loop, and functions that start, move and restart rows.
 
 There are `A` slots. A slot holds one prompt and `g` rows, and a row holds one completion. The keys and values of a row
 are stored in a ring buffer with `U` columns. In each decode step all rows write to the same column, so the write is a
-single slice even if the rows have different lengths. `Rows.positions` stores the position of the token in each column,
-and a row attends only to columns with a token.
+single slice even if the rows have different lengths. `Rows.positions` stores for each row the positions of the tokens
+in its columns. A row attends only to columns that hold one of its tokens.
 
-If completions have several turns, a row can wait for a reply while other rows are decoded. A column that is written in
-this time has no token of the waiting row. `compact_columns` removes columns without a token when the buffer is full. A
-row can also be restarted: its earlier tokens leave the cache, and its next tokens follow the prompt directly.
-`schedule.py` and `turns.py` call these programs.
+If completions have several turns, a row can wait for a reply while other rows are decoded. In a column that is written
+while a row waits, this row has no token. When the buffer is full, `compact_columns` removes the columns without a token
+from each row. A row can also be restarted: its tokens are removed from the cache, and its next tokens follow the prompt
+directly. `schedule.py` and `turns.py` call the programs of this file.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ class Rows(NamedTuple):
       span: for each row, a number of columns: all cached tokens of the row are in the last `span` written columns.
       steps: number of decode steps so far. A step computes all rows, including rows that are not live.
       age: number of completion tokens of each row.
-      first: number of tokens that each row had when it was last restarted; 0 if it was not restarted. These tokens are
-        not in the cache.
+      first: number of completion tokens of each row at its last restart; 0 for a row that was never restarted. The
+        tokens before the last restart are not in the cache.
       live: whether a row is being sampled; False after it has `ended` or reached the length limit.
       ended: whether the row ended with an end-of-sequence token.
-      held: True for rows that can continue later. The columns of a held row are kept even if the row is not live.
-      keys: random key data of each row.
+      held: whether the completion of a row can still get tokens, for example after a reply. The columns of a held row
+        are kept even if the row is not live. Always False if completions have a single turn.
+      keys: data of each row's random key (`jax.random.key_data`).
     """
 
     column: Int[Array, ""]
@@ -83,15 +84,16 @@ class Rows(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("graphdef",))
 def prefill(graphdef: Any, params: Any, tokens: Int[Array, "A S"], lengths: Int[Array, "A"]) -> Prompts:
-    """Runs the model on each prompt once, regardless of the number of completions."""
+    """Computes the keys and values of each prompt, and the hidden state of its last token. All completions of a prompt
+    share this result."""
     return Prompts(lengths, *_merge(graphdef, params).prefill(tokens, lengths))
 
 
 def _merge(graphdef: Any, params: Any) -> Decoder:
-    """Builds the model and casts its matrices to the compute dtype.
+    """Builds the decoder from its graph and its weights, and casts its matrices to the compute dtype.
 
-    The matrices are cast here once, and not in every step of a decode loop. Quantised matrices stay quantised; the
-    layers dequantise them.
+    A program casts the matrices once per call, and not in every step of its decode loop. Quantised matrices stay
+    quantised; the layers dequantise them.
     """
     return nnx.merge(graphdef, cast_params(graphdef, params))
 
@@ -108,7 +110,12 @@ def cast_params(graphdef: Any, params: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnames=("size", "max_tokens", "room", "key_words"))
 def empty_rows(prompts: Prompts, size: int, max_tokens: int, room: int, key_words: int) -> Rows:
-    """Allocates `size` rows per slot, none of them live, with a cache of `room` columns."""
+    """Allocates `size` rows per slot, with a cache of `room` columns. No row is live.
+
+    Args:
+      max_tokens: length of the last axis of `Rows.tokens` and `Rows.logprobs`.
+      key_words: number of 32-bit words of a random key.
+    """
     shape = (prompts.hidden.shape[0], size)
     count = shape[0] * size
     return Rows(
@@ -144,10 +151,13 @@ def fill(
     samples: UInt32[Array, "A g"],
     key: Array,
 ) -> Rows:
-    """Starts new completions of the slots' prompts in the rows selected by `take`.
+    """Starts new completions in the rows for which `take` is True. Each completion follows the prompt of its slot.
 
-    The random numbers of a row depend on `key`, on the number of its prompt and on the index of its completion in the
-    group. They do not depend on the slot.
+    The random numbers of a completion depend on `key`, `numbers` and `samples`, and not on the slot.
+
+    Args:
+      numbers: `Request.number` of the prompt in each slot.
+      samples: index of each row's completion in its group.
     """
     row_key = lambda number, sample: jax.random.fold_in(jax.random.fold_in(key, number), sample)  # noqa: E731
     fresh = jax.vmap(jax.vmap(row_key, (None, 0)))(numbers, samples)
@@ -162,14 +172,14 @@ def fill(
 
 
 def without_columns(rows: Rows, chosen: Bool[Array, "A g"]) -> Rows:
-    """Removes the tokens of the `chosen` rows from the cache."""
+    """Removes tokens from the cache: all tokens of the rows for which `chosen` is True."""
     positions = jnp.where(chosen[..., None], -1, rows.positions)
     return rows._replace(positions=positions, span=jnp.where(chosen, 0, rows.span))
 
 
 @jax.jit
 def pick_prompts(prompts: Prompts, source: Int[Array, "B"]) -> Prompts:
-    """Gathers prompts: new slot `b` gets the prompt of old slot `source[b]`."""
+    """Copies prompts to new slots: new slot `b` gets the prompt of old slot `source[b]`."""
     return jax.tree.map(lambda x: x[source], prompts)
 
 
@@ -177,10 +187,11 @@ def pick_prompts(prompts: Prompts, source: Int[Array, "B"]) -> Prompts:
 def replace_prompts(
     prompts: Prompts, slots: Int[Array, "N"], source: Int[Array, "N"], fresh: Prompts | None
 ) -> Prompts:
-    """Writes prompts into `slots`.
+    """Replaces prompts: slot `slots[i]` gets prompt `source[i]`.
 
-    The prompts are copied from the old slots and from `fresh`, the newly prefilled prompts. `source` indexes the old
-    slots followed by `fresh`. Slot numbers that are out of range are ignored.
+    If `source[i]` is less than the number of slots `A`, it is the index of a slot, and the prompt that this slot has
+    before the call is copied. Otherwise prompt `source[i] - A` of `fresh`, the newly prefilled prompts, is copied.
+    Entries of `slots` that are out of range are ignored.
     """
 
     def moved(old: Array, new: Array | None = None) -> Array:
@@ -204,8 +215,8 @@ def advance(
     sampling: SamplingParams,
     eos_ids: tuple[int, ...],
 ) -> Rows:
-    """Samples tokens until at most `stop_at` rows are live, or until the next column would overwrite a column that a
-    live or held row needs."""
+    """Samples tokens of the live rows until at most `stop_at` rows are live, or until the cache is full: the next step
+    would overwrite a column that a live or held row needs."""
     model = _merge(graphdef, params)
     head = model.head()  # outside the loop, because a tied head must be transposed
     (slots, size), limit = rows.live.shape, rows.tokens.shape[-1]
@@ -240,9 +251,11 @@ def decode(model: Decoder, prompts: Prompts, rows: Rows, mask: Array, tokens: In
 
     Args:
       mask: attention mask of the prompts, from `prompt_mask`.
+      tokens: the next token of each row; has no effect on rows that are not live.
 
     Returns:
-      the updated rows. Each live row has one more token and a new hidden state.
+      the updated rows. Each live row has one more token in the cache, and the hidden state of this token. `Rows.tokens`
+      is not changed.
     """
     new = jnp.where(rows.live, prompts.lengths[:, None] + rows.cached, -1)
     positions = jax.lax.dynamic_update_slice_in_dim(rows.positions, new[..., None], rows.column, axis=2)
@@ -259,10 +272,11 @@ def decode(model: Decoder, prompts: Prompts, rows: Rows, mask: Array, tokens: In
 
 
 def compact_columns(rows: Rows) -> Rows:
-    """Moves the tokens of every row to the last columns of the cache, without empty columns between them.
+    """Removes the empty columns between the tokens of each row: moves the tokens of the row to the last columns of the
+    cache.
 
-    The arrays of `rows` are donated. The cache of each layer is moved by a separate call, because a single program for
-    all layers would need memory for a second cache.
+    The arrays of `rows` are donated. A separate call of a program moves the cache of each layer, because a single
+    program for all layers would need memory for a second cache.
     """
     positions, order = _order(rows.positions)
     cache = [_moved_layer(k, v, order) for k, v in rows.cache]
@@ -271,7 +285,8 @@ def compact_columns(rows: Rows) -> Rows:
 
 @jax.jit
 def _order(positions: Int[Array, "A g U"]) -> tuple[Int[Array, "A g U"], Int[Array, "R U"]]:
-    """Returns the positions of each row in ascending order, and the old column of each position."""
+    """Sorts the columns of each row by position. Returns the sorted positions, and the old index of each column for the
+    `R = A * g` rows."""
     return jnp.sort(positions, axis=-1), to_rows(jnp.argsort(positions, axis=-1))
 
 
@@ -287,7 +302,7 @@ def _row_index(rows: Rows) -> tuple[Int[Array, "A 1"], Int[Array, "1 g"]]:
 
 @functools.partial(jax.jit, static_argnames=("room",))
 def grow(rows: Rows, room: int) -> Rows:
-    """Enlarges the cache: unrolls the ring buffer (oldest column first) and appends empty columns."""
+    """Enlarges the cache to `room` columns: unrolls the ring buffer (oldest column first) and appends empty columns."""
 
     def wider(x: Array, axis: int, empty: int = 0) -> Array:
         width = [(0, 0)] * x.ndim
@@ -300,7 +315,8 @@ def grow(rows: Rows, room: int) -> Rows:
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
 def restart(rows: Rows, prompts: Prompts, chosen: Bool[Array, "A g"]) -> Rows:
-    """Restarts the `chosen` rows: their next tokens follow the prompt."""
+    """Restarts the rows for which `chosen` is True: removes their tokens from the cache. The next tokens of these rows
+    follow the prompt directly."""
     return without_columns(rows, chosen)._replace(
         first=jnp.where(chosen, rows.age, rows.first),
         hidden=jnp.where(chosen[..., None], prompts.hidden[:, None], rows.hidden),
@@ -311,10 +327,11 @@ def restart(rows: Rows, prompts: Prompts, chosen: Bool[Array, "A g"]) -> Rows:
 def regroup(
     prompts: Prompts, rows: Rows, source: Int[Array, "B"], picked: Int[Array, "B c"], real: Bool[Array, "B c"]
 ) -> tuple[Prompts, Rows]:
-    """Gathers rows and prompts into new slots.
+    """Copies rows and prompts to new slots.
 
-    New slot `b` gets the prompt of old slot `source[b]` and the rows `picked[b]` (flat indices over all old slots). If
-    `real` is False for a row, the row is padding and is not live. A prompt can be in several slots.
+    New slot `b` gets the prompt of old slot `source[b]`, and the old rows with the flat indices `picked[b]`, each `slot
+    * g + row`. A new row for which `real` is False is padding and is not live. Several new slots can get the same
+    prompt.
     """
     moved = {
         name: (x := getattr(rows, name)).reshape(-1, *x.shape[2:])[picked]
@@ -330,12 +347,12 @@ def regroup(
 def append(
     graphdef: Any, params: Any, prompts: Prompts, rows: Rows, tokens: Int[Array, "A g N"], counts: Int[Array, "A g"]
 ) -> Rows:
-    """Appends given tokens, such as those of a reply, to rows. The model computes only these tokens, in one forward
-    pass.
+    """Appends given tokens to rows, e.g. the tokens of a reply. One forward pass computes the appended tokens; the
+    earlier tokens are not computed again.
 
     Args:
-      rows: the rows. The `N` columns from `rows.column` on must exist in the cache, and no row that continues may have
-        a token in them.
+      rows: the rows. The next `N` columns (from `rows.column` on) must exist in the cache. In these columns, a row that
+        continues must not have a token.
       tokens: the tokens to append, padded on the left.
       counts: number of tokens to append to each row; can be 0.
     """
