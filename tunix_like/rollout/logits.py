@@ -143,8 +143,8 @@ def _choose_from_part(
 
 
 def keep_top_k(probs: Float[Array, "N V"], k: int) -> Float[Array, "N V"]:
-    """Keeps the probabilities of the `k` most probable tokens and of tokens tied with the last of them; sets all others
-    to 0."""
+    """Keeps the probabilities of the `k` most probable tokens, and sets all other probabilities to 0. Tokens with the
+    same probability as the `k`-th token are kept too."""
     threshold = jax.lax.top_k(probs, k)[0][:, -1:]
     return jnp.where(probs >= threshold, probs, 0.0)
 
@@ -156,14 +156,15 @@ def keep_each_top_k(probs: Float[Array, "N V"], k: Int[Array, "N"]) -> Float[Arr
 
 def keep_top_p(probs: Float[Array, "N V"], top_p: float | Float[Array, "N"]) -> Float[Array, "N V"]:
     """Keeps the smallest set of most probable tokens with at least the fraction `top_p` of the row's total probability.
-    Tokens tied with the least probable of them are kept too; all other probabilities become 0."""
+    Tokens with the same probability as the least probable token of this set are kept too. All other probabilities
+    become 0."""
     wanted = top_p * probs.sum(axis=-1)
     return _keep_enough(probs, lambda kept: kept.sum(axis=-1) >= wanted)
 
 
 def _keep_enough(probs: Float[Array, "N V"], enough_of: Callable[[Array], Array]) -> Float[Array, "N V"]:
-    """Keeps the smallest set of most probable tokens that satisfies `enough_of`, and tokens tied with the least
-    probable of them.
+    """Keeps the smallest set of most probable tokens that satisfies `enough_of`. Tokens with the same probability as
+    the least probable token of this set are kept too.
 
     The lowest kept probability is found by bisection over the bit patterns of non-negative float32 numbers, which have
     the same order as the numbers. The bisection needs 31 calls of `enough_of` instead of a sort.

@@ -2,11 +2,11 @@
 
 A prompt is prefilled once and placed in one or more slots. The rows of a slot are completions of its prompt. A free row
 gets a waiting completion of the same prompt, and an empty slot gets the next prompt. When no completion waits, the live
-rows are compacted: they are moved to an array with fewer rows. The cache is a ring buffer that grows by powers of two.
-The random numbers of a completion are derived from the key, the number of the request, the index of the completion in
-its group and the position of the token. The tokens are therefore the same for every schedule. The weights are an
-argument of `generate`, so the sampler has no own copy that must be synchronised with the trainer. On a mesh, `place`
-converts the weights to the layout of the sampler once for several calls of `generate`.
+rows are compacted: the sampler moves the live rows to arrays with fewer rows. The cache is a ring buffer that grows by
+powers of two. The random numbers of a completion are derived from the key, the number of the request, the index of the
+completion in its group and the position of the token. The tokens are therefore the same for every schedule. The weights
+are an argument of `generate`, so the sampler has no own copy that must be synchronised with the trainer. On a mesh,
+`place` converts the weights to the layout of the sampler once for several calls of `generate`.
 """
 
 from __future__ import annotations

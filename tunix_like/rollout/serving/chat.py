@@ -57,8 +57,8 @@ def _checked_message(name: str, message: Any) -> dict[str, Any]:
 
 
 def _checked_calls(name: str, calls: Any) -> list[dict[str, Any]]:
-    """Checks tool calls and parses their arguments, because chat templates take parsed arguments and write them as
-    JSON."""
+    """Checks tool calls and parses their arguments, because chat templates take parsed arguments and write the
+    arguments as JSON."""
     if not isinstance(calls, list):
         raise RequestError(f"{name}: it must be a list", name)
     found = []

@@ -24,8 +24,8 @@ class Added(NamedTuple):
 
 
 class TextStream:
-    """Converts the tokens of one completion to text as they arrive. For new tokens, only a window of the last tokens is
-    decoded again.
+    """Converts the tokens of one completion to text as the tokens arrive. For new tokens, only a window of the last
+    tokens is decoded again.
 
     An incomplete character is returned only when it is complete. Text that may be the beginning of a stop string is
     held until further text shows that no stop string begins there. All returned texts together are `decode(all
