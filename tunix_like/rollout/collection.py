@@ -1,5 +1,5 @@
-"""Collects the scored groups of a training step: takes prompts, samples completions, scores them and shapes the
-rewards.
+"""Collects the scored groups of a training step: takes prompts, samples completions, scores the completions and shapes
+the rewards.
 
 With dynamic sampling, it samples further batches until enough groups have completions with different rewards.
 """

@@ -25,10 +25,11 @@ logger = logging.getLogger("tunix_like")
 def write_rollouts(
     folder: Path, step: int, problems: Sequence[Problem], texts: Sequence[str], columns: dict[str, Any]
 ) -> Path:
-    """Writes one JSON object per completion to `folder/step_<n>.jsonl`, and returns the file.
+    """Writes one line of JSON per completion to `folder/step_<n>.jsonl`, and returns the path of the file.
 
-    An object has the data source (if the row has one), the prompt, the completion and the given `columns` (lists or
-    arrays of `P * G` values, or arrays of shape `[P, G]`).
+    Each line has the step, `Problem.number`, the index of the completion in its group, the data source (if the problem
+    has one), the prompt, the completion and a value of each column. A column is a list or an array of `P * G` values,
+    or an array of shape `[P, G]`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"step_{step:06d}.jsonl"
@@ -60,7 +61,8 @@ class RolloutFiles:
         self.folder, self._lost = folder, False
 
     def write(self, step: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> None:
-        """Writes the completions of a step. If a write fails, logs a warning, once per run."""
+        """Writes the completions of a step. Logs a warning for the first failed write of the run; ignores later
+        failures."""
         if self.folder is None:
             return
         shaped = np.where(batch.scored, batch.rewards, np.nan)
@@ -83,9 +85,9 @@ class RolloutFiles:
 def saved_on_failure(
     folder: Path | None, step: int, problems: Sequence[Problem], texts: Sequence[str]
 ) -> Iterator[None]:
-    """Context manager that writes the completions to `folder` if scoring raises a UserError.
+    """Context manager that writes the completions to `folder` if its body raises a UserError.
 
-    The message of the raised error then also names the file.
+    The UserError is then raised again with a message that also names the file.
 
     If `folder` is None, nothing is written. If the write fails (for example on a full disk), a warning is logged and
     the original error is raised.
@@ -111,9 +113,10 @@ class FirstFailure:
         self._shown = False
 
     def __call__(self, scores: Scores, folder: Path | None) -> None:
-        """Logs the first failure of `scores`. If `folder` is not None, also writes it to `folder/reward_failure.txt`.
+        """Logs `scores.first_failure`, unless an earlier call logged a failure. If `folder` is not None, also writes
+        the text to `folder/reward_failure.txt`.
 
-        UTF-8 cannot encode a lone surrogate. It is written as an escape: `\\udce9`.
+        UTF-8 cannot encode a lone surrogate, so a lone surrogate is written as an escape, for example `\\udce9`.
         """
         if scores.first_failure is None or self._shown:
             return
@@ -139,7 +142,7 @@ class FirstFailure:
 
 
 def nothing_scored_message(scores: Scores) -> str:
-    """Returns the error message to show if no completion has a reward."""
+    """Returns the message of the error that is raised if no completion has a reward."""
     where = "the environment and rewards.functions" if REWARD in scores.by_function else "rewards.functions"
     if scores.first_failure is None:
         return f"no completion could be scored: every reward is None or NaN. Check {where}."

@@ -40,9 +40,9 @@ def choose(
       params: sampling parameters; temperature 0 is greedy decoding.
 
     Returns:
-      the tokens and their log-probabilities. These are values of `log_softmax(logits / temperature)` over the whole
-      vocabulary, before truncation by top-k or top-p, as the trainer computes them. Greedy decoding returns the
-      log-probabilities at temperature 1.
+      the tokens and their log-probabilities. The log-probabilities are values of `log_softmax(logits / temperature)`
+      over the whole vocabulary, before truncation by top-k or top-p. The trainer computes the same quantity. Greedy
+      decoding returns the log-probabilities at temperature 1.
     """
     scaled = logits / params.temperature if params.temperature > 0 else logits
     whole = params.temperature > 0 and params.top_k is None and params.top_p == 1.0
@@ -66,7 +66,7 @@ class RowSampling(NamedTuple):
     """Sampling parameters of each row. The values have the same meaning as in `SamplingParams`.
 
     Attributes:
-      top_k: number of tokens to keep; if it is the vocabulary size, every token is kept.
+      top_k: number of most probable tokens to keep; the vocabulary size means that every token is kept.
     """
 
     temperature: Float[AnyArray, "N"]
@@ -104,7 +104,7 @@ def choose_each(
 
 
 def _exponentials(scaled: Float[Array, "N V"], largest: Float[Array, "N"]) -> tuple[Array, Array]:
-    """Returns the scaled logits minus their maximum, and their exponentials."""
+    """Returns the differences `scaled - largest`, and the exponentials of these differences."""
     shifted = scaled - largest[:, None]
     return shifted, jnp.where(shifted > LOWEST_LOGIT, jnp.exp(shifted), 0.0)
 
@@ -124,7 +124,7 @@ def _choose_by_parts(scaled: Float[Array, "N V"], uniform: Float[Array, "N"]) ->
 def _choose_from_part(
     scaled: Float[Array, "N v"], uniform: Float[Array, "N"]
 ) -> tuple[Int[Array, "N"], Float[Array, "N"]]:
-    """Samples like `choose`, on a device that has a part of the vocabulary.
+    """Samples like `choose`, on a device that has the logits of a part of the vocabulary: `v` tokens.
 
     The devices exchange one maximum and one sum per row instead of the logits. The uniform number of a row selects a
     part of the vocabulary, and then a token of this part.
@@ -143,28 +143,31 @@ def _choose_from_part(
 
 
 def keep_top_k(probs: Float[Array, "N V"], k: int) -> Float[Array, "N V"]:
-    """Sets the probabilities of all tokens to 0 except for the `k` most probable tokens; ties are kept."""
+    """Keeps the probabilities of the `k` most probable tokens, and sets all other probabilities to 0. Tokens with the
+    same probability as the `k`-th token are kept too."""
     threshold = jax.lax.top_k(probs, k)[0][:, -1:]
     return jnp.where(probs >= threshold, probs, 0.0)
 
 
 def keep_each_top_k(probs: Float[Array, "N V"], k: Int[Array, "N"]) -> Float[Array, "N V"]:
-    """Keeps the `k` most probable tokens of each row; ties are kept. This is `keep_top_k` with a separate `k` for each
-    row."""
+    """Does the same as `keep_top_k`, with a separate `k` for each row."""
     return _keep_enough(probs, lambda kept: (kept > 0).sum(axis=-1) >= k)
 
 
 def keep_top_p(probs: Float[Array, "N V"], top_p: float | Float[Array, "N"]) -> Float[Array, "N V"]:
-    """Keeps the smallest set of most probable tokens with at least `top_p` of the row's mass; ties are kept."""
+    """Keeps the smallest set of most probable tokens with at least the fraction `top_p` of the row's total probability.
+    Tokens with the same probability as the least probable token of this set are kept too. All other probabilities
+    become 0."""
     wanted = top_p * probs.sum(axis=-1)
     return _keep_enough(probs, lambda kept: kept.sum(axis=-1) >= wanted)
 
 
 def _keep_enough(probs: Float[Array, "N V"], enough_of: Callable[[Array], Array]) -> Float[Array, "N V"]:
-    """Keeps the smallest set of most probable tokens that satisfies `enough_of`; ties are kept.
+    """Keeps the smallest set of most probable tokens that satisfies `enough_of`. Tokens with the same probability as
+    the least probable token of this set are kept too.
 
-    The threshold is found by bisection over the bit patterns of non-negative float32 numbers, which have the same order
-    as the numbers. This needs 31 sums over the vocabulary instead of a sort.
+    The lowest kept probability is found by bisection over the bit patterns of non-negative float32 numbers, which have
+    the same order as the numbers. The bisection needs 31 calls of `enough_of` instead of a sort.
 
     Args:
       enough_of: `f(kept: [N V]) -> [N]`: returns for each row whether the kept probabilities are enough. Probabilities
@@ -184,35 +187,37 @@ def _keep_enough(probs: Float[Array, "N V"], enough_of: Callable[[Array], Array]
 
 
 def inverse_cdf(weights: Float[Array, "N V"], uniform: Float[Array, "N"]) -> Int[Array, "N"]:
-    """Returns the first token whose running sum of weights exceeds `uniform * total`.
+    """Returns for each row the first token at which the running sum of the weights exceeds `uniform` times their total.
 
-    Tokens of weight 0 are never returned. The search has two levels (blocks, then tokens of one block), which keeps the
-    running sums short.
+    Tokens of weight 0 are never returned. The search first selects a block of tokens and then a token of this block.
+    Two short running sums replace one long running sum, which keeps the rounding errors small.
     """
     sums, blocks = _block_sums(weights)
     return _token_at(sums, blocks, uniform * sums.sum(axis=-1))
 
 
 def _block_sums(weights: Float[Array, "N V"]) -> tuple[Float[Array, "N B"], Float[Array, "N B 256"]]:
-    """Splits the weights into blocks of tokens. Returns the sum of each block, and the blocks."""
+    """Splits the weights into blocks of 256 tokens, padded with 0. Returns the sum of each block, and the blocks."""
     rows, width = weights.shape
     blocks = jnp.pad(weights, ((0, 0), (0, -width % BLOCK))).reshape(rows, -1, BLOCK)
     return blocks.sum(axis=-1), blocks
 
 
 def _token_at(sums: Float[Array, "N B"], blocks: Float[Array, "N B 256"], target: Float[Array, "N"]) -> Array:
-    """Returns the first token whose running sum exceeds `target`."""
+    """Returns the first token at which the running sum of the weights exceeds `target`. `sums` and `blocks` are the
+    results of `_block_sums`."""
     block, rest = _first_above(sums, target)
     inner, _ = _first_above(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], rest)
     return block * BLOCK + inner
 
 
 def _first_above(weights: Float[Array, "N K"], target: Float[Array, "N"]) -> tuple[Array, Array]:
-    """Returns the index of the first running sum above `target`, and `target` minus the sum before that index.
+    """Returns the first index at which the running sum of `weights` exceeds `target`, and `target` minus the sum before
+    that index.
 
-    The entry at the index always has a positive weight. If rounding moves the target above the last sum, the last entry
-    with a positive weight is returned. If rounding moves the target below zero, the first entry with a positive weight
-    is returned.
+    The entry at the index always has a positive weight. If rounding moves `target` above the last sum, the index is
+    that of the last positive weight. If rounding moves `target` below zero, the index is that of the first positive
+    weight.
     """
     running = jnp.cumsum(weights, axis=-1)
     last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)

@@ -11,7 +11,7 @@ from tunix_like.types import Completions, Problem, Request, Responder, Sample
 
 
 def requests_of(problems: Sequence[Problem], size: int) -> list[Request]:
-    """Returns the requests for `size` completions of each problem."""
+    """Returns one request per problem, each for `size` completions."""
     return [Request(problem.tokens, problem.number, size) for problem in problems]
 
 
@@ -19,7 +19,7 @@ def opening_of(responder: Responder, group: int, limit: int) -> Sequence[int]:
     """Returns the tokens that precede the first turn of a group's completions.
 
     Raises:
-      UserError: these tokens leave no space for a turn.
+      UserError: there are `limit` tokens or more, so a completion of at most `limit` tokens has no space for a turn.
     """
     tokens = responder.opening(group)
     if len(tokens) >= limit:
@@ -29,8 +29,8 @@ def opening_of(responder: Responder, group: int, limit: int) -> Sequence[int]:
 
 
 def collect(samples: Iterable[Sample], requests: Sequence[Request]) -> Completions:
-    """Collects the samples of one call of `Engine.generate` in arrays. The arrays are as wide as the longest
-    completion, and at least 1 wide.
+    """Collects the samples of one call of `Engine.generate` in arrays. The token axis has the length of the longest
+    completion, and at least length 1.
 
     Args:
       samples: one for each completion of each request.
@@ -61,8 +61,8 @@ def collect(samples: Iterable[Sample], requests: Sequence[Request]) -> Completio
 
 
 def samples_of(completions: Completions) -> Iterator[Sample]:
-    """Yields the samples of completions that are stored in arrays. This is the inverse of `collect`, for engines that
-    compute arrays."""
+    """Yields each completion of `completions` as a `Sample`. This function is the inverse of `collect`, and is used by
+    engines that compute arrays."""
     for request, sample in np.ndindex(*completions.lengths.shape):
         index = request, sample, slice(completions.lengths[request, sample])
         mask = None if completions.token_mask is None else completions.token_mask[index]

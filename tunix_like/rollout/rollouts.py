@@ -89,7 +89,8 @@ class Rollout(NamedTuple):
 
     @property
     def sampled_lengths(self) -> Int[np.ndarray, "P G"]:
-        """Returns the number of tokens of each completion that the policy sampled."""
+        """Returns for each completion the number of its tokens that the policy sampled; tokens of replies are not
+        counted."""
         mask = self.completions.token_mask
         return self.completions.lengths if mask is None else mask.sum(axis=-1, dtype=np.int32)
 
@@ -100,7 +101,8 @@ def with_width(completions: Completions, width: int, segments: bool = False) -> 
     An engine may return narrower arrays (as wide as its longest completion) and may omit the mask.
 
     Args:
-      segments: whether to set `segment_start` too. An engine that restarted no row returns no `segment_start`.
+      segments: whether to add `segment_start` if the completions have none. An engine returns no `segment_start` if it
+        restarted no completion.
     """
 
     def fit(values: np.ndarray) -> np.ndarray:
@@ -141,23 +143,24 @@ def pick_groups(rollout: Rollout, groups: Int[np.ndarray, "N"]) -> Rollout:
 
 
 def first_axis(completions: Completions, index: Any) -> Completions:
-    """Selects groups of completions."""
+    """Returns the groups of completions that `index` selects on the first axis."""
     return Completions(*(None if values is None else values[index] for values in completions))  # type: ignore[arg-type]
 
 
 def segment_starts(completions: Completions) -> list[list[int]]:
-    """Returns for each completion the indices of the first tokens of its segments, group after group."""
+    """Returns one list per completion, group after group: the index of the first token of each segment of the
+    completion."""
     assert completions.segment_start is not None
     rows, lengths = completions.segment_start.reshape(-1, completions.tokens.shape[-1]), completions.lengths.reshape(-1)
     return [np.unique(row[: max(length, 1)]).tolist() for row, length in zip(rows, lengths, strict=True)]
 
 
 def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str]:
-    """Decodes completions to text without special tokens, group after group. Each process decodes its share of the
-    completions.
+    """Decodes completions to text without special tokens, group after group. With several processes, each process
+    decodes a share of the completions, and all processes get all texts.
 
-    If a completion has several segments, only its last segment is decoded; it contains the history and the last turn.
-    If a completion has one segment, its text begins with the first sampled token.
+    If a completion has several segments, only its last segment is decoded. The last segment contains the history and
+    the last turn. If a completion has one segment, its text begins with the first sampled token.
     """
     rows = completions.tokens.reshape(-1, completions.tokens.shape[-1])
     lengths = completions.lengths.reshape(-1)
@@ -177,9 +180,10 @@ def score_completions(
 ) -> Scores:
     """Computes the rewards of all completions.
 
-    Each column of a problem is repeated for its `size` completions.
+    The columns of a problem are repeated for the `size` completions of the problem.
 
-    With several processes, each process scores all completions of its share of the problems.
+    With several processes, each process scores all completions of a share of the problems, and all processes get all
+    scores.
 
     Raises:
       UserError: a reward function needs a column that the data does not have, or a column cannot be sent to workers.
@@ -208,8 +212,8 @@ def repeat_columns(
 ) -> tuple[list[str], dict[str, list[Any]]]:
     """Repeats prompts and columns for the `size` completions of each problem.
 
-    Returns the prompts and the columns. The columns are those of the problems and those named in `among`. A missing
-    value is None.
+    Returns the prompts, and a mapping of column names to values. The mapping has the columns of all problems and the
+    columns named in `among`. A value that a problem lacks is None.
     """
     names = sorted(set(among).union(*(problem.columns for problem in problems)))
     columns = {name: [problem.columns.get(name) for problem in problems for _ in range(size)] for name in names}
@@ -219,7 +223,11 @@ def repeat_columns(
 def to_batch(
     rollout: Rollout, rewards: Float[np.ndarray, "P G"], max_prompt_length: int, max_tokens: int
 ) -> GroupBatch:
-    """Converts a rollout to arrays, padded to the length buckets of its longest prompt and completion."""
+    """Converts a rollout with its shaped rewards to arrays.
+
+    The length of the prompt axis is the `length_bucket` of the longest prompt, and the length of the completion axis is
+    the `length_bucket` of the longest completion.
+    """
     completions = rollout.completions
     lengths = np.array([len(problem.tokens) for problem in rollout.problems], np.int32)
     width = length_bucket(int(lengths.max()), max_prompt_length)
@@ -241,7 +249,7 @@ def to_batch(
 def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, Any]:
     """Computes the metrics of a rollout: rewards, lengths, pass-rate histogram and fraction of mixed groups.
 
-    A group is mixed if its rewards differ. With several data sources there are also `pass@1/<source>` and
+    A group is mixed if its rewards differ. If the data has several sources, the result also has `pass@1/<source>` and
     `rewards/mean/<source>`.
     """
     completions, scores = rollout.completions, rollout.scores
@@ -277,14 +285,15 @@ def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, Any]:
 
 
 def pass_rate_bins(rollout: Rollout, threshold: float) -> Int[np.ndarray, "P"]:
-    """Returns the index of each group's bin in `pass_rates.PASS_RATES`; -1 for a group without a scored completion."""
+    """Returns for each group the index of its pass rate in `pass_rates.PASS_RATES`; -1 for a group without a scored
+    completion."""
     shape = rollout.completions.lengths.shape
     passed = succeeds(rollout.scores.total, threshold)
     return bins_of(passed.reshape(shape), rollout.scores.scored.reshape(shape))
 
 
 def groups_by_source(problems: Sequence[Problem]) -> dict[str, Bool[np.ndarray, "P"]]:
-    """Returns a mask of the problems for each data source (column `data_source`).
+    """Maps each data source (column `data_source`) to a mask of the problems from this source.
 
     The result is empty if the data has a single source. If the data is a mix of sources, the result is not empty, even
     if all given problems have the same source.
@@ -297,12 +306,13 @@ def groups_by_source(problems: Sequence[Problem]) -> dict[str, Bool[np.ndarray, 
 
 
 def succeeds(rewards: np.ndarray, threshold: float) -> np.ndarray:
-    """Returns whether a total reward reaches the threshold, with a tolerance of 1e-6 for rounding (0.7 + 0.2 + 0.1)."""
+    """Returns for each total reward whether it reaches the threshold. The tolerance of 1e-6 is for rounding errors,
+    e.g. in 0.7 + 0.2 + 0.1."""
     return rewards >= threshold - 1e-6
 
 
 def mixed_groups(rewards: Float[np.ndarray, "P G"], scored: Bool[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
-    """Returns a mask of the groups in which at least two scored completions have different rewards."""
+    """Returns for each group whether at least two of its scored completions have different rewards."""
     top = np.where(scored, rewards, -np.inf).max(axis=1)
     return top > np.where(scored, rewards, np.inf).min(axis=1)
 

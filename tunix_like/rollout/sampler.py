@@ -1,11 +1,12 @@
 """The in-process sampler with continuous batching: its cost is about proportional to the number of sampled tokens.
 
 A prompt is prefilled once and placed in one or more slots. The rows of a slot are completions of its prompt. A free row
-gets a waiting completion of the same prompt, and an empty slot gets the next prompt. When no completions wait, live
-rows are compacted into fewer rows. The cache is a ring buffer that grows by powers of two. The tokens of a completion
-do not depend on the schedule, because its random numbers are `fold_in(key, problem number, sample, position)`. The
-weights are an argument of `generate`, so there is no copy to synchronise with the trainer. On a mesh, `place` converts
-the weights to the layout of the sampler once for several calls.
+gets a waiting completion of the same prompt, and an empty slot gets the next prompt. When no completion waits, the live
+rows are compacted: the sampler moves the live rows to arrays with fewer rows. The cache is a ring buffer that grows by
+powers of two. The random numbers of a completion are derived from the key, the number of the request, the index of the
+completion in its group and the position of the token. The tokens are therefore the same for every schedule. The weights
+are an argument of `generate`, so the sampler has no own copy that must be synchronised with the trainer. On a mesh,
+`place` converts the weights to the layout of the sampler once for several calls of `generate`.
 """
 
 from __future__ import annotations
@@ -29,16 +30,18 @@ from tunix_like.types import Request, Responder, Sample, SamplingParams
 def jit_place(graphdef: Any, params: Any, mesh: Mesh) -> Any:
     """Returns the jitted function `(graphdef, params) -> params` that `Sampler.place` calls.
 
-    `params` may be arrays or shapes.
+    The function casts the matrices and shards the weights over `mesh`. The argument `params` of `jit_place` may contain
+    arrays or shapes.
     """
     shapes = jax.eval_shape(functools.partial(decoding.cast_params, graphdef), params)
     return jax.jit(decoding.cast_params, static_argnums=0, out_shardings=parameter_shardings(shapes, mesh))
 
 
 def _copy_to(graphdef: Any, params: Any, mesh: Mesh) -> Any:
-    """Returns a function like that of `jit_place`, for weights that are on other devices than the mesh.
+    """Returns a function with the arguments and the result of the one from `jit_place`, for weights on devices other
+    than those of `mesh`.
 
-    The function casts the weights on their devices, and copies the result to the mesh.
+    The function casts the weights on the devices that hold them, and then copies the result to `mesh`.
     """
     cast = jax.jit(decoding.cast_params, static_argnums=0)
     shardings = parameter_shardings(jax.eval_shape(functools.partial(decoding.cast_params, graphdef), params), mesh)
@@ -50,14 +53,16 @@ class Sampler:
 
     Args:
       graphdef: graph of a `Decoder` (`nnx.split(model)`).
-      eos_ids: end-of-sequence token ids. A completion ends with the first of these tokens, and includes it.
+      eos_ids: end-of-sequence token ids. A completion ends with the first sampled end-of-sequence token; this token is
+        part of the completion.
       max_prompt_length, max_tokens: maximum length of a prompt and of a completion, in tokens.
       max_concurrent_rows: maximum number of completions that are sampled at the same time; None means no limit.
-      mesh: prompts are sharded over its `data` and `fsdp` axes, heads over `tp`; None means a single device.
+      mesh: the device mesh. Prompts are sharded over the axes `data` and `fsdp`, attention heads over the axis `tp`.
+        None means a single device.
 
     Attributes:
       row_steps: sum of the number of rows over all decode steps so far. The fraction of useful work in a rollout is the
-        number of its sampled tokens divided by the increase of `row_steps`.
+        number of its sampled tokens divided by the increase of `row_steps` during the rollout.
     """
 
     def __init__(
@@ -83,7 +88,7 @@ class Sampler:
         """Converts the weights for sampling: matrices to the compute dtype, and all weights to the layout of the
         sampler's mesh.
 
-        Without a mesh it returns `params` unchanged, and the programs cast the matrices.
+        Without a mesh, `params` is returned unchanged, and each call of a program casts the matrices.
         """
         if self.mesh is None:
             return params
@@ -101,8 +106,8 @@ class Sampler:
         sampling: SamplingParams,
         responder: Responder | None = None,
     ) -> Iterator[Sample]:
-        """Samples the completions of all requests; see `types.Engine`. All requests must have the same number of
-        samples."""
+        """Samples the completions of all requests; see `types.Engine.generate`. All requests must have the same number
+        of samples."""
         # The key is copied to the host, because it may be on the trainer's mesh.
         data, kind = jax.device_get(jax.random.key_data(key)), jax.random.key_impl(key)
         with progress.task("sampling", sum(request.samples for request in requests)) as advance:

@@ -26,8 +26,8 @@ class Sample(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """A prompt with its best and its worst completion. `size` is the number of its completions, and `scored` is the
-    number of completions with a reward."""
+    """A prompt with its best and its worst completion. `size` is the number of completions of the prompt, and `scored`
+    is the number of these completions that have a reward."""
 
     prompt: str
     best: Sample

@@ -1,5 +1,5 @@
-"""Schedules one call of the sampler. It decides which completion is in which row, and when rows are filled and
-compacted."""
+"""Schedules one call of `Sampler.generate`: decides which completion is in which row, when free rows are filled and
+when live rows are compacted."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class Schedule:
         self._fill()
 
     def step(self) -> list[Sample]:
-        """Samples until rows can be filled or compacted, or until no row is live. Returns the newly finished
-        completions."""
+        """Samples tokens until rows can be filled or compacted, or until no row is live; then fills or compacts rows.
+        Returns the completions that finished in this step."""
         self._make_room()
         rows = decoding.advance(
             self.sampler.graphdef,
@@ -107,8 +107,8 @@ class Schedule:
         return self._placed(decoding.prefill(self.sampler.graphdef, self.params, *inputs))
 
     def _divisible(self, chosen: Int[np.ndarray, "N"]) -> Int[np.ndarray, "M"]:
-        """Repeats the last prompt until the mesh divides the number of prompts. Otherwise every device would prefill
-        all of them."""
+        """Repeats the last prompt until the number of prompts is divisible by the number of devices over which prompts
+        are sharded. Otherwise every device would prefill all prompts."""
         return np.pad(chosen, (0, -len(chosen) % prompt_parts(self.sampler.mesh)), mode="edge")
 
     def _placed(self, tree: Any) -> Any:
@@ -120,11 +120,11 @@ class Schedule:
         return bool((self.next_sample < self.size).any())
 
     def _stop_at(self, live: int) -> int:
-        """Returns the number of live rows at which the decode loop should stop.
+        """Returns the number of live rows at which the decode loop should stop. `live` is the current number.
 
-        While completions wait, the loop stops when an eighth of the rows has ended. If no completion waits, it stops
-        when the live rows may fit into half of the rows. If compaction is not worth its cost, the loop stops when no
-        row is live.
+        While completions wait, the loop stops when an eighth of the rows has ended. If no completion waits, the loop
+        stops when the live rows may fit into half of the rows. If compaction is not worth its cost, the loop stops when
+        no row is live.
         """
         if self._waiting():
             return max(0, live - max(1, self.row_sample.size // 8))
@@ -141,7 +141,7 @@ class Schedule:
         return self._take((self.row_sample >= 0) & ~live, ages, ended)
 
     def _state(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns `live`, `ended` and `age` of the rows, and counts the decode steps."""
+        """Returns `live`, `ended` and `age` of the rows, and adds the computed rows to `Sampler.row_steps`."""
         rows = self.rows
         live, ended, ages, steps = fetch((rows.live, rows.ended, rows.age, rows.steps), self.sampler.mesh)
         self.sampler.row_steps += (int(steps) - self.steps) * self.row_sample.size
@@ -173,8 +173,8 @@ class Schedule:
     def _fill(self) -> None:
         """Fills free rows with completions that wait.
 
-        A slot takes waiting completions of its own prompt. If there are none and the slot is empty, it takes
-        completions of the first prompt that has waiting completions.
+        A slot takes waiting completions of its own prompt. If its prompt has no waiting completion and the slot is
+        empty, the slot takes completions of the first prompt that has waiting completions.
         """
         if not self._waiting():
             return
@@ -193,7 +193,8 @@ class Schedule:
             self.rows = self._placed(decoding.fill(self.rows, self.prompts, take, numbers, samples, self.key))
 
     def _start(self, slot: int, prompt: int, take: np.ndarray, samples: np.ndarray) -> None:
-        """Assigns waiting completions of a prompt to the free rows of a slot; writes `take` and `samples` in place."""
+        """Assigns waiting completions of a prompt to the free rows of a slot. For each of these rows, sets `take` to
+        True and `samples` to the index of the completion in its group."""
         free = np.flatnonzero(self.row_sample[slot] < 0)[: self.size - self.next_sample[prompt]]
         take[slot, free] = True
         samples[slot, free] = self.row_sample[slot, free] = self.next_sample[prompt] + np.arange(len(free))
@@ -202,8 +203,8 @@ class Schedule:
     def _replace_prompts(self, held: Int[np.ndarray, "A"]) -> None:
         """Writes prompts into the slots whose prompt has changed. `held` has the previous prompt of each slot.
 
-        A prompt is copied from another slot if possible; otherwise it is prefilled once. The number of prompts is
-        rounded up to a power of two, so that few shapes are compiled.
+        A prompt is copied from another slot if possible; otherwise it is prefilled once. The number of replaced prompts
+        and the number of prefilled prompts are rounded up to powers of two, so that few shapes are compiled.
         """
         slots = np.flatnonzero(self.slot_prompt != held)
         if not len(slots):
@@ -219,7 +220,7 @@ class Schedule:
     def _smaller_shapes(self) -> list[tuple[int, int]]:
         """Returns the shapes (slots, rows per slot) for compaction, largest first: half, a quarter, ... of the rows.
 
-        There are few shapes, because programs are compiled for each shape. The number of slots stays divisible by the
+        The list is short, because programs are compiled for each shape. The number of slots stays divisible by the
         number of devices over which slots are sharded.
         """
         slots, width = self.row_sample.shape
@@ -232,8 +233,8 @@ class Schedule:
         return shapes
 
     def _compact(self) -> None:
-        """Compacts the live rows into the smallest shape that holds them. Afterwards a prompt can be in several
-        slots."""
+        """Moves the live rows to the smallest shape from `_smaller_shapes` that can hold them. Does nothing if there is
+        no such shape, or if compaction is not worth its cost. Afterwards several slots can have the same prompt."""
         if not self._worth_compacting():
             return
         live, prompts = self.row_sample >= 0, dict.fromkeys(self.slot_prompt.tolist())

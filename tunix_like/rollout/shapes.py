@@ -20,9 +20,11 @@ FEWEST_TOKENS_LEFT = 16
 
 
 def length_bucket(length: int, limit: int | None = None) -> int:
-    """Rounds `length` up to the next of 16, 24, 32, 48, 64, 96, 128, ..., at most `limit`.
+    """Rounds `length` up to the next of 16, 24, 32, 48, 64, 96, 128, ..., at most `limit`. A `length` above `limit` is
+    returned unchanged.
 
-    This bounds the number of compiled shapes. If `length` is above 16, at most a third of the padded length is padding.
+    The rounding bounds the number of compiled shapes. If `length` is above 16, at most a third of the padded length is
+    padding.
     """
     size = 16
     while size < length:
@@ -39,12 +41,13 @@ def pad_tokens(rows: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "N 
 
 
 def slot_shape(prompts: int, size: int, at_once: int, prompt_length: int, max_tokens: int) -> tuple[int, int]:
-    """Chooses the number of slots and of rows per slot, for at most `at_once` rows.
+    """Chooses the number of slots and the number of rows per slot, with at most `at_once` rows in total.
 
-    If all completions fit, each slot holds a whole group. Otherwise the result has the lowest estimated cost. A slot
-    takes the next prompt only when all of its rows have ended. If lengths are distributed exponentially, `w` rows take
-    `1 + 1/2 + ... + 1/w` times the mean length until all have ended. This is a reason for few rows per slot. The rows
-    of a slot share the reads of the prompt's keys, which is a reason for many rows per slot.
+    If `at_once` rows suffice for all completions, each slot holds a whole group of `size` completions. Otherwise the
+    result has the lowest estimated cost. A slot takes the next prompt only when all of its rows have ended. If lengths
+    are distributed exponentially, the `w` rows of a slot need `1 + 1/2 + ... + 1/w` times the mean length until all
+    rows have ended. This wait is a reason for few rows per slot. The rows of a slot share the reads of the prompt's
+    keys. These shared reads are a reason for many rows per slot.
     """
     if at_once >= prompts * size:
         return prompts, size
@@ -58,7 +61,7 @@ def slot_shape(prompts: int, size: int, at_once: int, prompt_length: int, max_to
 
 
 def rounded(numbers: Int[np.ndarray, "N"], most: int, fill: int | None = None) -> Int[np.ndarray, "M"]:
-    """Pads `numbers` with `fill` to the next length that is a power of two, or to `most` if `most` is smaller.
+    """Pads `numbers` with `fill`. The new length is the next power of two, or `most` if `most` is smaller.
 
     If `fill` is None, the last number is repeated.
     """

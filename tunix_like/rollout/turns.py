@@ -1,8 +1,9 @@
-"""Schedules a call of the sampler whose completions have several turns: rows wait for replies and continue.
+"""Schedules a call of `Sampler.generate` whose completions have several turns: rows wait for replies and then continue.
 
-The keys and values of a row stay in the cache while the row waits, so its history is not computed again. The model
-computes only the tokens of a reply, in one block for all rows that have a reply. A reply can also restart its row. Such
-a reply contains the whole history after the prompt, and the model computes this history again.
+The keys and values of a row stay in the cache while the row waits, so the earlier turns of its completion are not
+computed again. The model computes only the tokens of the replies, in blocks that contain all rows with a reply. A reply
+can also restart its row. Such a reply contains the whole history after the prompt, and the model computes this history
+again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class TurnSchedule(Schedule):
     Attributes:
       pending: `[p, i]`, whether completion `i` of prompt `p` waits for a reply.
       turn_start: `[p, i]`, index of the first token of the current turn of this completion.
-      first: `[p, i]`, index of the first token of the current segment of this completion.
+      first: `[p, i]`, index of the first token of the current segment of this completion. A segment begins with the
+        completion, or with a reply that restarts the row.
       segment_start: `[p, i, t]`, index of the first token of the segment of token `t`.
       sampled: `[p, i, t]`, whether the policy sampled token `t` of the completion.
     """
@@ -54,35 +56,38 @@ class TurnSchedule(Schedule):
         return 0 if self.responder.lockstep else max(0, live - max(1, live // 8))
 
     def _waits(self) -> Bool[np.ndarray, "A g"]:
-        """Returns which rows hold a completion that waits for a reply."""
+        """Returns for each row whether it holds a completion that waits for a reply."""
         return (self.row_sample >= 0) & self._of_rows(self.pending)
 
     def _of_rows(self, values: np.ndarray) -> np.ndarray:
-        """Returns for each row the value `[p, i]` of its completion. The value of a free row is undefined."""
+        """Returns for each row the value of its completion. `values` has the value of completion `i` of prompt `p` at
+        `[p, i]`. The result for a free row is undefined."""
         return values[self.slot_prompt[:, None], np.maximum(self.row_sample, 0)]
 
     def _make_room(self) -> None:
-        """Makes space in the cache for another token of every live row, without overwriting rows that wait."""
+        """Makes space in the cache for another token of every live row, without overwriting tokens of waiting rows.
+        Also sets `Rows.held`."""
         self._free_columns(1)
         self.rows = self._placed(self.rows._replace(held=jnp.asarray(self._kept())))
 
     def _kept(self) -> Bool[np.ndarray, "A g"]:
-        """Returns which rows hold a completion that can get more tokens."""
+        """Returns for each row whether it holds a completion that can get more tokens."""
         return (self.row_sample >= 0) & (self.ages < self.sampler.max_tokens)
 
     def _grow(self) -> None:
-        """Enlarges the cache. The cache can get more columns than the longest completion has tokens, because a block of
-        replies may need them."""
+        """Enlarges the cache. The cache can get more columns than a completion can have tokens, so that a block of
+        replies fits in addition."""
         if self.rows.room < self.sampler.max_tokens:
             super()._grow()
         else:
             self.rows = self._placed(decoding.grow(self.rows, self.sampler.max_tokens + MOST_APPENDED))
 
     def _free_columns(self, count: int) -> None:
-        """Makes sure that the next `count` columns of the cache are free in all rows that continue.
+        """Makes sure that the next `count` columns of the cache are free in all rows that can continue (see `_kept`).
 
-        If a column is not free, this method enlarges the cache or removes columns without tokens. The cache is enlarged
-        if a row has tokens in at least half of the columns.
+        If one of these columns is not free, this method enlarges the cache or removes columns without tokens. The cache
+        is enlarged if the tokens of a row and `count` columns do not fit. The cache is also enlarged if it has fewer
+        than `max_tokens` columns and a row has tokens in at least half of its columns.
         """
         spans, column = fetch((self.rows.span, self.rows.column), self.sampler.mesh)
         kept, cached = self._kept(), self.ages - self._of_rows(self.first)
@@ -96,8 +101,8 @@ class TurnSchedule(Schedule):
             self.rows = self._placed(decoding.compact_columns(self.rows))
 
     def _fill(self) -> None:
-        """Fills free rows with completions that wait, and appends to these rows the tokens that precede the first
-        turn."""
+        """Fills free rows with completions that wait, and appends to these rows the tokens that precede the first turn
+        (`Responder.opening`)."""
         free = self.row_sample < 0
         super()._fill()
         openings: dict[tuple[int, int], Sequence[int]] = {}
@@ -110,7 +115,8 @@ class TurnSchedule(Schedule):
             self._append(openings)
 
     def _collect(self) -> list[Sample]:
-        """Submits the turns that have ended, appends the replies that are ready, and returns finished completions."""
+        """Submits the turns that have ended to the responder, appends the replies that are ready, and returns the
+        finished completions."""
         live, ended, ages = self._state()
         used = self.row_sample >= 0
         self.ages = np.where(used, ages, 0)
@@ -136,10 +142,10 @@ class TurnSchedule(Schedule):
     def _submit(
         self, stopped: Bool[np.ndarray, "A g"], ended: Bool[np.ndarray, "A g"], ages: Int[np.ndarray, "A g"]
     ) -> list[Sample]:
-        """Submits the current turns of the rows for which `stopped` is True. A turn for which `ended` is False was
-        truncated.
+        """Submits to the responder the current turns of the rows for which `stopped` is True. If `ended` is False for a
+        row, its turn was truncated.
 
-        Returns the completions whose turn was truncated; a truncated turn finishes its completion.
+        Returns the completions whose turn was truncated. A truncated turn is the last turn of its completion.
         """
         if not stopped.any():
             return []
@@ -156,7 +162,8 @@ class TurnSchedule(Schedule):
     def _reply(self, replies: Sequence[Reply], ages: Int[np.ndarray, "A g"]) -> list[Sample]:
         """Appends replies to their rows.
 
-        Returns the completions that are finished, because their reply has no tokens or does not fit.
+        Returns the completions that end here: those for which `Reply.tokens` is None, or whose reply leaves no space
+        for another token.
         """
         places = {
             (int(self.slot_prompt[slot]), int(self.row_sample[slot, row])): (slot, row)
@@ -181,7 +188,8 @@ class TurnSchedule(Schedule):
         return samples
 
     def _restart(self, chosen: Bool[np.ndarray, "A g"], ages: Int[np.ndarray, "A g"]) -> None:
-        """Starts a new segment in the rows for which `chosen` is True: their next token follows the prompt directly."""
+        """Starts a new segment in the rows for which `chosen` is True: the next tokens of these rows follow the prompt
+        directly."""
         for slot, row in np.argwhere(chosen).tolist():
             index, first = (self.slot_prompt[slot], self.row_sample[slot, row]), ages[slot, row]
             self.first[index] = first
@@ -189,7 +197,7 @@ class TurnSchedule(Schedule):
         self.rows = self._placed(decoding.restart(self.rows, self.prompts, chosen))
 
     def _append(self, replies: dict[tuple[int, int], Sequence[int]]) -> None:
-        """Appends tokens to rows and continues these rows. The keys of `replies` are (slot, row)."""
+        """Appends tokens to rows and makes these rows live. `replies` maps (slot, row) to the tokens."""
         longest = max(map(len, replies.values()))
         short = max(-(-longest // 4) * 4, 4)  # the smallest bucket would add much padding to a short block
         width = min(short, length_bucket(min(longest, MOST_APPENDED)))

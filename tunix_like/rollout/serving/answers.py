@@ -1,4 +1,4 @@
-"""Builds the answers of the routes that sample. An answer is sent whole or as a stream of events."""
+"""Builds the answers of the HTTP routes that sample completions. An answer is sent whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from tunix_like.rollout.serving.text import TextStream
 
 
 class Choice:
-    """One completion of a request, to which tokens are added.
+    """One completion of a request. `add` appends new tokens to the completion.
 
     Attributes:
       tokens, logprobs: the tokens so far and their log-probabilities. If a stop string ended the completion, the last
         token is the one that completes the stop string.
-      text: the text so far, without text at its end that later tokens can still change.
+      text: the text so far, without a last part that later tokens can still change. If the request has neither a stream
+        nor stop strings, the text is empty until the completion has ended.
       reason: "stop" or "length"; None if the completion has not ended.
-      stopped_by: the stop string or the id of `stop_token_ids` that ended the completion; None if there is none.
+      stopped_by: the stop string, or the token id from the parameter `stop_token_ids`, that ended the completion; None
+        if the completion has not ended or ended for another reason.
     """
 
     def __init__(self, index: int, job: Job, request: Request, tokenizer: Tokenizer):
@@ -40,7 +42,7 @@ class Choice:
         self._stream = TextStream(self._decode, request.stops) if request.stream or request.stops else None
 
     def add(self, part: Part) -> str:
-        """Adds a part of the completion; returns the new text."""
+        """Adds the tokens of `part` to the completion; returns the new text."""
         text, used = "", len(part.tokens)
         self.reason, self.stopped_by = part.reason, part.stop_id
         if self._stream is not None:
@@ -56,7 +58,7 @@ class Choice:
 
 
 class Answer(abc.ABC):
-    """The answer to one request. It holds the completions, and formats them for its route.
+    """The answer to one request: holds the completions, and formats the completions for the route of the request.
 
     Subclasses implement `choice`.
     """
@@ -70,7 +72,7 @@ class Answer(abc.ABC):
         self.choices = {pair: Choice(index, pair[0], request, tokenizer) for index, pair in enumerate(pairs)}
 
     def whole(self) -> dict[str, Any]:
-        """Returns the whole answer, after all completions have ended."""
+        """Returns the JSON object of the whole answer. All completions must have ended."""
         choices = [self.choice(choice) for choice in self.choices.values()]
         return {**self.head(self.kind), "choices": choices, "usage": self.usage()}
 
@@ -79,7 +81,8 @@ class Answer(abc.ABC):
         return {"id": self.id, "object": kind, "created": self.created, "model": self.settings.name}
 
     def usage(self) -> dict[str, int]:
-        """Returns the numbers of prompt and completion tokens. Each prompt counts once."""
+        """Returns the numbers of prompt and completion tokens. A prompt counts once, even if it has several
+        completions."""
         prompt = sum(len(job.prompt) for job in self.request.jobs)
         completion = sum(len(choice.tokens) for choice in self.choices.values())
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -94,12 +97,14 @@ class Answer(abc.ABC):
 
 
 class StreamedAnswer(Answer):
-    """An answer that may also be a stream of events."""
+    """An answer that can also be sent as a stream of server-sent events."""
 
     def events(self, choice: Choice, text: str, tokens: slice) -> Iterator[str]:
-        """Yields the events for new tokens of a completion.
+        """Yields the server-sent events for new tokens of a completion.
 
         Args:
+          choice: the completion, including the new tokens.
+          text: the new text.
           tokens: the indices of the new tokens.
         """
         for content in self.deltas(choice, text, tokens):
@@ -119,7 +124,7 @@ class StreamedAnswer(Answer):
 
     @abc.abstractmethod
     def deltas(self, choice: Choice, text: str, tokens: slice) -> Iterator[dict[str, Any]]:
-        """Yields the choices of the events for new tokens of a completion."""
+        """Yields for each event the JSON object of the completion. The arguments are those of `events`."""
 
 
 class CompletionAnswer(StreamedAnswer):
@@ -132,11 +137,11 @@ class CompletionAnswer(StreamedAnswer):
         self._offsets: dict[Choice, int] = {}  # number of characters of the tokens that were returned
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        """See `Answer`."""
+        """See `Answer.choice`."""
         return self._choice(choice, choice.text, slice(0, None))
 
     def deltas(self, choice: Choice, text: str, tokens: slice) -> Iterator[dict[str, Any]]:
-        """See `StreamedAnswer`."""
+        """See `StreamedAnswer.deltas`."""
         if text or choice.reason is not None or ((self.request.logprobs or self.request.token_ids) and choice.tokens):
             yield self._choice(choice, text, tokens)
 
@@ -154,8 +159,8 @@ class CompletionAnswer(StreamedAnswer):
         return found
 
     def _logprobs(self, choice: Choice, tokens: slice) -> dict[str, Any]:
-        """Returns the tokens of a slice with their log-probabilities. The slice must begin where the slice of the
-        previous call ended."""
+        """Returns the field `logprobs` for the tokens of a slice. For each completion, the slice must begin where the
+        slice of the previous call ended."""
         texts = [self.token_text(token) for token in choice.tokens[tokens]]
         *offsets, self._offsets[choice] = itertools.accumulate(map(len, texts), initial=self._offsets.get(choice, 0))
         return {
@@ -177,12 +182,12 @@ class ChatAnswer(StreamedAnswer):
         self._begun: set[Choice] = set()
 
     def whole(self) -> dict[str, Any]:
-        """See `Answer`."""
+        """See `Answer.whole`."""
         prompt = {"prompt_token_ids": list(self.request.jobs[0].prompt)} if self.request.token_ids else {}
         return super().whole() | prompt
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        """See `Answer`."""
+        """See `Answer.choice`."""
         content, calls = parsed_calls(choice.text) if self.request.tools else (choice.text, [])
         message: dict[str, Any] = {"role": "assistant", "content": None if calls and not content else content}
         if calls:
@@ -191,7 +196,7 @@ class ChatAnswer(StreamedAnswer):
         return found
 
     def deltas(self, choice: Choice, text: str, tokens: slice) -> Iterator[dict[str, Any]]:
-        """See `StreamedAnswer`."""
+        """See `StreamedAnswer.deltas`."""
         if choice not in self._begun:
             self._begun.add(choice)
             yield {
@@ -214,7 +219,7 @@ class ChatAnswer(StreamedAnswer):
             yield {"index": choice.index, "delta": delta, **self._rest(choice, tokens, bool(calls))}
 
     def _rest(self, choice: Choice, tokens: slice, called: bool) -> dict[str, Any]:
-        """Returns the fields of a choice after its message; `called` says whether the choice has tool calls."""
+        """Returns the fields that follow the message of a choice. `called` says whether the choice has tool calls."""
         logprobs = [self._logprob(*each) for each in zip(choice.tokens[tokens], choice.logprobs[tokens], strict=True)]
         found: dict[str, Any] = {
             "logprobs": {"content": logprobs, "refusal": None} if self.request.logprobs else None,
@@ -232,10 +237,10 @@ class ChatAnswer(StreamedAnswer):
 
 
 class GenerateAnswer(Answer):
-    """The answer of `/inference/v1/generate`, as in vLLM."""
+    """The answer of `/inference/v1/generate`, in the format of vLLM."""
 
     def whole(self) -> dict[str, Any]:
-        """See `Answer`."""
+        """See `Answer.whole`."""
         found = super().whole()
         del found["object"]
         found["request_id"] = found.pop("id")
@@ -244,7 +249,7 @@ class GenerateAnswer(Answer):
         return found
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        """See `Answer`."""
+        """See `Answer.choice`."""
         return {
             "index": choice.index,
             "token_ids": choice.tokens,
@@ -255,8 +260,8 @@ class GenerateAnswer(Answer):
         }
 
     def _logprobs(self, choice: Choice) -> Sequence[dict[str, Any]]:
-        """Returns the tokens with their log-probabilities. Each token is in two fields, because some clients read
-        `token` and others `token_id`."""
+        """Returns the tokens with their log-probabilities. Each token is given in the two fields `token` and
+        `token_id`, because some clients read `token` and other clients read `token_id`."""
         return [
             {
                 "token": f"token_id:{token}",
@@ -270,5 +275,5 @@ class GenerateAnswer(Answer):
 
 
 def event(body: Any) -> str:
-    """Returns a server-sent event."""
+    """Returns `body` as a server-sent event."""
     return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"

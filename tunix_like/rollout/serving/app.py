@@ -59,7 +59,8 @@ class Server(NamedTuple):
 
 
 def make_app(server: Server, key: str | None) -> ASGIApp:
-    """Builds the ASGI application. If `key` is not None, requests must send it as a bearer token."""
+    """Builds the ASGI application. If `key` is not None, requests must send `key` as a bearer token, except to the
+    routes in `OPEN`."""
     settings = server.settings
     card = {
         "id": settings.name,
@@ -104,14 +105,14 @@ def make_app(server: Server, key: str | None) -> ASGIApp:
 
 
 async def _http_error(http: Http, error: Exception) -> Response:
-    """Returns the error for a request with an unknown route or method."""
+    """Returns the error response to a request with an unknown route or method."""
     assert isinstance(error, HTTPException)
     message = f"{http.method} {http.url.path[:200]}: {error.detail}"
     return error_response(RequestError(message, http=error.status_code, kind="not_found_error"), error.headers)
 
 
 def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
-    """Returns an error in the format of OpenAI."""
+    """Returns a response with the error in the format of OpenAI."""
     content = {"message": str(error), "type": error.kind, "param": error.param, "code": error.http}
     return JSONResponse({"error": content}, error.http, headers)
 
@@ -200,7 +201,7 @@ def _failure() -> RequestError:
 
 
 async def _body(http: Http) -> bytes:
-    """Reads the body of a request. Raises RequestError if the body is too large or is not declared as JSON."""
+    """Reads the body of a request. Raises RequestError if the body is too large or the content type is not JSON."""
     # This check prevents cross-site requests: a web page cannot send JSON to another origin unless the server allows
     # it.
     if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -215,7 +216,8 @@ async def _body(http: Http) -> bytes:
 
 
 async def _whole(hub: Hub, http: Http, answer: Answer, began: float) -> Response:
-    """Samples all completions and returns the whole answer. Stops if the client disconnects."""
+    """Samples all completions and returns the whole answer. If the client disconnects, cancels the sampling and raises
+    ClientDisconnect."""
     sampling = asyncio.ensure_future(_collect(hub, answer, began))
     gone = asyncio.ensure_future(_disconnected(http))
     try:
@@ -241,7 +243,7 @@ async def _collect(hub: Hub, answer: Answer, began: float) -> None:
 
 
 async def _grown(hub: Hub, answer: Answer, began: float) -> AsyncGenerator[tuple[Choice, str, slice], None]:
-    """Yields a completion whenever it gets new tokens, with its new text and the indices of the new tokens.
+    """Yields, for each new part of a completion, the completion, its new text and the indices of its new tokens.
 
     Raises:
       Failed: the batcher failed.

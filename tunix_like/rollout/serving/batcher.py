@@ -1,7 +1,7 @@
 """Continuous batching: jobs of any number of callers share the rows of one decoder.
 
-A thread repeats two steps: it fills free slots with completions that wait, and then samples some tokens of all rows.
-This file is independent of HTTP.
+A thread repeats two steps: it starts completions in free slots, and then samples some tokens of all rows. This file is
+independent of HTTP.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class Batcher:
     """Samples the completions of jobs in a separate thread.
 
     Args:
-      slots: the arrays on the device. After `start`, only the thread uses them.
-      deliver: gets the parts of all completions, in order. A cancelled completion gets no further parts.
+      slots: the arrays on the device. After `start`, only the batcher's thread uses these arrays.
+      deliver: called with new parts of completions. The parts of a completion are delivered in their order. A cancelled
+        completion gets no further parts.
     """
 
     def __init__(self, slots: Slots, deliver: Deliver):
@@ -68,7 +69,7 @@ class Batcher:
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the thread that samples."""
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -78,13 +79,15 @@ class Batcher:
             self._changed.notify()
 
     def cancel(self, job: Job, sample: int | None = None) -> None:
-        """Cancels one or all completions of a job. Completions that have ended are not affected."""
+        """Cancels completion `sample` of a job, or all completions of the job if `sample` is None. Completions that
+        have ended are not affected."""
         with self._changed:
             self._cancelled.append((job, sample))
             self._changed.notify()
 
     def close(self) -> None:
-        """Ends the thread after the current call of the decode loop. Completions that have not ended are dropped."""
+        """Ends the thread after the current call of the decode loop, and waits until the thread has ended. Completions
+        that have not ended are dropped."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -92,7 +95,7 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Number of completions that were submitted and are not started yet."""
+        """Number of submitted completions that have not been started."""
         with self._changed:
             return sum(job.count - job.started for job in self._waiting)
 
@@ -111,7 +114,8 @@ class Batcher:
                     self._fail()
 
     def _wait(self) -> bool:
-        """Blocks until a job is queued, is running or was cancelled. Returns False after `close`."""
+        """Blocks until there is a waiting, a running or a newly cancelled job, or the batcher is closed. Returns False
+        if the batcher is closed."""
         with self._changed:
             while not (self._closed or self._waiting or self._cancelled or self.running):
                 self._changed.wait()
@@ -142,7 +146,8 @@ class Batcher:
         return [slot for slot, row in enumerate(self._rows) if row is not None]
 
     def _fit(self, prompt: int) -> None:
-        """Makes the caches wide enough for one more token of each row, and for a prompt of `prompt` columns."""
+        """Makes the caches wide enough for one more token of each row, for the prompts of all rows, and for a new
+        prompt of `prompt` columns."""
         rows = [row for row in self._rows if row is not None]
         prompts = [self.slots.prompt_width(len(row.job.prompt)) for row in rows]
         self.slots.fit(max([prompt, *prompts]), int(self.slots.ages[self._occupied()].max(initial=0)) + 1)
@@ -161,7 +166,7 @@ class Batcher:
                 self._rows[slot], self._keep[slot] = None, False
 
     def _start(self) -> None:
-        """Fills free slots with completions that wait, in the order in which the jobs arrived."""
+        """Starts queued completions in free slots, in the order in which the jobs arrived."""
         computed, beside = 0, bool(self.running)
         while free := [slot for slot, row in enumerate(self._rows) if row is None]:
             jobs = self._next_jobs(len(free))
@@ -180,8 +185,12 @@ class Batcher:
             self._place(jobs, free, jobs[0].prefilled.width)
 
     def _next_jobs(self, most: int) -> list[Job]:
-        """Returns the first waiting job. If the prefill of its prompt was not run yet, also returns the next jobs, up
-        to the number that fits into one prefill and into `most` slots."""
+        """Returns at most `most` waiting jobs that share one prefill, in the order in which the jobs arrived.
+
+        If the prompt of the first waiting job is already prefilled, only this job is returned. Only the first job is
+        also returned if the jobs would fill less than half of a prefill of several prompts. The list is empty if no job
+        waits.
+        """
         with self._changed:
             jobs = list(itertools.islice(self._waiting, most))
         if not jobs or jobs[0].prefilled is not None:
@@ -198,7 +207,8 @@ class Batcher:
         return chosen if 2 * len(chosen) >= prompts_at_once(width) else chosen[:1]
 
     def _place(self, jobs: Sequence[Job], free: Sequence[int], width: int) -> None:
-        """Assigns completions to free slots and starts them. The prompts of all `jobs` are results of one prefill."""
+        """Assigns completions of `jobs` to the slots `free`, and starts these completions. The prompts of all `jobs`
+        must be results of one prefill of width `width`."""
         places, left = [], list(free)
         for job in jobs:
             while left and job.started < job.count:
@@ -216,7 +226,8 @@ class Batcher:
                         self._waiting.remove(job)
 
     def _parts(self, sampled: Sampled) -> list[tuple[Job, Part]]:
-        """Returns the new tokens of all completions, and frees the rows of completions that have ended."""
+        """Returns the new tokens of each running completion as a part, and frees the rows of completions that have
+        ended."""
         parts = []
         for slot in self._occupied():
             row, count = self._rows[slot], int(sampled.counts[slot])
@@ -237,7 +248,8 @@ class Batcher:
         return parts
 
     def _fail(self) -> None:
-        """Ends all completions with an error. The slots are allocated again in the next step, which may fail too."""
+        """Ends all running and waiting completions with an error. The next step allocates the slots again; this
+        allocation may fail too."""
         with self._changed:
             jobs = [*self._waiting]
             self._waiting.clear()

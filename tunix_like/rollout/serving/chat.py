@@ -21,11 +21,11 @@ MOST_MESSAGES, MOST_TOOLS = 4096, 512
 
 
 def checked_messages(given: Any) -> list[dict[str, Any]]:
-    """Checks messages and converts them for the chat template: contents become texts, and arguments of tool calls
-    become objects.
+    """Checks messages and converts them for the chat template: the content of a message becomes a text, and the
+    arguments of a tool call become an object.
 
     Raises:
-      RequestError: the value is not a list of messages, or a part of a content is not text.
+      RequestError: `given` is not a list of valid messages, or the content of a message has a part that is not text.
     """
     if not isinstance(given, list) or not given:
         raise RequestError("messages: it must be a list with at least one message", "messages")
@@ -57,7 +57,8 @@ def _checked_message(name: str, message: Any) -> dict[str, Any]:
 
 
 def _checked_calls(name: str, calls: Any) -> list[dict[str, Any]]:
-    """Checks tool calls and parses their arguments, because chat templates write the arguments as JSON themselves."""
+    """Checks tool calls and parses their arguments, because chat templates take parsed arguments and write the
+    arguments as JSON."""
     if not isinstance(calls, list):
         raise RequestError(f"{name}: it must be a list", name)
     found = []
@@ -95,13 +96,14 @@ def chat_tokens(
     variables: Mapping[str, Any],
     most: int,
 ) -> list[int]:
-    """Returns the token ids of a conversation, followed by those of the start of an answer.
+    """Returns the token ids of a conversation, followed by the token ids with which an answer begins.
 
     Control tokens that are written in messages are encoded as plain text. If a conversation has more than `most`
-    tokens, the result may contain only its beginning.
+    tokens, the result may contain only the beginning of the conversation.
 
     Raises:
-      RequestError: there is no chat template, or the template fails.
+      RequestError: there is no chat template, the template fails, `variables` has a name that cannot be set, or the
+        result has no tokens.
     """
     if tokenizer.chat_template is None:
         raise RequestError("the model has no chat template; use /v1/completions", "messages")
@@ -122,9 +124,9 @@ def chat_tokens(
 
 
 def parsed_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """Returns the text before the tool calls of an answer, and the calls in the format of OpenAI.
+    """Splits the text of an answer into the content before the tool calls and the tool calls in the format of OpenAI.
 
-    If a call is malformed, the whole text is the content and there are no calls.
+    If a call is malformed, the whole text is the content and the list of calls is empty.
     """
     calls = tool_calls(text)
     if not calls or any(call.error is not None for call in calls):
@@ -149,7 +151,8 @@ class CallStream:
         self._text, self._sent = "", 0
 
     def add(self, text: str) -> str:
-        """Adds text; returns the new content that is certainly not part of a tool call."""
+        """Adds text of the answer. Returns the content that was not returned before and is certainly not part of a tool
+        call."""
         self._text += text
         first = self._text.rfind(_THOUGHT)
         first = 0 if first < 0 else first + len(_THOUGHT)
@@ -164,6 +167,7 @@ class CallStream:
         return ready
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """Returns the rest of the content, and the tool calls."""
+        """Returns the content that `add` has not returned, and the tool calls in the format of OpenAI. No text may be
+        added afterwards."""
         content, calls = parsed_calls(self._text)
         return content[self._sent :], calls

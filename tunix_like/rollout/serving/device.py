@@ -22,7 +22,7 @@ from tunix_like.runtime import progress
 
 
 class Weights(NamedTuple):
-    """A model that is served.
+    """The model that the server uses.
 
     Attributes:
       graphdef: graph of a `Decoder`.
@@ -52,7 +52,7 @@ class Sampled(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """The result of a prompt's prefill: row `row` of `prompts`, a batch of prompts that were padded to `width`."""
+    """A prefilled prompt: entry `row` of the batch `prompts`, whose prompts were padded to `width` tokens."""
 
     prompts: decoding.Prompts
     row: int
@@ -82,7 +82,7 @@ class Slots:
         self.reset()
 
     def reset(self) -> None:
-        """Allocates empty slots. The previous arrays are lost."""
+        """Allocates the arrays of the slots, without completions. The previous arrays are lost."""
         self.__dict__.pop("state", None)  # frees the memory before the new arrays are allocated
         with scope(self.mesh):
             state = programs.empty_state(self.graphdef, self.params, self.count, self.widths[0])
@@ -97,14 +97,14 @@ class Slots:
         return place_slots(tree, self.mesh)
 
     def prompt_width(self, length: int) -> int:
-        """Returns the width to which a prompt is padded."""
+        """Returns the number of tokens to which a prompt of `length` tokens is padded."""
         return next(width for width in self.prompt_widths if width >= length)
 
     def fit(self, prompt: int, needed: int) -> None:
         """Resizes the caches for prompts of `prompt` columns, padding included, and completions of `needed` columns.
 
         A cache shrinks only if at most half of the smaller width is needed. The cache of completions is at least as
-        wide as the cache of prompts, which bounds the number of shapes.
+        wide as the cache of prompts. This rule bounds the number of shapes.
         """
         prompt_width = self._fitting(prompt, self.state.prompt_width)
         width = self._fitting(max(needed, prompt_width), self.state.width)
@@ -117,8 +117,8 @@ class Slots:
         return wanted if wanted > current or 2 * needed <= wanted else current
 
     def prefill(self, prompts: Sequence[Sequence[int]], width: int) -> list[Prefilled]:
-        """Runs the prefill of prompts, padded to `width`. At most `programs.prompts_at_once(width)` prompts are
-        allowed."""
+        """Runs the prefill of `prompts`, each padded to `width` tokens. At most `programs.prompts_at_once(width)`
+        prompts are allowed."""
         count = 1 if len(prompts) == 1 else programs.prompts_at_once(width)
         tokens, lengths = np.zeros((count, width), np.int32), np.ones(count, np.int32)
         for row, prompt in enumerate(prompts):
@@ -128,8 +128,8 @@ class Slots:
         return [Prefilled(out, row, width) for row in range(len(prompts))]
 
     def start(self, places: Sequence[tuple[int, Job, int]]) -> None:
-        """Starts completions, given as `(slot, job, sample)`. All their prompts must have been processed by one call of
-        `prefill`, and the caches must have room for the completions."""
+        """Starts completions. Each entry of `places` is `(slot, job, sample)`. The prompts of all jobs must be results
+        of one call of `prefill`, and the caches must have room for the completions."""
         if not places:
             return
         starts = no_starts(self.count)
@@ -148,7 +148,8 @@ class Slots:
         self.state = self._placed(programs.start(self.state, fresh.prompts, starts))
 
     def advance(self, keep: Bool[np.ndarray, "A"], stop_at: int, steps: int) -> Sampled:
-        """Samples up to `steps` tokens of each row; rows for which `keep` is False are cancelled."""
+        """Samples up to `steps` tokens of each row, and stops earlier when at most `stop_at` rows are live. Rows for
+        which `keep` is False are cancelled."""
         until, began = np.array([stop_at, steps], np.int32), time.perf_counter()
         state = programs.advance(self.graphdef, self.params, self.head, self.state, keep, until, self.eos_ids)
         self.state = state = self._placed(state)
@@ -163,7 +164,7 @@ class Slots:
         return Sampled(counts, tokens[:, 0], logprobs[:, 0], live[:, 0], ended[:, 0])
 
     def warm_up(self) -> None:
-        """Compiles and runs every program in every shape that can occur, so that no request waits for a compiler."""
+        """Compiles and runs every program in every shape that can occur, so that no request waits for a compilation."""
         shapes = [
             (width, count)
             for width in self.prompt_widths
@@ -195,7 +196,8 @@ class Slots:
 
 
 def no_starts(count: int) -> programs.Starts:
-    """Returns arrays on the host that start no completion. The caller sets the entries of the slots to start."""
+    """Returns a `Starts` of host arrays for `count` slots, in which `take` is False for every slot. The caller sets the
+    entries of the slots in which completions start."""
     return programs.Starts(
         take=np.zeros(count, bool),
         source=np.zeros(count, np.int32),

@@ -15,8 +15,8 @@ class RequestError(UserError):
 
     Args:
       message: what is wrong.
-      param: the field.
-      http: HTTP status.
+      param: name of the field that is wrong; None if the error concerns no single field.
+      http: HTTP status of the answer.
       kind: the field `type` of the error in the answer.
     """
 
@@ -44,10 +44,11 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 class Fields:
-    """The fields of a request or of an object in it. Fields with the value null count as absent.
+    """The fields of a request body, or of an object in the body. Fields with the value null count as absent. Methods
+    that return the value of a field raise RequestError if the value is not valid.
 
     Args:
-      body: the object.
+      body: the JSON object.
       prefix: text that precedes the names of the fields in error messages.
     """
 
@@ -56,17 +57,17 @@ class Fields:
         self._prefix = prefix
 
     def error(self, name: str, message: str) -> RequestError:
-        """Returns an error that names a field."""
+        """Returns an error that names the field `name`."""
         full = f"{self._prefix}{name}"
         return RequestError(f"{full}: {message}", full)
 
     def take(self, name: str) -> Any:
-        """Returns a field of any type; None if it is absent."""
+        """Returns the value of a field of any type; None if the field is absent."""
         return self._left.pop(name, None)
 
     def number(self, name: str, default: float, low: float, high: float = math.inf, above: bool = False) -> float:
-        """Returns a number from `low` to `high`, or `default` if the field is absent. If `above` is True, the number
-        must be greater than `low`."""
+        """Returns a field that is a number from `low` to `high`, or `default` if the field is absent. If `above` is
+        True, the number must be greater than `low`."""
         value = self._of_type(name, (int, float), "a number")
         if value is None:
             return default
@@ -80,7 +81,7 @@ class Fields:
         return value
 
     def integer(self, name: str, default: Any, low: int, high: int | None = None) -> Any:
-        """Returns an integer from `low` to `high`, or `default` if the field is absent."""
+        """Returns a field that is an integer from `low` to `high`, or `default` if the field is absent."""
         value = self._of_type(name, int, "an integer")
         if value is None:
             return default
@@ -90,20 +91,20 @@ class Fields:
         return value
 
     def flag(self, name: str) -> bool:
-        """Returns a boolean, False by default."""
+        """Returns a boolean field, or False if the field is absent."""
         return bool(self._of_type(name, bool, "true or false"))
 
     def text(self, name: str) -> str | None:
-        """Returns a text, or None if the field is absent."""
+        """Returns a text field, or None if the field is absent."""
         return self._of_type(name, str, "a text")
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """Returns an object, empty by default."""
+        """Returns a field that is a JSON object, or an empty dict if the field is absent."""
         return self._of_type(name, dict, "an object") or {}
 
     def list_of(self, name: str, valid: Callable[[Any], bool], what: str, most: int) -> list[Any]:
-        """Returns a list, empty by default. `valid` checks its items; `what` is the name of the items in error
-        messages."""
+        """Returns a field that is a list of at most `most` items, or an empty list if the field is absent. `valid`
+        checks each item; `what` is the name of the items in error messages."""
         value = self._of_type(name, list, f"a list of {what}") or []
         if not all(map(valid, value)):
             raise self.error(name, f"it must be a list of {what}")
@@ -112,8 +113,8 @@ class Fields:
         return value
 
     def neutral(self, values: Mapping[str, Sequence[Any]]) -> None:
-        """Checks parameters that are not supported. Raises RequestError if a value is not one of the listed values,
-        which have no effect."""
+        """Checks fields that are not supported. `values` maps the name of each field to the values that have no effect.
+        Raises RequestError if a field has another value."""
         for name, allowed in values.items():
             value = self.take(name)
             same = (value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed)
@@ -121,7 +122,7 @@ class Fields:
                 raise self.error(name, "this parameter is not supported")
 
     def finish(self, ignored: Collection[str] = ()) -> None:
-        """Raises RequestError if a field was not read, except for the fields in `ignored`."""
+        """Raises RequestError if the body has a field that was not read and is not in `ignored`."""
         for name in self._left:
             if name not in ignored:
                 raise self.error(name[:64], "there is no such parameter")

@@ -19,7 +19,7 @@ class Hub:
     """The interface between the event loop and the batcher.
 
     Args:
-      max_waiting: requests are refused if this many completions wait, or more.
+      max_waiting: a new request is refused if at least this number of completions waits.
     """
 
     def __init__(self, slots: Slots, metrics: Metrics, max_waiting: int):
@@ -29,19 +29,19 @@ class Hub:
         self.queues: dict[Job, asyncio.Queue[tuple[Job, Part]]] = {}
 
     def open(self) -> None:
-        """Starts the batcher; called in the event loop."""
+        """Starts the batcher. Must be called in the event loop."""
         self._loop = asyncio.get_running_loop()
         self.batcher.start()
 
     def check_room(self) -> None:
-        """Raises RequestError with the status 429 if too many completions wait."""
+        """Raises RequestError with the status 429 if at least `max_waiting` completions wait."""
         waiting = self.batcher.waiting
         if waiting >= self._max_waiting:
             message = f"{waiting} completions are waiting, and the limit is {self._max_waiting}; try again later"
             raise RequestError(message, http=429, kind="rate_limit_error")
 
     def retry_after(self) -> int:
-        """Returns the estimated seconds until the waiting completions are started."""
+        """Returns an estimate of the time until the waiting completions are started: 1 to 60 seconds."""
         latency = self.metrics.latency
         mean = latency.sum / max(sum(latency.counts), 1)
         return max(1, min(60, math.ceil(mean * self.batcher.waiting / self._rows)))
@@ -63,7 +63,7 @@ class Hub:
 class Exchange:
     """Submits the jobs of one request and receives the parts of their completions.
 
-    On exit from the context manager, completions that have not ended are cancelled.
+    An exchange is an asynchronous context manager. On exit, completions that have not ended are cancelled.
     """
 
     def __init__(self, hub: Hub, jobs: Sequence[Job], began: float):
@@ -87,7 +87,7 @@ class Exchange:
             self._hub.batcher.cancel(job)
 
     async def parts(self) -> AsyncIterator[tuple[Job, Part]]:
-        """Yields the parts of all completions until they have ended."""
+        """Yields the parts of all completions, each with its job, until all completions have ended."""
         first = True
         while self._left:
             job, part = await self._queue.get()
@@ -101,7 +101,7 @@ class Exchange:
             yield job, part
 
     def stop(self, job: Job, sample: int) -> None:
-        """Cancels a completion. Its further parts are not yielded."""
+        """Cancels completion `sample` of a job. `parts` yields no further parts of this completion."""
         if (job, sample) in self._left:
             self._left.discard((job, sample))
             self._hub.batcher.cancel(job, sample)

@@ -17,8 +17,8 @@ class JobSampling:
     Attributes:
       max_tokens: maximum number of tokens of a completion, end-of-sequence token included.
       top_k: number of most probable tokens that are kept; None keeps every token.
-      seed: from 0 to 2**64 - 1.
-      stop_ids: token ids that end a completion, in addition to the ids of the model.
+      seed: seed of the random numbers, from 0 to 2**64 - 1.
+      stop_ids: token ids that end a completion, in addition to the end-of-sequence token ids of the model.
     """
 
     max_tokens: int
@@ -34,9 +34,9 @@ class Part(NamedTuple):
 
     Attributes:
       sample: index of the completion in its job.
-      reason: why the completion has ended: "stop" (an end-of-sequence token or one of `stop_ids`), "length" or "error";
-        None if it has not ended.
-      stop_id: the id of `stop_ids` that ended the completion; None if there is none.
+      reason: why the completion has ended: "stop" (an end-of-sequence token or one of `JobSampling.stop_ids`), "length"
+        or "error"; None if the completion has not ended.
+      stop_id: the token id from `JobSampling.stop_ids` that ended the completion; otherwise None.
     """
 
     sample: int

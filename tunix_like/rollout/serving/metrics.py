@@ -13,7 +13,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Histogram:
-    """Counts durations in the buckets `SECONDS`."""
+    """Counts durations in buckets with the upper bounds `SECONDS`."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(SECONDS) + 1)
@@ -42,8 +42,8 @@ class Metrics:
         self.latency, self.first_token = Histogram(), Histogram()
 
     def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
-        """Returns all metrics as text. `gauges` has the description and the current value of further metrics, by
-        name."""
+        """Returns all metrics as text. `gauges` maps the names of further metrics to their description and current
+        value."""
         lines: list[str] = []
 
         def metric(name: str, kind: str, what: str, values: Sequence[str]) -> None:

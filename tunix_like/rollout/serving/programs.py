@@ -1,8 +1,8 @@
 """The compiled programs of the server: start rows, sample tokens of all rows, resize the caches.
 
 The programs work on the arrays of `decoding.py` with one row per slot, so each slot holds one prompt and one
-completion. All requests share these programs, because the sampling parameters are arrays. `widths_of` bounds the number
-of array shapes.
+completion. All requests share these programs, because the sampling parameters are arrays. The caches have only the
+widths that `widths_of` returns, so there are few array shapes.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class State(NamedTuple):
 
 
 class Starts(NamedTuple):
-    """The completions to start in slots. Slots for which `take` is False are not changed.
+    """The completions to start, one entry per slot. Slots for which `take` is False are not changed.
 
     Attributes:
       source: index of the prompt among the prefilled prompts (`fresh` of `start`).
-      seed: high and low word of the seed.
+      seed: the high and the low 32 bits of `JobSampling.seed`.
       number, sample: index of the prompt in its request, and index of the completion among the completions of the
         prompt.
     """
@@ -77,7 +77,7 @@ class Starts(NamedTuple):
 
 
 def widths_of(longest: int) -> list[int]:
-    """Returns the possible widths of the caches in ascending order. The last width is `longest`."""
+    """Returns the possible numbers of columns of the caches in ascending order. The last number is `longest`."""
     widths = []
     width = FIRST_WIDTH
     while width < longest:
@@ -87,7 +87,7 @@ def widths_of(longest: int) -> list[int]:
 
 
 def prompt_widths_of(longest: int) -> list[int]:
-    """Returns the widths to which prompts can be padded, in ascending order."""
+    """Returns the numbers of tokens to which prompts can be padded, in ascending order."""
     widths = []
     width = SHORTEST_PROMPT
     while width < longest:
@@ -97,14 +97,14 @@ def prompt_widths_of(longest: int) -> list[int]:
 
 
 def prompts_at_once(width: int) -> int:
-    """Returns the maximum number of prompts of this width in one prefill. A prefill has either one prompt or this
-    many."""
+    """Returns the maximum number of prompts of `width` tokens in one prefill. A prefill computes either one prompt or
+    this number of prompts, padding included."""
     return PROMPTS_OF_PREFILL if width * PROMPTS_OF_PREFILL <= TOKENS_OF_PREFILL else 1
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "slots", "width"))
 def empty_state(graphdef: Any, params: Any, slots: int, width: int) -> State:
-    """Allocates slots without completions."""
+    """Allocates `slots` slots without completions, and caches of `width` columns."""
     tokens, lengths = jax.ShapeDtypeStruct((slots, width), jnp.int32), jax.ShapeDtypeStruct((slots,), jnp.int32)
     shapes = jax.eval_shape(functools.partial(prefill, graphdef), params, tokens, lengths)
     prompts = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -121,7 +121,7 @@ def start(state: State, fresh: Prompts, starts: Starts) -> State:
     donated.
 
     Several slots can use the same prompt of `fresh`. The random numbers of a completion depend only on its seed,
-    `number` and `sample`. The sampler uses the same random numbers if its key is made from this seed.
+    `number` and `sample`. `rollout.sampler.Sampler` uses the same random numbers if its key is made from the same seed.
     """
     caches = state.prompts.cache, state.rows.cache
     placed = _place(caches[0], fresh.cache, starts.take, starts.source)
@@ -135,7 +135,8 @@ def start(state: State, fresh: Prompts, starts: Starts) -> State:
 def _place(
     cache: list[KeyValue], fresh: list[KeyValue], take: Bool[Array, "A"], source: Int[Array, "A"]
 ) -> list[KeyValue]:
-    """Writes the keys and values of new prompts to the first columns of the slots for which `take` is True."""
+    """Writes the keys and values of prompt `source[a]` of `fresh` to the first columns of slot `a`, if `take[a]` is
+    True."""
 
     def placed(old: Array, new: Array, axis: int) -> Array:
         here = take.reshape(-1, *(1,) * (old.ndim - 1))
@@ -147,7 +148,8 @@ def _place(
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def _begin(state: State, fresh: Prompts, starts: Starts) -> State:
-    """Computes the new state of `start` without the caches. The lists of caches in `state` and `fresh` are empty."""
+    """Computes the result of `start` except for the caches. The lists of caches in `state`, `fresh` and the result are
+    empty."""
     take, rows = starts.take, state.rows
 
     def key_of(seed: Array, number: Array, sample: Array) -> Array:
@@ -183,11 +185,11 @@ def advance(
     """Samples tokens of all live rows, each with its own sampling parameters.
 
     Args:
-      params: weights in the compute dtype, from `decoding.cast_params`; they are not cast again.
+      params: weights in the compute dtype, from `decoding.cast_params`; `advance` does not cast these weights.
       head: the output matrix, `Decoder.head()`.
       keep: False for rows that are cancelled.
-      until: the loop ends when at most `until[0]` rows are live, after `until[1]` steps (at most `MOST_STEPS`), or when
-        a row has filled the cache.
+      until: the loop ends when at most `until[0]` rows are live, or after `until[1]` steps (at most `MOST_STEPS`). The
+        loop also ends when a live row has filled the cache.
 
     Returns:
       the new state. `rows.tokens[:, 0, i]` and `rows.logprobs[:, 0, i]` are the results of step `i`. If the age of a
@@ -230,7 +232,7 @@ def advance(
 
 
 def resized(state: State, prompt_width: int, width: int) -> State:
-    """Changes the number of columns of the caches of prompts and of completions.
+    """Changes the caches of prompts to `prompt_width` columns, and the caches of completions to `width` columns.
 
     All running completions and their prompts must fit into the new widths.
     """
@@ -253,7 +255,8 @@ def _resized_prompts(cache: list[KeyValue], width: int) -> list[KeyValue]:
 def _resized_rows(
     cache: list[KeyValue], positions: Int[Array, "A 1 U"], column: Int[Array, ""], width: int
 ) -> dict[str, Any]:
-    """Unrolls the ring buffer (oldest column first); then drops the oldest columns or appends empty columns.
+    """Changes the ring buffer to `width` columns: unrolls the buffer (oldest column first), then drops the oldest
+    columns or appends empty columns.
 
     Returns:
       the fields of `Rows` that change.

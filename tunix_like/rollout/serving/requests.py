@@ -1,4 +1,4 @@
-"""Parses and checks the requests of the three routes that sample."""
+"""Parses and checks the requests of the three HTTP routes that sample completions."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Settings:
       version: the version of the weights, e.g. the step of a checkpoint.
       vocab_size: number of token ids of the model.
       longest: maximum number of tokens of prompt and completion together.
-      max_tokens, temperature, top_p, top_k: defaults of requests.
-      max_waiting: requests are refused if this many completions wait, or more.
+      max_tokens, temperature, top_p, top_k: values for requests that do not have these parameters.
+      max_waiting: a new request is refused if at least this number of completions waits.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A request that was checked.
+    """A parsed and valid request.
 
     Attributes:
       jobs: one per prompt; each has the number of completions that the parameter `n` requests.
@@ -93,7 +93,7 @@ class Request:
 
 
 def completion_request(body: Mapping[str, Any], settings: Settings, tokenizer: Tokenizer) -> Request:
-    """Checks a request of `/v1/completions`. Raises RequestError."""
+    """Parses and checks a request of `/v1/completions`. Raises RequestError if the request is not valid."""
     fields = Fields(body)
     _check_model(fields, settings)
     prompts = _prompts(fields, settings, tokenizer)
@@ -107,7 +107,7 @@ def completion_request(body: Mapping[str, Any], settings: Settings, tokenizer: T
 
 
 def chat_request(body: Mapping[str, Any], settings: Settings, tokenizer: Tokenizer) -> Request:
-    """Checks a request of `/v1/chat/completions`. Raises RequestError."""
+    """Parses and checks a request of `/v1/chat/completions`. Raises RequestError if the request is not valid."""
     fields = Fields(body)
     _check_model(fields, settings)
     messages = checked_messages(fields.take("messages"))
@@ -128,7 +128,7 @@ def chat_request(body: Mapping[str, Any], settings: Settings, tokenizer: Tokeniz
 
 
 def generate_request(body: Mapping[str, Any], settings: Settings) -> Request:
-    """Checks a request of `/inference/v1/generate`. Raises RequestError."""
+    """Parses and checks a request of `/inference/v1/generate`. Raises RequestError if the request is not valid."""
     fields = Fields(body)
     _check_model(fields, settings)
     tokens = fields.list_of("token_ids", _is_int, "token ids", 1 << 24)
@@ -154,7 +154,8 @@ def _check_model(fields: Fields, settings: Settings) -> None:
 
 
 def _request(fields: Fields, settings: Settings, prompts: list[list[int]], max_tokens: int | None) -> Request:
-    """Reads the parameters that are common to the three routes, and refuses unknown parameters."""
+    """Reads the parameters that are common to the three routes, and builds the request. Raises RequestError if a
+    parameter is not valid or not known."""
     temperature = fields.number("temperature", settings.temperature, 0, 100)
     if 0 < temperature < LOWEST_TEMPERATURE:
         raise fields.error(
@@ -198,7 +199,8 @@ def _request(fields: Fields, settings: Settings, prompts: list[list[int]], max_t
 
 
 def _room(fields: Fields, settings: Settings, prompt: int, max_tokens: int | None) -> int:
-    """Returns the maximum number of tokens of a completion. Raises RequestError if prompt and completion do not fit."""
+    """Returns the maximum number of tokens of a completion. Raises RequestError if a prompt of `prompt` tokens and the
+    completion have more than `settings.longest` tokens together."""
     longest = settings.longest
     if prompt >= longest:
         raise fields.error(
@@ -228,7 +230,7 @@ def _checked_tokens(fields: Fields, name: str, tokens: list[int], settings: Sett
 
 
 def _prompts(fields: Fields, settings: Settings, tokenizer: Tokenizer) -> list[list[int]]:
-    """Returns the token ids of the prompts of `/v1/completions`."""
+    """Reads the field `prompt` of a request of `/v1/completions`. Returns the token ids of each prompt."""
     given = fields.take("prompt")
     if isinstance(given, str) or (isinstance(given, list) and given and all(map(_is_int, given))):
         given = [given]

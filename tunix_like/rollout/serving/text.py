@@ -12,9 +12,10 @@ class Added(NamedTuple):
     """The text that new tokens add to a completion.
 
     Attributes:
-      text: new text that later tokens cannot change. The remaining text is returned later.
+      text: new text that later tokens cannot change. A later call of `TextStream.add` returns the text that can still
+        change.
       used: number of tokens that belong to the completion. Tokens after a stop string do not belong to it.
-      stop: the stop string that ended the completion; None if there is none. It is not part of the text.
+      stop: the stop string that ended the completion; None if there is none. The stop string is not part of `text`.
     """
 
     text: str
@@ -23,7 +24,8 @@ class Added(NamedTuple):
 
 
 class TextStream:
-    """The text of one completion, decoded from a window of its last tokens.
+    """Converts the tokens of one completion to text as the tokens arrive. For new tokens, only a window of the last
+    tokens is decoded again.
 
     An incomplete character is returned only when it is complete. Text that may be the beginning of a stop string is
     held until further text shows that no stop string begins there. All returned texts together are `decode(all
@@ -60,13 +62,15 @@ class TextStream:
         return Added(text, len(tokens), None)
 
     def _beginning(self) -> int:
-        """Returns the length of the longest suffix of the held text that is a prefix of a stop string."""
+        """Returns the length of the longest suffix of the held text that is a prefix of a stop string. Held text was
+        not returned yet."""
         longest = min(len(self._held), max(map(len, self._stops)) - 1)
         sizes = range(longest, 0, -1)
         return next((size for size in sizes if any(stop.startswith(self._held[-size:]) for stop in self._stops)), 0)
 
     def _decoded(self, tokens: Sequence[int], last: bool) -> str:
-        """Returns the text that new tokens add."""
+        """Returns the text that new tokens add; empty if the text ends with an incomplete character and `last` is
+        False."""
         self._window += tokens
         before, after = self._decode(self._window[: self._read]), self._decode(self._window)
         if not last and after.endswith("\ufffd"):  # probably an incomplete character
