@@ -126,7 +126,7 @@ def test_output_of_a_run(first):
     assert f"run folder: {RUN} (tunix-like eval | generate | export | report {RUN})" in table
 
 
-def test_config_of_the_run_is_whole(home, first):
+def test_config_of_the_run_contains_all_values(home, first):
     """config.yaml loads as the config of the run, with the defaults of the learner."""
     config = load(home / RUN / "config.yaml")
     asked = load(YAML, SMALL)

@@ -113,7 +113,7 @@ def test_the_token_limit_ends_a_conversation(generate):
     assert len(said.splitlines()) < 50
 
 
-def test_a_chat_has_the_bridge_of_its_template(generate):
+def test_conversation_with_a_chat_template(generate):
     chat = ["data.system_prompt=Hello", "--prompt", "Question", "--interactive"]
     sizes = ["rollout.max_prompt_length=200", "rollout.max_tokens_to_generate=200"]
     ends = f"rollout.eos_tokens={list(range(0, 250, 2))}"

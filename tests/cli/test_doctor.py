@@ -23,7 +23,7 @@ def here():
     return named_checks()
 
 
-def test_this_machine_works(here, capsys):
+def test_doctor_reports_no_problem_on_this_machine(here, capsys):
     assert all(check.works for check in here.values())
     assert here["jax"].found == f"{jax.__version__} (tested: {', '.join(doctor.TESTED_JAX)})"
     assert here["flax"].found == importlib.metadata.version("flax")
@@ -60,7 +60,7 @@ def test_documentation_names_the_tested_versions_once():
     assert f'"jax>={doctor.TESTED_JAX[0]}"' in (root / "setup.py").read_text(encoding="utf-8")
 
 
-def test_a_broken_package_is_named_and_the_status_is_1(monkeypatch, capsys):
+def test_package_that_fails_to_import_is_named_with_status_1(monkeypatch, capsys):
     real = importlib.import_module
 
     def broken(name, *rest):
@@ -77,7 +77,7 @@ def test_a_broken_package_is_named_and_the_status_is_1(monkeypatch, capsys):
     capsys.readouterr()
 
 
-def test_a_missing_extra_says_what_to_install(monkeypatch):
+def test_missing_extra_is_reported_with_its_install_command(monkeypatch):
     real = importlib.metadata.version
 
     def version(name):
@@ -98,7 +98,7 @@ def test_an_accelerator_that_jax_does_not_see(monkeypatch):
     assert any("tunix-like[tpu]" in check.advice for check in doctor.report())
 
 
-def test_a_jax_that_cannot_start(monkeypatch):
+def test_jax_without_a_working_backend_is_reported(monkeypatch):
     def fail():
         raise RuntimeError("no backend")
 

@@ -119,7 +119,7 @@ def test_every_example_has_its_model():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gsm8k_from_a_config_alone(name, home, monkeypatch, capsys):
+def test_dry_run_of_gsm8k_without_weights(name, home, monkeypatch, capsys):
     monkeypatch.chdir(home)
     for estimator, learner in LEARNERS.items():
         if name == "dapo" and estimator != "grpo":
@@ -161,7 +161,7 @@ def test_gsm8k_with_the_calculator(home, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("example", OTHERS)
-def test_the_other_examples(example, monkeypatch, capsys):
+def test_dry_run_of_the_other_examples(example, monkeypatch, capsys):
     if "verifiers" in example:
         pytest.importorskip("verifiers")
     monkeypatch.chdir(ROOT)

@@ -74,7 +74,7 @@ def simulated(number, kind="v5e"):
     return programs.Target(f"{kind}-{number}", KINDS[kind], number, None, "a simulation")
 
 
-def test_the_update_of_one_device(plan):
+def test_costs_of_the_update_per_device(plan):
     """A device has an eighth of every matrix and of its moments, and all of the other arrays. Its products are those of
     the step and a few more, because the two key heads are not split over four devices."""
     update = programs.compile_program(update_program(plan))
@@ -86,7 +86,7 @@ def test_the_update_of_one_device(plan):
     assert update.costs.network_bytes > 0 and not update.unknown and update.times(simulated(8)) is None
 
 
-def test_the_decoding_of_one_token(plan):
+def test_costs_of_decoding_one_token(plan):
     """Covers one iteration of the loop over tokens, which runs once per token of a completion."""
     program = decode_program(plan)
     decode = programs.compile_program(program)
@@ -157,7 +157,7 @@ WITHOUT = (
 """Runs the command on a machine without the compilers of accelerators."""
 
 
-def test_the_report_of_a_simulation(tmp_path):
+def test_report_of_simulated_devices(tmp_path):
     """Simulates eight devices in a separate process, from a folder that has only config.json."""
     (tmp_path / "config.json").write_text(json.dumps(HF | {"num_attention_heads": 2}))
     argv = ["doctor", "--config", YAML, "--devices", "v5e-8", *SMALL[1:], "data.train_size=50"]

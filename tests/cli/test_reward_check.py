@@ -120,7 +120,7 @@ def test_no_model_is_needed_and_invalid_input_raises_a_message(capsys):
     assert status == 2 and "missing" in said.err
 
 
-def test_mazes_are_solved_by_their_answers(capsys):
+def test_gold_answers_of_the_maze_example_succeed(capsys):
     assert cli.main(["check-rewards", str(EXAMPLES / "maze.yaml"), "data.train_size=300"]) == 0
     assert "256 training rows" in capsys.readouterr().out
 

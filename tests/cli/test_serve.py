@@ -86,7 +86,7 @@ def test_a_signal_lets_running_requests_finish(home, sent):
         assert not any("Traceback" in line or "ERROR" in line for line in lines), lines
 
 
-def test_requests_have_a_deadline_after_a_signal(home, monkeypatch, tmp_path):
+def test_running_requests_are_aborted_at_the_deadline_after_a_signal(home, monkeypatch, tmp_path):
     """With a deadline of one second, a request of hours is aborted."""
     (tmp_path / "sitecustomize.py").write_text(
         "import tunix_like.cli.serve\ntunix_like.cli.serve.SECONDS_TO_FINISH = 1\n"

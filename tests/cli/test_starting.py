@@ -27,7 +27,7 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_of_a_new_run(kind, capsys):
+def test_init_writes_the_files_of_a_run(kind, capsys):
     assert cli.main(["init", "my-run", "--like", kind]) == 0
     code = f"my-run_{kind if kind in ('env', 'tools') else 'rewards'}.py"
     names = {"my-run.yaml", code} | ({"my-run.jsonl"} if kind == "own" else set())
@@ -38,7 +38,7 @@ def test_files_of_a_new_run(kind, capsys):
     assert learner is tunix_like.MaxRLLearner and config.training.eval_every_n_steps
 
 
-def test_nothing_is_overwritten(capsys):
+def test_init_overwrites_no_file(capsys):
     Path("mine_rewards.py").write_text("mine")
     assert cli.main(["init", "mine"]) == 2
     assert "mine_rewards.py: exists already" in capsys.readouterr().err

@@ -167,7 +167,7 @@ def test_late_files_of_a_failed_write_are_removed(tmp_path, monkeypatch):
         assert not left.exists() and next(late, None) is None
 
 
-def test_a_damaged_step_is_named(tmp_path):
+def test_error_names_an_unreadable_step(tmp_path):
     state = {"x": jax.random.normal(jax.random.key(0), (64, 64))}
     with Checkpoints(tmp_path, 2) as checkpoints:
         checkpoints.save(1, state)

@@ -264,7 +264,7 @@ def test_run_in_the_working_directory_has_the_name_of_the_folder(tmp_path, recor
     assert names == [tmp_path.name]
 
 
-def test_event_files_that_cannot_be_written(tmp_path, caplog):
+def test_unwritable_event_files_give_a_warning(tmp_path, caplog):
     tmp_path.joinpath("tensorboard").write_text("in the way")
     assert go(Counting(), tmp_path, ["tensorboard"]) == 5
     warned = warnings(caplog)

@@ -33,7 +33,7 @@ def test_non_finite_values_become_null(tmp_path):
     assert json.loads(text, parse_constant=pytest.fail) == {"a": None, "b": None, "c": [1.0, None], "d": None}
 
 
-def test_a_row_is_on_disk_when_write_returns_and_a_bad_one_writes_nothing(tmp_path):
+def test_write_flushes_the_row_and_an_invalid_row_writes_nothing(tmp_path):
     log = MetricsLog(tmp_path)
     log.write({"step": 1})
     with pytest.raises(TypeError, match="a metric must be a number or text, not object"):
