@@ -149,7 +149,7 @@ def test_suspicious_environments_give_a_warning(name, parts, capsys):
 
 
 def test_failing_gold_answers_are_reported_without_an_error(capsys):
-    """They need not have the form of a turn."""
+    """A gold answer need not have the form of a turn."""
     status, said = check(capsys, "environment.name=mine.py:Never")
     assert status == 0 and "no gold answer succeeds: none reaches rewards.success_threshold=1" in said.out
     assert "answer 'a b c'" in said.out and "nothing suspicious" not in said.out

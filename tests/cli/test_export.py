@@ -174,7 +174,8 @@ def test_folders_that_are_never_replaced(tmp_path, monkeypatch, capsys, out, sai
 
 
 def test_export_of_a_folder(tmp_path, model, monkeypatch, capsys):
-    """The base folder of the exported model is not replaced, and the end-of-sequence ids are those of sampling."""
+    """An export does not replace the folder from which its model was loaded. Its end-of-sequence ids include those of
+    `rollout.eos_tokens`."""
     monkeypatch.chdir(tmp_path)
     save_model(nnx.to_pure_dict(nnx.split(model)[1]), model.config, TOKENIZER, "base")
     assert cli.main(["export", "base", "out", "rollout.eos_tokens=[5]"]) == 0

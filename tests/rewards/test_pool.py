@@ -98,7 +98,7 @@ def test_none_is_unscored_and_not_a_failure(workers, what):
     assert not got.timeouts.any() and not got.errors.any() and got.first_failure is None
 
 
-def test_wrong_number_of_values_leaves_the_group_unscored(workers):
+def test_invalid_return_values_leave_the_group_unscored(workers):
     """The values cannot be assigned to completions, so the group is unscored."""
     got = run(workers["too_few"], ["a", "few", "b", "c"], group_size=2)
     np.testing.assert_array_equal(got.total, [np.nan, np.nan, 1, 1])
