@@ -312,7 +312,7 @@ def test_estimators_that_a_shift_of_rewards_changes(name):
 
 
 @every
-def test_a_constant_group_is_exactly_zero(name, params):
+def test_constant_group_has_advantages_of_exactly_zero(name, params):
     """The float32 mean of twelve times 0.7 is not 0.7, so the zero must not depend on rounding. Estimators that are
     registered with zero advantages for constant groups give exactly 0."""
     numbers = (0.0, 1.0) if name == "passk" else (0.7, 0.0, 1.0, 1e-3, 1234.567, 1e15)

@@ -435,7 +435,7 @@ TRL_NAMES = {
 
 @pytest.mark.parametrize("bounds", [(None, 3.0), (0.5, 2.0), (0.8, None)], ids=str)
 @pytest.mark.parametrize("mode", DEFAULT_UPPER)
-def test_the_weights_are_those_of_trl(mode, bounds):
+def test_weights_equal_those_of_trl(mode, bounds):
     old, sampling = some_logprobs()
     lower, upper = bounds
     correction = SamplerCorrection(mode, lower or 0.0, NO_BOUND if upper is None else upper)

@@ -119,7 +119,7 @@ def test_invalid_arguments_raise_an_error(call, words):
     assert all(word in str(error.value) for word in words), error.value
 
 
-def test_advantages_of_several_groups_equal_those_of_each_group():
+def test_advantages_of_several_estimators_equal_those_of_each_estimator():
     rewards = np.array([[1.0, 0.0, np.nan, 2.0], [0.0, 3.0, 3.0, 1.0]])
     lengths = np.array([[3, 1, 2, 5], [1, 2, 3, 4]], np.int32)
     each = [("grpo", {"ddof": 0}), ("maxrl", {"truncation_order": 2}), ("opo", {}), ("reinforce_pp", {})]

@@ -1,4 +1,4 @@
-"""Calls of the command line in processes, for the tests of whole runs."""
+"""Runs the command line in processes, for the tests of whole runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = (
 
 
 def call(*argv, cwd, code=0, **environment):
-    """Runs a program to its end and returns what it said; `code` is the exit status it must end with."""
+    """Runs a program to its end, checks that its exit status is `code`, and returns its output."""
     done = subprocess.run(
         argv, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
     )

@@ -1,4 +1,4 @@
-"""`tunix-like advantages`: the table, what is said below it, the figure, and bad input."""
+"""Tests `tunix-like advantages`: the table, the lines below it, the figure, and errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def own(tmp_path):
 
 @pytest.fixture
 def command(capsys):
-    """Runs the command; returns its columns by header (several tables are put together) and the lines below."""
+    """Runs the command. Returns its columns by header (several tables are joined) and the lines below them."""
 
     def run(*words):
         assert cli.main(["advantages", *words]) == 0
@@ -77,7 +77,7 @@ def numbers(cells):
     return [float(cell) for cell in cells]
 
 
-def test_hand_values(command):
+def test_values_computed_by_hand(command):
     columns, notes = command("1,0,0,0", "k=2", "truncation_order=2", "ddof=0", "lengths=3,1,2,5")
     third = 0.3333
     values = {  # four completions, their sum, their mean size
@@ -147,7 +147,7 @@ def test_rewards_below_zero(command):
     assert numbers(columns["pkpo k=1"][:4]) == [-1, 0, 0.5, -0.5]
 
 
-def test_what_is_not_given_and_what_is_out_of_range(command):
+def test_missing_parameters_and_values_out_of_range(command):
     columns, notes = command("1,0,0,0")
     assert {"maxpo k=2", "pkpo k=2", "passk k=2"} <= set(columns)
     assert "k is not given: k=2 is shown." in notes
@@ -186,12 +186,12 @@ def test_equal_rewards_with_unequal_advantages_keep_their_rows(command, tmp_path
     assert columns["by_place.py:f"][:2] == ["1", "2"]
 
 
-def test_a_small_reward_is_no_noise(command):
+def test_small_rewards_are_not_rounded_to_zero(command):
     columns, _ = command("1,1e-9,0,0")
     assert columns["reward"][:4] == ["1", "1e-09", "0", "0"]
 
 
-def test_no_noise_of_rounding(command):
+def test_rounding_errors_are_not_shown(command):
     columns, _ = command("0.7,0.7,0.7,0.1,0.3,0.3", "k=3")
     for name in ("grpo", "drgrpo", "rloo", "maxrl", "maxpo k=3"):
         assert columns[name][6] == "0", name
@@ -200,7 +200,7 @@ def test_no_noise_of_rounding(command):
     assert {columns[name][1] for name in ("grpo", "drgrpo", "rloo", "maxrl", "opo", "reinforce_pp")} == {"0"}
 
 
-def test_a_narrow_terminal_gets_several_tables():
+def test_table_is_split_on_a_narrow_terminal():
     rows = [["completion", "reward", "grpo", "drgrpo", "maxpo k=2"], ["1", "-1", "0.3333", "1", "2"]]
     parts = advantages_table.side_by_side(2, rows, 40)
     assert [part[0] for part in parts] == [
@@ -213,7 +213,7 @@ def test_a_narrow_terminal_gets_several_tables():
     assert [part[1] for part in parts] == [["1", "-1", "0.3333"], ["1", "-1", "1"], ["1", "-1", "2"]]
 
 
-def test_an_estimator_of_ones_own(command, own):
+def test_user_defined_estimator(command, own):
     columns, _ = command("1,0,0,0", f"estimator={own}:twice", "factor=4")
     assert columns["mine.py:twice factor=4"][:4] == ["3", "-1", "-1", "-1"]
     columns, _ = command("1,0,0,0", "factor=.5", f"estimator={own}:twice", "sign=minus")
@@ -299,7 +299,7 @@ def test_the_lines_of_the_figure():
         (5, 9, {"ML, 1/p", "RL = MaxRL order 1", "GRPO", "MaxRL order 4"}),
     ],
 )
-def test_what_is_drawn_at_small_sizes(size, k, labels):
+def test_figure_of_small_group_sizes(size, k, labels):
     p = weights_figure.pass_rates(size)
     curves = weights_figure.curves_of(weights_figure.drawn_estimators(size, k), size, p)
     assert {curve.label for curve in curves} == labels
@@ -324,7 +324,7 @@ def size_of_png(path):
     return struct.unpack(">II", head[16:24])
 
 
-def test_the_picture(command, own, tmp_path):
+def test_figure_file(command, own, tmp_path):
     path = tmp_path / "w.png"
     _, notes = command("1,0,0,0", "--plot", str(path), "k=3", f"estimator={own}:twice")
     assert size_of_png(path) == (1200, 750)
@@ -346,14 +346,15 @@ def test_an_estimator_across_groups_is_shown_but_not_drawn(command, own, tmp_pat
     np.testing.assert_allclose(twice.weights, 2 * 3 / 4, rtol=1e-6)
 
 
-def test_every_own_parameter_reaches_its_estimator(own):
+def test_every_parameter_reaches_its_estimator(own):
     request = advantages_table.read_request("1,0", [f"estimator={own}:twice", "factor=1e1", "sign=true"])
     assert request.own == GroupEstimator(f"{own}:twice", {"factor": 10.0, "sign": True})
 
 
 @pytest.mark.slow
-def test_only_the_picture_loads_matplotlib(tmp_path):
-    """Not the package, not training, not the table; and the picture without pyplot, whose state is global."""
+def test_only_the_figure_imports_matplotlib(tmp_path):
+    """The package, training and the table do not import matplotlib. The figure does not import pyplot, whose state is
+    global."""
     modules = [
         ".".join(("tunix_like", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
         for path in PACKAGE.rglob("*.py")

@@ -1,4 +1,4 @@
-"""The command line in real processes: many tests look at one short run and at what is made of it."""
+"""Tests the command line in real processes. Many tests check one short run and its results."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ print(json.dumps(results))
 
 
 def call_many(*commands, cwd):
-    """Runs several commands in one process, to pay for its imports once; `[(code, stdout, stderr), ...]`."""
+    """Runs several commands in one process, so that the imports are done once. Returns `[(code, stdout, stderr),
+    ...]`."""
     done = subprocess.run(
         [sys.executable, "-c", MANY], input=json.dumps(commands), cwd=cwd, capture_output=True, text=True, timeout=300,
         check=True,
@@ -63,19 +64,19 @@ def call_many(*commands, cwd):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """The folder that the shared run's commands are typed in."""
+    """The working directory of the commands of the shared run."""
     return tmp_path_factory.mktemp("cli")
 
 
 @pytest.fixture(scope="module")
 def first(home):
-    """The shared run: 4 supervised steps, 3 of MaxRL, in its default folder; what it said."""
+    """The standard output of the shared run: 4 supervised steps and 3 steps of MaxRL, in its default folder."""
     return call(SCRIPT, "train", YAML, *SMALL, cwd=home).stdout
 
 
 @pytest.fixture(scope="module")
 def made(home, first):
-    """What is made of the shared run, all in one process: (code, stdout, stderr) by name."""
+    """The results of commands on the shared run, all in one process: (code, stdout, stderr) by name."""
     commands = {
         "eval": ["eval", RUN],
         "eval again": ["eval", RUN, "eval.samples=4", "eval.k=[2]"],
@@ -103,7 +104,7 @@ def made(home, first):
     return dict(zip(commands, call_many(*commands.values(), cwd=home), strict=True))
 
 
-def test_what_a_run_says(first):
+def test_output_of_a_run(first):
     for piece in (
         "learner: MaxRLLearner (maxrl)",
         "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
@@ -125,8 +126,8 @@ def test_what_a_run_says(first):
     assert f"run folder: {RUN} (tunix-like eval | generate | export | report {RUN})" in table
 
 
-def test_config_of_the_run_is_whole(home, first):
-    """config.yaml loads to the very config that ran, with the learner's defaults filled in."""
+def test_config_of_the_run_contains_all_values(home, first):
+    """config.yaml loads as the config of the run, with the defaults of the learner."""
     config = load(home / RUN / "config.yaml")
     asked = load(YAML, SMALL)
     for section in ("model", "data", "rollout", "optimizer", "sft", "eval", "training", "mesh"):
@@ -188,7 +189,7 @@ def test_rollouts_of_the_run(home, first):
 
 
 def numbers(table):
-    """The rows of a printed table: name -> first value."""
+    """Returns the rows of a printed table: name -> first value."""
     return dict(re.findall(r"[│|] +([\w@/]+) +[│|] +([\d.]+%?) ", table))
 
 
@@ -204,7 +205,7 @@ def test_evaluation(home, made):
     assert code == 0 and f"{RUN}/sft_checkpoints/4: 3 problems" in said
 
 
-def test_the_export_is_a_hugging_face_folder(home, made):
+def test_export_loads_in_transformers(home, made):
     import torch
     import transformers
 
@@ -224,7 +225,7 @@ def test_the_export_is_a_hugging_face_folder(home, made):
     assert theirs.generation_config.eos_token_id == tokenizer.eos_ids[0] == other.eos_token_id
 
 
-def test_an_export_is_a_model_like_any_other(home, made):
+def test_commands_accept_an_exported_model(home, made):
     code, said, _ = made["eval exported"]
     assert code == 0 and numbers(said) == numbers(made["eval"][1]), "the weights, the data and the draws are the same"
     code, _, error = made["eval without data"]
@@ -236,8 +237,9 @@ def test_an_export_is_a_model_like_any_other(home, made):
     assert one.keys() == two.keys() and all(np.array_equal(one[name], two[name]) for name in one)
 
 
-def test_generate_says_on_stderr_how_it_sampled(home, made):
-    """The completion alone is on stdout; greedy is the argmax of the plain forward pass, token by token."""
+def test_generate_prints_its_sampling_on_standard_error(home, made):
+    """Only the completion is on standard output. Greedy sampling is the argmax of the plain forward pass, token by
+    token."""
     for name in ("generate", "generate greedy"):
         assert "greedy: the most likely token at every position" in made[name][2] and "--greedy" not in made[name][2]
     code, said, error = made["generate sampled"]
@@ -254,7 +256,7 @@ def test_generate_says_on_stderr_how_it_sampled(home, made):
     assert made["generate greedy"][1] == tokenizer.decode(tokens[prompt : len(tokens) - ended]) + "\n"
 
 
-def test_doctor_and_things_that_are_not_there(made):
+def test_doctor_and_missing_runs_and_checkpoints(made):
     code, said, _ = made["doctor"]
     assert code == 0 and all(name in said for name in ("jax", "flax", "device 0", "a compiled program", "GiB"))
     code, _, error = made["no such run"]
@@ -265,14 +267,14 @@ def test_doctor_and_things_that_are_not_there(made):
 
 @pytest.fixture(scope="module")
 def resumed(home, made):
-    """The shared run, asked for again as it is, and then for two more steps; what both said."""
+    """The output of the command of the shared run, repeated unchanged, and then with two more steps."""
     again = call(sys.executable, "-m", "tunix_like", "train", YAML, *SMALL, cwd=home).stdout
     before = (home / RUN / "metrics.jsonl").read_text()
     more = call(SCRIPT, "train", YAML, *SMALL, "training.max_steps=5", cwd=home)
     return again, before, more.stdout, more.stderr
 
 
-def test_a_finished_run_shows_its_table_and_how_to_go_on(resumed, first):
+def test_finished_run_prints_its_table_and_how_to_continue(resumed, first):
     again, before, _, _ = resumed
     assert not re.search(r"^(train|sft) \d", again, re.M), "nothing was trained"
     said = "this run was already finished: nothing was trained\n"
@@ -283,7 +285,7 @@ def test_a_finished_run_shows_its_table_and_how_to_go_on(resumed, first):
     assert len(before.splitlines()) == 8
 
 
-def test_raising_max_steps_goes_on(home, resumed):
+def test_higher_max_steps_continues_the_run(home, resumed):
     _, before, more, error = resumed
     assert re.findall(r"^train (\d)/5 ", more, re.M) == ["4", "5"] and "sft 4/4" not in more
     assert "the schedule uses the new number" in error, "the schedule follows the new value, and the log says so"
@@ -296,11 +298,11 @@ def test_raising_max_steps_goes_on(home, resumed):
 
 
 def make_parts(source) -> Parts:
-    """Parts of which only config and source are read."""
+    """Returns parts of which only config and source are read."""
     return Parts(Config(), int, source, None, None, [], None)
 
 
-def test_the_closing_table_counts_the_problems_that_were_evaluated(tmp_path, capsys):
+def test_final_table_counts_the_evaluated_problems(tmp_path, capsys):
     parts = make_parts(types.SimpleNamespace(eval=range(10)))
     for skipped, title in ((3, "7 held-out problems (3 prompts skipped)"), (0, "10 held-out problems,")):
         row = {"step": 1, "eval/pass@1": 0.5, "eval/avg@3": 0.4, "eval/skipped_prompts": skipped}
@@ -310,7 +312,7 @@ def test_the_closing_table_counts_the_problems_that_were_evaluated(tmp_path, cap
         assert title in said and "3 samples each" in said and parts.config.eval.samples != 3
 
 
-def test_a_run_without_evaluation_says_how_to_go_on_too(tmp_path, capsys):
+def test_run_without_evaluation_prints_how_to_continue(tmp_path, capsys):
     screen.closing_table(tmp_path, make_parts(None))
     said = capsys.readouterr().out
     assert "no evaluation" in said and f"run folder: {tmp_path}" in said
@@ -321,7 +323,7 @@ def run_main(capsys, *argv):
     return code, *capsys.readouterr()
 
 
-def test_another_config_is_refused(home, first, monkeypatch, capsys):
+def test_resumption_with_another_config_is_rejected(home, first, monkeypatch, capsys):
     monkeypatch.chdir(home)
     before = {path: path.stat().st_mtime_ns for path in (home / RUN).rglob("*")}
     changes = "algorithm.num_generations=8", "optimizer.b2=0.9", "training.max_steps=9"
@@ -334,8 +336,8 @@ def test_another_config_is_refused(home, first, monkeypatch, capsys):
     assert {path: path.stat().st_mtime_ns for path in (home / RUN).rglob("*")} == before
 
 
-def test_a_run_that_is_under_way_is_left_alone(home, first, monkeypatch, capsys):
-    """Also where the other command has another config, which must not be written; to look is allowed."""
+def test_running_run_is_not_changed_by_another_command(home, first, monkeypatch, capsys):
+    """Covers a second command with another config, which must not be written. Commands that only read are allowed."""
     monkeypatch.chdir(home)
     (home / RUN / "run.lock").write_text(json.dumps(run_lock._me()))
     before = {path: path.stat().st_mtime_ns for path in (home / RUN).rglob("*")}
@@ -348,10 +350,10 @@ def test_a_run_that_is_under_way_is_left_alone(home, first, monkeypatch, capsys)
         (home / RUN / "run.lock").unlink()
 
 
-def test_a_damaged_checkpoint_is_not_exported_unsaid(home, first, monkeypatch, capsys, tmp_path):
+def test_export_of_a_damaged_checkpoint_fails_with_a_message(home, first, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(home / RUN, "run")
-    for step in Path("run/checkpoints").iterdir():  # another test may have gone on with the run
+    for step in Path("run/checkpoints").iterdir():  # another test may have continued the run
         next((step / "state/d").iterdir()).write_bytes(b"0")
     for what, words in (("run/checkpoints/3", "this checkpoint is damaged: state/d/"), ("run", "every checkpoint is")):
         code, _, error = run_main(capsys, "export", what, "out")
@@ -370,8 +372,8 @@ def test_a_damaged_checkpoint_is_not_exported_unsaid(home, first, monkeypatch, c
         ("package.module:best", "best"),
     ],
 )
-def test_the_folder_of_a_run(kind, name):
-    """An estimator that is named by its place gives the run its function's name, in one folder below runs/."""
+def test_default_folder_of_a_run(kind, name):
+    """If the estimator is named by its location, the run has the name of the function, in one folder below runs/."""
     config = load(None, ["training.seed=3"])
     assert run_folder(config, "somewhere/a.b.yaml", kind) == Path("runs") / f"a.b-{name}-s3"
     assert run_folder(load(None, ["training.output_dir=out"]), "a.yaml", kind) == Path("out")
@@ -383,9 +385,9 @@ def best(rewards, *, scored, lengths, k, beta=0.3, epsilon=1e-6, kl_tau=7.0):
 """
 
 
-def test_parameters_of_ones_own_estimator_are_no_keys(tmp_path, monkeypatch, capsys):
-    """An estimator's own `beta` is not the KL's, its `epsilon` not the clip's: both keep what they mean elsewhere. The
-    file is found from the folder one starts in, and names the run."""
+def test_parameters_of_a_user_defined_estimator_are_not_config_keys(tmp_path, monkeypatch, capsys):
+    """`beta` and `epsilon` of the estimator are not the config keys of the KL and of the clip range, which keep their
+    values. The file is found relative to the working directory, and its function names the run."""
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(OWN)
     argv = [*SMALL, "algorithm.advantage_estimator=own.py:best", "algorithm.estimator_params={k: 2, kl_tau: 1.0}"]
@@ -400,7 +402,7 @@ def test_parameters_of_ones_own_estimator_are_no_keys(tmp_path, monkeypatch, cap
     assert "folder: runs/reverse_text-best-s0\n" in said
 
 
-def test_dry_run_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
+def test_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code, said, _ = run_main(capsys, "train", YAML, *SMALL, "--dry-run", "algorithm.advantage_estimator=rloo")
     assert code == 0 and "RLOOLearner" in said and "reinforce, aggregation seq-mean-token-sum" in said
@@ -420,14 +422,14 @@ def test_help(command, capsys):
 
 
 def documented_statuses():
-    """The first column of the table in docs/reliability.md."""
+    """Returns the first column of the table in docs/reliability.md."""
     section = (ROOT / "docs" / "reliability.md").read_text().partition("## Exit status")[2].partition("\n## ")[0]
     found = re.findall(r"^\| (\d+)", section, re.MULTILINE)
     assert len(found) >= 5
     return found
 
 
-def test_every_command_is_asked_for_its_help():
+def test_help_test_covers_every_command():
     actions = cli.build_parser()._subparsers._group_actions
     assert sorted(COMMANDS) == sorted(actions[0].choices)
 
@@ -439,7 +441,7 @@ def test_bad_usage(capsys):
         assert stopped.value.code == 2 and "usage:" in capsys.readouterr().err
 
 
-def test_sft_alone(home, first):
+def test_sft_command(home, first):
     said = call(SCRIPT, "sft", YAML, *SMALL, "sft.stop_at_success=0.9", cwd=home).stdout
     folder = "runs/reverse_text-sft-s0"
     assert f"tunix-like eval {folder}" in said and re.search(r"^sft 4/4 .*eval/pass@1", said, re.M)
@@ -469,9 +471,9 @@ print(json.dumps(codes), file=sys.stderr)
 """
 
 
-def test_commands_whose_output_cannot_be_written(home, made):
-    """Their files are written first. Where the reader has ended they end without a word, the interpreter's own at its
-    exit included; of a full disk there is one line."""
+def test_commands_with_unwritable_standard_output(home, made):
+    """The files of the commands are written first. If the reader of the output has ended, the commands end without a
+    message, also at the exit of the interpreter. If the disk is full, they print one line."""
     small = ["eval.samples=1", "eval.k=[1]"]
     commands = [
         (["advantages", "1,0,0,0"], None),

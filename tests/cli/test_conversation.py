@@ -1,4 +1,4 @@
-"""`tunix-like generate` with several turns: a person at a pipe, or the environment of the config."""
+"""Tests `tunix-like generate` with several turns, with a user at a pipe or with the environment of the config."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def generate(home, monkeypatch, capsys):
     return call
 
 
-def test_a_person_answers_each_turn(generate):
-    """One line of output per turn; the first turn is that of `generate` without a conversation."""
+def test_user_answers_each_turn(generate):
+    """There is one line of output per turn. The first turn equals that of `generate` without a conversation."""
     code, said, error = generate("--prompt", "abc>", "--interactive", "--greedy", typed="ab\n\ncd>\n")
     assert code == 0, error
     assert len(said.splitlines()) == 4 and "max_tokens" not in error
@@ -100,7 +100,7 @@ def test_a_person_answers_each_turn(generate):
 
 
 def test_the_row_continues_token_by_token(generate):
-    """In plain text, the turns are those of the whole text as a prompt."""
+    """In plain text, the turns equal those of a generation from the whole text as the prompt."""
     _, said, _ = generate("--prompt", "abc>", "--interactive", "--greedy", typed="ba>\n")
     first, second = said.splitlines()
     code, whole, _ = generate("--prompt", f"abc>{first}ba>", "--interactive", "--greedy")
@@ -113,7 +113,7 @@ def test_the_token_limit_ends_a_conversation(generate):
     assert len(said.splitlines()) < 50
 
 
-def test_a_chat_has_the_bridge_of_its_template(generate):
+def test_conversation_with_a_chat_template(generate):
     chat = ["data.system_prompt=Hello", "--prompt", "Question", "--interactive"]
     sizes = ["rollout.max_prompt_length=200", "rollout.max_tokens_to_generate=200"]
     ends = f"rollout.eos_tokens={list(range(0, 250, 2))}"
@@ -121,13 +121,13 @@ def test_a_chat_has_the_bridge_of_its_template(generate):
     assert code == 0 and len(said.splitlines()) >= 3, error
 
 
-def test_bytes_that_are_no_text(generate):
+def test_invalid_utf8_input(generate):
     code, _, error = generate("--prompt", "abc>", "--interactive", typed=b"\xff\xfeab>\n")
     assert code == 0, error
 
 
 def test_an_environment_is_played_with_a_row(generate):
-    """The first observation belongs to the prompt; the last one is shown too."""
+    """The first observation is a part of the prompt. The last one is shown too."""
     code, said, error = generate("--row", "2", "--greedy", *DATA, "environment.name=mine.py:Short")
     assert code == 0, error
     lines = said.splitlines()
@@ -181,8 +181,8 @@ def test_bad_input_is_one_line(argv, part, generate):
     assert code == 2 and part in error and error.count("error: ") == 1 and "Traceback" not in said, error
 
 
-def test_tools_are_told_to_the_model(generate):
-    """A person answers for the tools."""
+def test_tools_are_in_the_prompt(generate):
+    """The user types the answers of the tools."""
     chat = ["data.system_prompt=Hello", "--prompt", "Question", "--interactive", "environment.tools=[mine.py:add]"]
     sizes = ["rollout.max_prompt_length=900", "rollout.max_tokens_to_generate=64"]
     ends = f"rollout.eos_tokens={list(range(0, 250, 2))}"
@@ -195,7 +195,7 @@ def test_tools_are_told_to_the_model(generate):
 
 @pytest.mark.parametrize("interactive", [True, False])
 def test_a_template_may_rewrite_the_history(generate, monkeypatch, interactive):
-    """In a conversation and with an environment; random tokens are not those of their text, so rows restart."""
+    """Covers a conversation and an environment. Random tokens differ from the tokens of their text, so rows restart."""
     restarts, restart = [], decoding.restart
     monkeypatch.setattr(decoding, "restart", lambda *a: restarts.append(1) or restart(*a))
     chat = ["data.system_prompt=Hello", "--prompt", "Question", "environment.name=mine.py:Open"]
@@ -216,7 +216,7 @@ def test_a_template_may_rewrite_the_history(generate, monkeypatch, interactive):
     assert code == 2 and "it needs a chat template" in error
 
 
-def test_the_progress_is_hidden_while_a_person_types(monkeypatch):
+def test_progress_is_hidden_while_the_user_types(monkeypatch):
     from tunix_like.runtime import console, progress
 
     monkeypatch.setattr(console, "has_bottom_line", lambda: True)

@@ -1,4 +1,4 @@
-"""The report of a machine that works, and of machines that do not."""
+"""Tests the report of `doctor` for working machines and for machines with problems."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def here():
     return named_checks()
 
 
-def test_this_machine_works(here, capsys):
+def test_doctor_reports_no_problem_on_this_machine(here, capsys):
     assert all(check.works for check in here.values())
     assert here["jax"].found == f"{jax.__version__} (tested: {', '.join(doctor.TESTED_JAX)})"
     assert here["flax"].found == importlib.metadata.version("flax")
@@ -33,7 +33,7 @@ def test_this_machine_works(here, capsys):
     assert jax.__version__ in capsys.readouterr().out
 
 
-def test_the_core_is_what_setup_requires():
+def test_core_packages_are_those_of_setup():
     text = Path(__file__).parents[2].joinpath("setup.py").read_text(encoding="utf-8")
     core = text.partition("CORE = [")[2].partition("\n]")[0]
     assert set(re.findall(r'^    "([a-z0-9-]+)>=', core, flags=re.MULTILINE)) == set(doctor.CORE)
@@ -44,7 +44,7 @@ def test_the_core_is_what_setup_requires():
     [("0.10.2", False), ("0.11.0", False), ("0.12.0.1", False), ("0.12.9", False), ("0.10.1", True), ("0.13.0", True),
      ("1.0", True), ("0.13.0.dev20261101", True)],
 )  # fmt: skip
-def test_a_jax_beyond_the_tested_ones_works_and_is_told(version, told, monkeypatch):
+def test_newer_jax_than_tested_is_reported_and_works(version, told, monkeypatch):
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "jax" else real(name))
     check = named_checks()["jax"]
@@ -52,7 +52,7 @@ def test_a_jax_beyond_the_tested_ones_works_and_is_told(version, told, monkeypat
     assert ("pip install 'jax>=0.10.2,<0.13'" in check.advice) is told
 
 
-def test_one_page_names_the_tested_versions():
+def test_documentation_names_the_tested_versions_once():
     root = Path(__file__).parents[2]
     pages = {name: (root / name).read_text(encoding="utf-8") for name in ("README.md", "docs/contributing.md")}
     assert all(f"| {version} |" in pages["docs/contributing.md"] for version in doctor.TESTED_JAX)
@@ -60,7 +60,7 @@ def test_one_page_names_the_tested_versions():
     assert f'"jax>={doctor.TESTED_JAX[0]}"' in (root / "setup.py").read_text(encoding="utf-8")
 
 
-def test_a_broken_package_is_named_and_the_status_is_1(monkeypatch, capsys):
+def test_package_that_fails_to_import_is_named_with_status_1(monkeypatch, capsys):
     real = importlib.import_module
 
     def broken(name, *rest):
@@ -77,7 +77,7 @@ def test_a_broken_package_is_named_and_the_status_is_1(monkeypatch, capsys):
     capsys.readouterr()
 
 
-def test_a_missing_extra_says_what_to_install(monkeypatch):
+def test_missing_extra_is_reported_with_its_install_command(monkeypatch):
     real = importlib.metadata.version
 
     def version(name):
@@ -98,7 +98,7 @@ def test_an_accelerator_that_jax_does_not_see(monkeypatch):
     assert any("tunix-like[tpu]" in check.advice for check in doctor.report())
 
 
-def test_a_jax_that_cannot_start(monkeypatch):
+def test_jax_without_a_working_backend_is_reported(monkeypatch):
     def fail():
         raise RuntimeError("no backend")
 

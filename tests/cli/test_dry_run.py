@@ -1,4 +1,5 @@
-"""`train --dry-run` of every example, from configs alone: config.json as published, a tiny tokenizer, two rows."""
+"""Tests `train --dry-run` of every example, from configs only: the published config.json, a tiny tokenizer, two
+rows."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ MODELS = {
     "smollm2_360m": (SMOLLM2_360M, 361.82),
     "qwen3_8b_lora": (QWEN3_8B, 8190.74),
 }
-"""An example of GSM8K to the config of its model, and the millions of parameters that the model's card states."""
+"""Each GSM8K example with the config of its model, and the millions of parameters that the model card states."""
 LEARNERS = {"grpo": "GRPOLearner", "rloo": "RLOOLearner", "maxrl": "MaxRLLearner"}
 OTHERS = sorted(path.relative_to(ROOT).as_posix() for path in EXAMPLES.rglob("*.yaml") if "gsm8k" not in str(path))
 QUESTION = "Natalia sold clips to 48 of her friends in April, and half as many in May. How many did she sell?"
@@ -37,7 +38,7 @@ QUESTION = "Natalia sold clips to 48 of her friends in April, and half as many i
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with the rows, and one folder a model: its config.json and a tokenizer, no weights."""
+    """A folder with the rows, and one folder per model with its config.json and a tokenizer, without weights."""
     spec = importlib.util.spec_from_file_location("make_tiny_model", EXAMPLES / "gsm8k" / "make_tiny_model.py")
     maker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(maker)
@@ -49,28 +50,29 @@ def home(tmp_path_factory):
         (home / "rows" / f"{split}.jsonl").write_text(f"{row}\n{row}\n")
     for name, (fields, _) in {**MODELS, "qwen3_8b": (QWEN3_8B, 0)}.items():
         tokenizer.save(home / name)
-        ends = {"eos_token_id": tokenizer.eos_id}  # the published ones are of the models' own tokenizers
+        ends = {"eos_token_id": tokenizer.eos_id}  # the published ids are those of the original tokenizers
         (home / name / "config.json").write_text(json.dumps(fields | ends))
     return home
 
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch):
-    """Room for every example, whatever this machine has; a function that gives the device so many bytes instead."""
+    """Sets a device memory large enough for every example, and returns a function that sets another size in bytes."""
     monkeypatch.setattr(device, "device_memory", lambda: 10**12)
     return lambda size: monkeypatch.setattr(device, "device_memory", lambda: size)
 
 
 def dry(capsys, *overrides):
-    """The dry run of a small example: exit status, stdout, stderr."""
+    """Runs the dry run of a small example. Returns exit status, standard output and standard error."""
     code = cli.main(["train", str(EXAMPLES / "debug" / "reverse_text.yaml"), "--dry-run", *overrides])
     said = capsys.readouterr()
     return code, said.out, said.err
 
 
 @pytest.mark.parametrize("chosen", ["as set", "auto"])
-def test_what_does_not_fit_the_machine_is_an_error(chosen, memory, capsys):
-    """Everything is shown all the same, and the error is one line with what is needed, what there is and what to do."""
+def test_run_beyond_the_device_memory_is_an_error(chosen, memory, capsys):
+    """The whole report is printed, and the error is one line with the required memory, the available memory and a
+    remedy."""
     fixed = ["training.train_micro_batch_size=4", "rollout.max_concurrent_rows=4"] if chosen == "as set" else []
     code, said, _ = dry(capsys, *fixed)
     assert code == 0 and said.endswith("nothing was trained.\n")
@@ -87,7 +89,7 @@ def test_what_does_not_fit_the_machine_is_an_error(chosen, memory, capsys):
     assert "doctor --config" in error
 
 
-def test_where_the_memory_is_not_known_nothing_is_refused(monkeypatch, capsys):
+def test_unknown_device_memory_gives_no_error(monkeypatch, capsys):
     monkeypatch.setattr(sizes, "this_device", lambda: device.Device("tpu", 1000, known=False))
     code, said, error = dry(capsys)
     assert code == 0 and not error
@@ -95,8 +97,8 @@ def test_where_the_memory_is_not_known_nothing_is_refused(monkeypatch, capsys):
     assert "except memory" in said
 
 
-def test_adapters_beside_four_bits(home, monkeypatch, capsys, caplog):
-    """What is trained and what is frozen, from a config alone; no reference is held."""
+def test_adapters_on_a_4_bit_model(home, monkeypatch, capsys, caplog):
+    """Reports trained and frozen weights from a config only. No reference model is kept."""
     monkeypatch.chdir(home)
     argv = ["train", str(EXAMPLES / "gsm8k" / "qwen3_8b_lora.yaml"), "model.path=qwen3_8b_lora", "data.path=rows"]
     assert cli.main([*argv, "algorithm.beta=0.01", "--dry-run"]) == 0
@@ -104,7 +106,7 @@ def test_adapters_beside_four_bits(home, monkeypatch, capsys, caplog):
     assert "2 of 2 held-out prompts are also in the training data" in caplog.text
     trained = 16 * 36 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12288)) / 1e6
     assert f"8190.74 M parameters frozen in nf4, {trained:.2f} M trained (LoRA of rank 16, alpha 16, on q_p" in said
-    # an eighth of the base's 6.40 GB on each device; of each adapter one half is split, and the other lies whole
+    # An eighth of the base's 6.40 GB is on each device. Of each adapter one half is split and the other is replicated.
     split, whole = 16 * 36 * 7 * 4096, 16 * 36 * (4096 + 2 * 1024 + 4096 + 3 * 12288)
     assert split + whole == pytest.approx(trained * 1e6)
     weights = (6.396e9 + 4 * split) / 8 + 4 * whole
@@ -117,11 +119,11 @@ def test_every_example_has_its_model():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gsm8k_from_a_config_alone(name, home, monkeypatch, capsys):
+def test_dry_run_of_gsm8k_without_weights(name, home, monkeypatch, capsys):
     monkeypatch.chdir(home)
     for estimator, learner in LEARNERS.items():
         if name == "dapo" and estimator != "grpo":
-            continue  # it is about GRPO
+            continue  # this example is about GRPO
         argv = ["train", str(EXAMPLES / "gsm8k" / f"{name}.yaml"), f"algorithm.advantage_estimator={estimator}"]
         assert cli.main([*argv, f"model.path={name}", "data.path=rows", "--dry-run"]) == 0
         said = capsys.readouterr().out
@@ -139,7 +141,7 @@ def test_gsm8k_from_a_config_alone(name, home, monkeypatch, capsys):
 
 
 def test_gsm8k_with_the_calculator(home, monkeypatch, capsys):
-    """The prompt has the tool, and a chat template without tools is an error."""
+    """The prompt contains the tool, and a chat template without tools is an error."""
     monkeypatch.chdir(home)
     yaml_file = str(EXAMPLES / "environments" / "gsm8k_calculator.yaml")
     argv = ["train", yaml_file, "model.path=qwen2.5_0.5b", "data.path=rows", "--dry-run"]
@@ -159,7 +161,7 @@ def test_gsm8k_with_the_calculator(home, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("example", OTHERS)
-def test_the_other_examples(example, monkeypatch, capsys):
+def test_dry_run_of_the_other_examples(example, monkeypatch, capsys):
     if "verifiers" in example:
         pytest.importorskip("verifiers")
     monkeypatch.chdir(ROOT)
@@ -170,9 +172,9 @@ def test_the_other_examples(example, monkeypatch, capsys):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from Linux's /proc")
-def test_eight_billion_parameters_take_no_memory(home):
-    """All of it is described; it ends as an error where this machine has too little memory."""
-    code = (  # `ru_maxrss` would count what the process held that started this one
+def test_dry_run_of_eight_billion_parameters_allocates_no_weights(home):
+    """The whole report is printed. It ends in an error if this machine has too little memory."""
+    code = (  # `ru_maxrss` includes the memory of the parent process at the fork
         "import sys; from tunix_like.cli.main import main; status = main(sys.argv[1:]); "
         "print(status, next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     )

@@ -1,4 +1,4 @@
-"""`tunix-like check-rewards` with an environment: good ones, ones that are wrong in one way each, and tools."""
+"""Tests `tunix-like check-rewards` with valid environments, environments with one error each, and tools."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def rows_of(text):
     return {line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:-1]] for line in lines}
 
 
-def test_nothing_to_say_of_a_good_one(capsys):
+def test_valid_environment_gives_no_warning(capsys):
     status, said = check(capsys, "environment.name=mine.py:Good")
     assert status == 0, said
     assert "nothing suspicious" in said.out and "2 training rows, one episode of up to 3 turns" in said.out
@@ -127,7 +127,7 @@ def test_nothing_to_say_of_a_good_one(capsys):
     assert "first observation of row 1: first look" in said.out and "\x1b" not in said.out
 
 
-def test_an_answer_of_one_word_a_turn(capsys):
+def test_answer_with_one_word_per_turn(capsys):
     status, said = check(capsys, "environment.name=mine.py:Letters")
     rows = rows_of(said.out)
     assert status == 0 and rows["gold answer"][1] == "0.0%" and "nothing suspicious" in said.out
@@ -142,14 +142,14 @@ def test_an_answer_of_one_word_a_turn(capsys):
         ("Moody", ["row 1: two episodes began with different observations"]),
     ],
 )
-def test_what_is_suspicious_is_said(name, parts, capsys):
+def test_suspicious_environments_give_a_warning(name, parts, capsys):
     status, said = check(capsys, f"environment.name=mine.py:{name}")
     assert status == 1 and "nothing suspicious" not in said.out
     assert [part for part in parts if part not in said.out] == []
 
 
-def test_gold_answers_that_fail_are_reported_only(capsys):
-    """They need not be what a turn should be."""
+def test_failing_gold_answers_are_reported_without_an_error(capsys):
+    """A gold answer need not have the form of a turn."""
     status, said = check(capsys, "environment.name=mine.py:Never")
     assert status == 0 and "no gold answer succeeds: none reaches rewards.success_threshold=1" in said.out
     assert "answer 'a b c'" in said.out and "nothing suspicious" not in said.out

@@ -1,4 +1,4 @@
-"""`tunix-like eval` on a tiny model: what is on the screen, in the file of the problems, and in the summary."""
+"""Tests `tunix-like eval` on a tiny model: standard output, the file of the problems, and the summary."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SETTINGS = ("data.name=reverse_text", "data.eval_size=6", "data.train_size=9", "
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A folder with a model of random weights and a reward that such a model gets now and then."""
+    """A folder with a model of random weights, and a reward that such a model sometimes gets."""
     place = tmp_path_factory.mktemp("eval")
     (place / "early.py").write_text(REWARD)
     model, _ = tunix_like.load_model(HF, init="random")
@@ -51,7 +51,7 @@ def read(place: Path, name: str) -> tuple[list[dict], dict]:
     return [json.loads(line) for line in lines], json.loads((place / f"{name}.summary.json").read_text())
 
 
-def test_what_is_written_is_what_was_measured(place, monkeypatch, capsys):
+def test_written_values_equal_the_measured_values(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     said = said_by(capsys, "model", *SETTINGS, "--out", "kept/a.jsonl")
     assert "wrote every problem to kept/a.jsonl, the summary to kept/a.summary.json" in said
@@ -90,11 +90,12 @@ def test_the_rows_of_a_split(place, monkeypatch, capsys):
 
 
 def test_prompts_that_are_too_long(place, monkeypatch, capsys, caplog):
-    """The count is in the title, the table, the summary and a warning; data.overlong_prompts=error refuses the row."""
+    """The title, the table, the summary and a warning contain the count. data.overlong_prompts=error makes the row an
+    error."""
     monkeypatch.chdir(place)
     short = [*SETTINGS, "data.text_length=8", "data.eval_size=9", "rollout.max_prompt_length=5"]
     held_out = load_source(DataConfig(name="reverse_text", eval_size=9, train_size=9, text_length=8)).eval
-    fits = [number for number, row in enumerate(held_out) if len(row["prompt"]) <= 5]  # one token a character
+    fits = [number for number, row in enumerate(held_out) if len(row["prompt"]) <= 5]  # one token per character
     count = len(held_out) - len(fits)
     assert fits[0] > 0 and 0 < count < 9
     said = said_by(capsys, "model", *short, "--out", "short.jsonl")
@@ -129,8 +130,9 @@ def test_bad_input(place, monkeypatch, capsys, argv, words):
     assert error.startswith("error: ") and all(word in error for word in words), error
 
 
-def test_a_model_and_a_file(place, monkeypatch, capsys):
-    """Evaluated here, with the settings of the file, it is the same; with fewer samples it shares metrics still."""
+def test_comparison_of_a_model_with_a_file(place, monkeypatch, capsys):
+    """An evaluation of the model with the settings of the file has the same values. With fewer samples it still shares
+    metrics."""
     monkeypatch.chdir(place)
     said_by(capsys, "model", *SETTINGS, "--out", "before.jsonl")
     said = said_by(capsys, "--compare", "before.jsonl", "model", *SETTINGS)
@@ -140,9 +142,9 @@ def test_a_model_and_a_file(place, monkeypatch, capsys):
     assert all(float(each[1].strip("%")) == 0 and each[4:] == ("0", "0") for each in lines)
 
 
-def test_a_k_of_the_run_that_does_not_fit(place, monkeypatch, capsys):
-    """Fewer samples by an override leave out what they cannot tell, or take the powers of two; asked for, it is an
-    error."""
+def test_k_of_the_run_beyond_the_number_of_samples(place, monkeypatch, capsys):
+    """If an override reduces the number of samples, larger values of k are left out, or replaced by the powers of two.
+    An explicit k that is too large is an error."""
     monkeypatch.chdir(place)
     found = eval_command.open_trained("model", [*SETTINGS, "eval.samples=2"], need_data=True)
     for k, kept, said in (([1, 2, 3, 4], [1, 2], "3, 4"), ([4], None, "4")):
@@ -156,7 +158,8 @@ def test_a_k_of_the_run_that_does_not_fit(place, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_presets(place, monkeypatch, capsys):
-    """Greedy takes the token of the largest logit at every place; overrides are stronger than a preset."""
+    """Greedy sampling takes the token of the largest logit at every position. Overrides take precedence over a
+    preset."""
     monkeypatch.chdir(place)
     said = said_by(capsys, "model", *SETTINGS[:2], *SETTINGS[4:], "--preset", "greedy", "--out", "greedy.jsonl")
     rows, summary = read(place, "greedy")

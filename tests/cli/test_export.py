@@ -1,4 +1,5 @@
-"""What an export may replace, that it is whole or not there, and who may read it; and a report's page."""
+"""Tests which folders an export may replace, that it is complete or absent, its file permissions, and the page of a
+report."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_an_export_is_for_whom_the_umask_says(tmp_path, model, adapted):
+def test_file_permissions_of_an_export_follow_the_umask(tmp_path, model, adapted):
     before = os.umask(0o027)
     try:
         tunix_like.export_model(model, TOKENIZER, tmp_path / "deep" / "out")
@@ -63,7 +64,7 @@ def test_an_export_is_for_whom_the_umask_says(tmp_path, model, adapted):
 
 
 @pytest.mark.parametrize("what", ["model", "adapter"])
-def test_a_folder_that_is_not_empty_is_kept_unless_it_may_be_replaced(tmp_path, model, adapted, what):
+def test_non_empty_folder_is_replaced_only_with_the_option(tmp_path, model, adapted, what):
     out = tmp_path / "out"
 
     def write(**options):
@@ -72,7 +73,7 @@ def test_a_folder_that_is_not_empty_is_kept_unless_it_may_be_replaced(tmp_path, 
         else:
             tunix_like.export_model(model, TOKENIZER, out, **options)
 
-    out.mkdir(mode=0o700)  # an empty one is taken, with its mode
+    out.mkdir(mode=0o700)  # an empty folder is used, with its mode
     write()
     written, mode = contents(out), stat.S_IMODE(out.stat().st_mode)
     assert mode == 0o700
@@ -87,7 +88,7 @@ def test_a_folder_that_is_not_empty_is_kept_unless_it_may_be_replaced(tmp_path, 
     assert contents(out) == written and os.listdir(tmp_path) == ["out"]
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path, model, monkeypatch):
+def test_failed_write_keeps_the_old_folder(tmp_path, model, monkeypatch):
     out = tmp_path / "out"
     tunix_like.export_model(model, TOKENIZER, out)
     kept = contents(out)
@@ -105,7 +106,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path, model, monkeypatch):
 
     renamed = Path.rename
 
-    def second(path, target):  # the new folder cannot take the place of the old one
+    def second(path, target):  # the new folder cannot replace the old one
         return full() if path.name.endswith(".part") else renamed(path, target)
 
     monkeypatch.setattr(Path, "rename", second)
@@ -114,8 +115,8 @@ def test_a_failed_write_leaves_what_was_there(tmp_path, model, monkeypatch):
     assert contents(out) == kept and os.listdir(tmp_path) == ["out"]
 
 
-def test_a_mounted_folder_is_written_from_inside(tmp_path, model, monkeypatch):
-    """A volume of a container can be neither replaced nor renamed to."""
+def test_files_of_a_mounted_folder_are_replaced_in_place(tmp_path, model, monkeypatch):
+    """A volume of a container can be neither replaced nor renamed."""
     out = tmp_path / "out"
     out.mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == out)
@@ -127,7 +128,7 @@ def test_a_mounted_folder_is_written_from_inside(tmp_path, model, monkeypatch):
 
 
 def make_run(folder):
-    """The files of a run that hold nothing."""
+    """Writes the files of a run without content."""
     (folder / "checkpoints" / "3" / "state").mkdir(parents=True)
     (folder / "checkpoints" / "3" / "_CHECKPOINT_METADATA").write_text("{}")
     (folder / "model").mkdir()
@@ -152,8 +153,8 @@ def make_run(folder):
         ("base", "is the model to export"),
     ],
 )
-def test_what_is_never_replaced(tmp_path, monkeypatch, capsys, out, said):
-    """Whatever is asked for; and it is said before a model is loaded."""
+def test_folders_that_are_never_replaced(tmp_path, monkeypatch, capsys, out, said):
+    """The error does not depend on the options, and is raised before a model is loaded."""
     make_run(tmp_path / "run")
     for name in ("bare", "nested/original", "linked", "notes", "base"):
         (tmp_path / name).mkdir(parents=True)
@@ -173,8 +174,8 @@ def test_what_is_never_replaced(tmp_path, monkeypatch, capsys, out, said):
 
 
 def test_export_of_a_folder(tmp_path, model, monkeypatch, capsys):
-    """The base of what is exported is not replaced, and the ids that end a completion are those that were sampled
-    with."""
+    """An export does not replace the folder from which its model was loaded. Its end-of-sequence ids include those of
+    `rollout.eos_tokens`."""
     monkeypatch.chdir(tmp_path)
     save_model(nnx.to_pure_dict(nnx.split(model)[1]), model.config, TOKENIZER, "base")
     assert cli.main(["export", "base", "out", "rollout.eos_tokens=[5]"]) == 0
@@ -191,7 +192,7 @@ def test_export_of_a_folder(tmp_path, model, monkeypatch, capsys):
         tunix_like.save_adapter(tunix_like.add_lora(loaded, LoraConfig(rank=2)), "out", overwrite=True)
 
 
-def test_a_report_replaces_reports_alone(tmp_path, monkeypatch):
+def test_report_replaces_only_reports(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "read_runs", lambda folders: [])
     text = page.build([])
     monkeypatch.setattr(command, "build", lambda runs, gradients: text)
@@ -216,7 +217,7 @@ def test_a_report_replaces_reports_alone(tmp_path, monkeypatch):
     assert out.read_text(encoding="utf-8") == text and sorted(os.listdir(tmp_path)) == ["config.yaml", "report.html"]
 
 
-def test_the_two_files_of_an_evaluation_are_both_there_or_none(tmp_path, monkeypatch):
+def test_both_files_of_an_evaluation_are_written_or_none(tmp_path, monkeypatch):
     files = eval_command.out_files(tmp_path / "kept" / "a.jsonl")
     write_text = Path.write_text
 
@@ -234,7 +235,7 @@ def test_the_two_files_of_an_evaluation_are_both_there_or_none(tmp_path, monkeyp
     assert sorted(os.listdir(tmp_path / "kept")) == ["a.jsonl", "a.summary.json"]
 
 
-def test_names_of_files_that_say_a_run_are_those_that_a_run_writes():
+def test_file_names_that_identify_a_run_are_those_of_a_run():
     from tunix_like.storage import metrics
 
     assert metrics.FILE in output_folder.RUN_FILES and lora.ADAPTER_CONFIG in output_folder.MODEL_FILES

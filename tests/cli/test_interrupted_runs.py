@@ -1,4 +1,5 @@
-"""Runs that are killed, stopped by signals, or cannot write: the final weights equal those of an uninterrupted run."""
+"""Tests runs that are killed, stopped by signals, or cannot write: the final weights equal those of an uninterrupted
+run."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from tunix_like.storage.metrics import rows as metric_rows
 
 pytestmark = pytest.mark.slow
 
-# A reward that stops the world: at its call number STOP_AT it says so and waits until it is killed or told to go on. It
-# also kills the process when a checkpoint is half written (arrays, but no checksums), or no file can grow any more.
+# At its call number STOP_AT the reward signals that it is reached, and waits until it is killed or told to continue. It
+# also kills the process while a checkpoint is written (arrays, but no checksums), or limits the file size to 0.
 REWARD = """
 import os, pathlib, resource, signal, time
 
@@ -69,7 +70,7 @@ def exported(folder):
 
 @pytest.fixture(scope="module")
 def unkilled(tmp_path_factory):
-    """The exported weights and the metrics of 20 steps in one go."""
+    """The exported weights and the metrics of an uninterrupted run of 20 steps."""
     folder = tmp_path_factory.mktemp("unkilled")
     (folder / "reward.py").write_text(REWARD)
     call(SCRIPT, "train", YAML, *LONG, cwd=folder)
@@ -77,8 +78,7 @@ def unkilled(tmp_path_factory):
 
 
 def stopped_at_call(call, folder, number, **environment):
-    """Starts the run, sends it the signal when its reward is called that often, and returns its exit status and
-    words."""
+    """Starts the run, sends it the signal at this call of its reward, and returns its exit status and output."""
     for name in ("reached", "go"):
         (folder / name).unlink(missing_ok=True)
     with subprocess.Popen(
@@ -96,10 +96,10 @@ def stopped_at_call(call, folder, number, **environment):
     return process.returncode, said
 
 
-def test_a_run_outlives_its_terminal(tmp_path, unkilled):
-    """The reader of both streams ends after a line, then SIGHUP comes twice, as from a terminal that is closed: the
-    step is saved, status 75. Then the output is full from the start, standard error is closed, and SIGHUP, ignored as
-    under nohup, changes nothing. What it comes to is bitwise that of one go."""
+def test_run_continues_after_its_terminal_is_closed(tmp_path, unkilled):
+    """First the reader of both streams ends after a line, and SIGHUP comes twice, as from a closed terminal: the step
+    is saved, with exit status 75. Then standard output is full, standard error is closed, and SIGHUP is ignored, as
+    under nohup: the run finishes. Its weights and metrics are bitwise those of the uninterrupted run."""
     (tmp_path / "reward.py").write_text(REWARD)
     settings = os.environ | {"STOP_AT": "4"}
     with subprocess.Popen(
@@ -124,7 +124,7 @@ def test_a_run_outlives_its_terminal(tmp_path, unkilled):
 
 
 def hang_up(process, folder, group):
-    """Sends SIGHUP twice to the processes of the group once the reward is called for the time STOP_AT."""
+    """Sends SIGHUP twice to the process group at call STOP_AT of the reward."""
     for _ in range(3000):
         if (folder / "reached").exists() or process.poll() is not None:
             break
@@ -157,9 +157,10 @@ def first_step(said):
     return int(re.search(r"^train +([1-9]\d*)/20", said, re.M).group(1))
 
 
-def test_a_run_that_everything_happens_to_is_as_if_nothing_had(tmp_path, unkilled):
-    """Killed in a step, killed while a checkpoint has its arrays and not yet its checksums, told to stop, killed in a
-    step again and its newest checkpoint damaged, then a full disk: what it comes to is bitwise that of one go."""
+def test_interrupted_run_has_the_weights_of_the_uninterrupted_run(tmp_path, unkilled):
+    """The run is killed in a step, killed while a checkpoint has its arrays but no checksums, stopped by SIGTERM, and
+    killed in a step again. Then its newest checkpoint is damaged, and the disk is full. After the last resumption,
+    weights and metrics are bitwise those of the uninterrupted run."""
     (tmp_path / "reward.py").write_text(REWARD)
     code, said = stopped_at_call(4, tmp_path, signal.SIGKILL)
     assert code == -signal.SIGKILL and steps_of(tmp_path) == [], said
@@ -169,13 +170,13 @@ def test_a_run_that_everything_happens_to_is_as_if_nothing_had(tmp_path, unkille
     assert first_step(said) == 1 and "sft 4/4" not in said and steps_of(tmp_path) == [5]
     assert list((tmp_path / "run" / "checkpoints").glob("10.*")), "it was about to get its number"
 
-    code, said = stopped_at_call(7, tmp_path, signal.SIGTERM)  # step 12, as it begins with 6
+    code, said = stopped_at_call(7, tmp_path, signal.SIGTERM)  # step 12, because it starts with step 6
     assert code == 75 and first_step(said) == 6 and "/run/checkpoints/5\n" in said, said
     assert steps_of(tmp_path)[-1] == 12 and not (tmp_path / "run" / "run.lock").exists()
 
     code, said = stopped_at_call(5, tmp_path, signal.SIGKILL)  # step 17
     assert code == -signal.SIGKILL and first_step(said) == 13, said
-    # 15 is written, and what is old deleted, in the background
+    # The write of step 15 and the removal of old steps happen in the background.
     assert steps_of(tmp_path) in ([10, 12], [10, 12, 15], [12, 15])
     before, newest = steps_of(tmp_path)[-2:]
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -184,7 +185,7 @@ def test_a_run_that_everything_happens_to_is_as_if_nothing_had(tmp_path, unkille
         file.seek(0)
         file.write(bytes([byte[0] ^ 4]))
 
-    # from step 17 on nothing can be written: the run is trained to its end and says what is missing
+    # From step 17 on nothing can be written. The run trains to its end and lists what is missing.
     done = call(SCRIPT, "train", YAML, *LONG, cwd=tmp_path, code=74, FULL_AT=str(17 - before))
     assert first_step(done.stdout) == before + 1 and "train 20/20" in done.stdout
     assert f"checkpoints/{newest}: this checkpoint is damaged: state/d/" in done.stderr

@@ -1,5 +1,5 @@
-"""A run with adapters from the command line: train, evaluate, export both ways, and what PEFT and transformers make of
-it."""
+"""Tests a run with adapters from the command line: training, evaluation, both kinds of export, and loading in PEFT and
+transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SMALL = (
 LORA = ("lora.rank=4", "lora.alpha=6", "data.batch_size=8")
 
 
-def test_a_run_with_adapters(tmp_path, monkeypatch, capsys):
+def test_run_with_adapters_is_trained_evaluated_and_exported(tmp_path, monkeypatch, capsys):
     import peft
     import torch
     import transformers
@@ -62,7 +62,8 @@ def test_a_run_with_adapters(tmp_path, monkeypatch, capsys):
     call("export", "run", "adapter", "--adapter")
     assert json.loads(Path("adapter/adapter_config.json").read_text())["lora_alpha"] == 6
 
-    # the base is drawn again from the run's description and seed; with its adapters PEFT makes it the merged model
+    # The base is drawn again from the config and seed of the run. PEFT combines it with the adapters into the merged
+    # model.
     base, tokenizer = tunix_like.load_model("run/model", init="random")
     tunix_like.export_model(base, tokenizer, "base")
     tokens = np.random.default_rng(0).integers(0, tokenizer.vocab_size, (2, 12))

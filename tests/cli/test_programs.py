@@ -1,4 +1,5 @@
-"""`doctor --config --devices`: the programs of a run on devices that are not here, against the programs of a run."""
+"""Tests `doctor --config --devices`: the compiled programs for devices that are not present, against the programs of a
+run."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ V5E = Device("tpu", 16 * 10**9)
 SMALL = (f"model.config={json.dumps(MODEL)}", "data.batch_size=8", "algorithm.num_generations=4", "sft.max_steps=0")
 
 
-def test_a_backend_that_runs_already():
+def test_already_initialized_backend_is_an_error():
     programs.pretend(len(jax.devices()))
     with pytest.raises(UserError, match="a new process"):
         programs.pretend(len(jax.devices()) + 1)
@@ -55,8 +56,8 @@ def plan():
     return make_plan(load(YAML, [*SMALL, "mesh.shape=[4, 2]"]), V5E)
 
 
-def test_shapes_lie_where_a_run_puts_its_arrays(plan):
-    """Parameters and optimizer state, against those of a model that is really there."""
+def test_shardings_equal_those_of_a_run(plan):
+    """Compares parameters and optimizer state with those of a loaded model."""
     params = plan.split[1]
     made = nnx.to_pure_dict(nnx.split(type(plan.model)(plan.model.config, rngs=nnx.Rngs(0), dtype=plan.model.dtype))[1])
     placed = place_params(made, plan.mesh)
@@ -73,9 +74,9 @@ def simulated(number, kind="v5e"):
     return programs.Target(f"{kind}-{number}", KINDS[kind], number, None, "a simulation")
 
 
-def test_the_update_of_one_device(plan):
-    """A device has an eighth of every matrix and of its moments, and all else whole. Its products are those that the
-    step needs, and some more: the heads of two key heads are not split over four devices."""
+def test_costs_of_the_update_per_device(plan):
+    """A device has an eighth of every matrix and of its moments, and all of the other arrays. Its products are those of
+    the step and a few more, because the two key heads are not split over four devices."""
     update = programs.compile_program(update_program(plan))
     matrices = sum(x.size for x in jax.tree.leaves(plan.split[1]) if x.ndim > 1)
     weights = 3 * 4 * (matrices // 8 + parameter_count(plan.model.config) - matrices)
@@ -85,8 +86,8 @@ def test_the_update_of_one_device(plan):
     assert update.costs.network_bytes > 0 and not update.unknown and update.times(simulated(8)) is None
 
 
-def test_the_decoding_of_one_token(plan):
-    """One trip of the loop over tokens, which runs as often as a completion has tokens."""
+def test_costs_of_decoding_one_token(plan):
+    """Covers one iteration of the loop over tokens, which runs once per token of a completion."""
     program = decode_program(plan)
     decode = programs.compile_program(program)
     assert program.token_loop is not None and decode.token is not None and not decode.unknown
@@ -94,12 +95,13 @@ def test_the_decoding_of_one_token(plan):
     assert trips == plan.widths[1] and 0 < decode.token.operations * trips <= decode.costs.operations
 
 
-def test_each_program_is_described_alone(plan):
+def test_names_of_the_programs(plan):
     assert [program.name for program in programs_of(plan)] == ["update", "reshard", "prefill", "decode"]
 
 
-def test_log_probabilities_where_they_are_needed():
-    """For several updates of a batch, and for a KL in the reward the reference's and the policy's."""
+def test_log_probability_programs_are_listed_if_needed():
+    """They are computed for several updates per batch, and for a KL in the reward those of the reference and of the
+    policy."""
     overrides = ["mesh.shape=[4, 2]", "algorithm.beta=0.1", "algorithm.kl_in_reward=true", "algorithm.num_iterations=2"]
     overrides += ["algorithm.advantage_estimator=rloo", "algorithm.policy_loss_fn=ppo_clip"]
     plan = make_plan(load(YAML, [*SMALL, *overrides]), V5E)
@@ -110,7 +112,7 @@ def test_log_probabilities_where_they_are_needed():
     assert not compiled.unknown and compiled.costs.operations > 0.9 * found["logprobs"].operations / 8
 
 
-def test_a_model_that_is_far_too_large_is_refused_before_it_is_compiled(plan):
+def test_model_far_beyond_the_memory_is_rejected_before_compilation(plan):
     fixed = max(phase.fixed for phase in plan.estimate.phases)
     target = dataclasses.replace(simulated(8), kind=dataclasses.replace(KINDS["v5e"], memory=fixed // 2))
     with pytest.raises(UserError, match=r"--devices v5e-8: .* By estimate v5e-32 or v5e-8 or .*8xh100 .* would fit"):
@@ -127,7 +129,7 @@ def test_a_model_that_is_far_too_large_is_refused_before_it_is_compiled(plan):
          "(15.75G).", "56.00G of 15.75G"),
     ],
 )  # fmt: skip
-def test_what_the_compiler_refuses_is_a_row_of_the_table(plan, message, said):
+def test_out_of_memory_error_of_the_compiler_is_a_row_of_the_table(plan, message, said):
     def lower():
         raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {message}")
 
@@ -152,11 +154,11 @@ WITHOUT = (
     "import sys; from tunix_like.runtime import accelerators; accelerators.compiler_of = lambda kind: None; "
     "from tunix_like.cli.main import main; sys.exit(main())"
 )
-"""The command on a machine without the compilers of accelerators."""
+"""Runs the command on a machine without the compilers of accelerators."""
 
 
-def test_the_report_of_a_simulation(tmp_path):
-    """Eight devices, in a process of their own; a folder with config.json alone."""
+def test_report_of_simulated_devices(tmp_path):
+    """Simulates eight devices in a separate process, from a folder that has only config.json."""
     (tmp_path / "config.json").write_text(json.dumps(HF | {"num_attention_heads": 2}))
     argv = ["doctor", "--config", YAML, "--devices", "v5e-8", *SMALL[1:], "data.train_size=50"]
     own = ["model.config=null", f"model.path={tmp_path}", "model.init=pretrained", "rollout.max_tokens_to_generate=8"]

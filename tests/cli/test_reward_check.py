@@ -1,4 +1,4 @@
-"""`tunix-like check-rewards`: good functions and functions that are wrong in one way each."""
+"""Tests `tunix-like check-rewards` with valid functions and with functions that have one error each."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("functions", ["[{name: exact_match}]", "[{name: mine.py:good}]", "null"])
-def test_nothing_to_say_of_a_good_one(functions, capsys):
+def test_valid_function_gives_no_warning(functions, capsys):
     status, said = check(capsys, f"rewards.functions={functions}")
     assert status == 0 and "nothing suspicious" in said.out and "50 training rows" in said.out
     rows = {line.split("│")[1].strip(): line.split("│")[2:] for line in said.out.splitlines() if "│" in line}
@@ -67,14 +67,14 @@ def test_nothing_to_say_of_a_good_one(functions, capsys):
 
 
 @pytest.mark.parametrize("name", SUSPICIOUS)
-def test_what_is_suspicious_is_said_with_its_first_case(name, capsys):
+def test_suspicious_functions_give_a_warning_with_an_example(name, capsys):
     status, said = check(capsys, f"rewards.functions=[{{name: mine.py:{name}}}]")
     assert status == 1 and "nothing suspicious" not in said.out
     assert [part for part in SUSPICIOUS[name] if part not in said.out] == []
 
 
 def test_without_a_gold_answer(tmp_path, capsys):
-    """No `answer`, or not in every row: that is said, and nothing that succeeds is no success."""
+    """The output states that `answer` is missing, in all or in some rows, and that no completion succeeds."""
     for rows in (['{"question": "1"}', '{"question": "2"}'], ['{"question": "1", "answer": "1"}', '{"question": "2"}']):
         (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
         (tmp_path / "run.yaml").write_text(
@@ -87,23 +87,25 @@ def test_without_a_gold_answer(tmp_path, capsys):
         assert "nothing succeeds: no completion above reaches rewards.success_threshold=1" in said.out
 
 
-def test_failures_are_told_once(capsys):
+def test_failures_are_reported_once(capsys):
     said = check(capsys, "rewards.functions=[{name: mine.py:broken}]")[1].out
     assert said.count("\nPrompt: ") == 1 and "nan" not in said and said.count("no reward") == 5
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_functions_print(workers, capsys):
-    """Of 5 kinds with 50 rows each: a call for each row in a worker, one for each kind in the process."""
+def test_printed_lines_of_functions_are_shown(workers, capsys):
+    """For 5 kinds of completions with 50 rows each, a worker calls the function once per row, and this process once per
+    kind."""
     status, said = check(capsys, "rewards.functions=[{name: mine.py:loud}]", workers=workers)
     assert status == 0 and "called for" not in said.out
-    shown = [line for line in said.err.splitlines() if "[reward worker" in line]  # one that is cut in two counts twice
+    shown = [line for line in said.err.splitlines() if "[reward worker" in line]  # a line that is split counts twice
     assert len(shown) == 20 if workers else said.err.count("called for") == 5
     assert ("more lines printed by the functions are not shown)" in said.err) == bool(workers)
 
 
 def test_in_workers_and_with_several_functions(capsys):
-    """A column for each function; the sum is what succeeds, and what nonsense gets of one of them is told."""
+    """There is a column for each function. The sum decides about success, and a nonsense completion with a reward of
+    one function gives a warning."""
     entries = "[{name: exact_match, weight: 0.5}, {name: mine.py:not_empty, weight: 0.5}]"
     status, said = check(capsys, f"rewards.functions={entries}", workers=1)
     assert status == 0 and "mine.py:not_empty" in said.out and "nothing suspicious" not in said.out
@@ -111,20 +113,20 @@ def test_in_workers_and_with_several_functions(capsys):
     assert "full reward of exact_match" not in said.out
 
 
-def test_no_model_is_needed_and_bad_input_is_told(capsys):
+def test_no_model_is_needed_and_invalid_input_raises_a_message(capsys):
     status, said = check(capsys, "model.path=nowhere", "model.config=null", "model.init=pretrained")
     assert status == 0, said.err
     status, said = check(capsys, "rewards.functions=[{name: mine.py:missing}]")
     assert status == 2 and "missing" in said.err
 
 
-def test_mazes_are_solved_by_their_answers(capsys):
+def test_gold_answers_of_the_maze_example_succeed(capsys):
     assert cli.main(["check-rewards", str(EXAMPLES / "maze.yaml"), "data.train_size=300"]) == 0
     assert "256 training rows" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_a_function_prints_commands_no_terminal(capsys, workers):
+def test_printed_control_characters_are_escaped(capsys, workers):
     status, said = check(capsys, "rewards.functions=[{name: mine.py:hostile}]", workers=workers)
     lines = said.err.splitlines()[:5]
     assert status == 0 and len(lines) == 5 and all(line.endswith("\\x1b[2J\\u202eone\\rtwo") for line in lines)

@@ -1,4 +1,4 @@
-"""`tunix-like serve` as a process: answers of `generate`, signals, and refusals of one line."""
+"""Tests `tunix-like serve` as a process: the same answers as `generate`, signals, and one-line errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def home(tmp_path_factory):
 
 @contextlib.contextmanager
 def serving(home, *options, key=None):
-    """The process and its address; it is killed at the end."""
+    """Yields the process and its address, and kills it at the end."""
     environment = {name: value for name, value in os.environ.items() if name != serve.KEY}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path)} | ({serve.KEY: key} if key else {})
     command = [sys.executable, "-m", "tunix_like", "serve", "letters", "--port", "0", "--max-rows", "4", *options]
@@ -86,8 +86,8 @@ def test_a_signal_lets_running_requests_finish(home, sent):
         assert not any("Traceback" in line or "ERROR" in line for line in lines), lines
 
 
-def test_requests_have_a_deadline_after_a_signal(home, monkeypatch, tmp_path):
-    """With a deadline of one second, a request of hours is cut off."""
+def test_running_requests_are_aborted_at_the_deadline_after_a_signal(home, monkeypatch, tmp_path):
+    """With a deadline of one second, a request of hours is aborted."""
     (tmp_path / "sitecustomize.py").write_text(
         "import tunix_like.cli.serve\ntunix_like.cli.serve.SECONDS_TO_FINISH = 1\n"
     )
@@ -104,7 +104,7 @@ def test_requests_have_a_deadline_after_a_signal(home, monkeypatch, tmp_path):
         assert process.wait(timeout=60) == 0 and time.monotonic() - began < 30
 
 
-def test_a_key_of_the_environment(home):
+def test_api_key_from_an_environment_variable(home):
     with serving(home, "--host", "0.0.0.0", key="secret") as (_, url, _):
         url = url.replace("0.0.0.0", "127.0.0.1")
         assert httpx.get(f"{url}/v1/models").status_code == 401
@@ -137,7 +137,7 @@ def test_a_port_in_use(refused):
 
 
 def test_a_port_that_two_processes_bind_at_the_same_moment(refused, monkeypatch):
-    """Both can bind it, and the second one fails when it listens."""
+    """Both can bind the port, and the second one fails when it listens."""
     bind = serve._listen
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -171,10 +171,10 @@ def test_bad_options(refused, argv, part):
     assert part in refused("letters", *argv)
 
 
-def test_the_extra_is_named(refused, monkeypatch):
+def test_error_names_the_missing_extra(refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert "uvicorn is not installed: pip install 'tunix-like[serve]'" in refused("letters")
 
 
-def test_no_model(refused):
+def test_missing_model_is_an_error(refused):
     assert "nothing" in refused("nothing", "--port", "0")

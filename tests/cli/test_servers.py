@@ -1,4 +1,4 @@
-"""`tunix-like train` with servers: the whole command, and its resumption with servers at other addresses."""
+"""Tests `tunix-like train` with servers: the whole command, and its resumption with servers at other addresses."""
 
 from pathlib import Path
 
@@ -35,8 +35,8 @@ def serve(tmp_path):
         server.stop()
 
 
-def test_a_run_and_its_resumption_at_another_address(serve, tmp_path, capsys):
-    """The drawing at the end is sampled in the process, since the connections are closed then."""
+def test_run_is_resumed_with_servers_at_another_address(serve, tmp_path, capsys):
+    """The example answer at the end is sampled in the process, because the connections are closed then."""
     for steps, server in ((1, serve()), (2, serve())):
         settings = "rollout.engine=vllm", f"rollout.urls=[{server.url}]", f"training.output_dir={tmp_path / 'run'}"
         assert cli.main(["train", YAML, *SMALL, *settings, f"training.max_steps={steps}"]) == 0

@@ -1,4 +1,4 @@
-"""`tunix-like init`: what it writes is checked, dry-run and trained as its own head says."""
+"""Tests `tunix-like init`: the files that it writes pass the check, the dry run and the training of their header."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_of_a_new_run(kind, capsys):
+def test_init_writes_the_files_of_a_run(kind, capsys):
     assert cli.main(["init", "my-run", "--like", kind]) == 0
     code = f"my-run_{kind if kind in ('env', 'tools') else 'rewards'}.py"
     names = {"my-run.yaml", code} | ({"my-run.jsonl"} if kind == "own" else set())
@@ -38,7 +38,7 @@ def test_files_of_a_new_run(kind, capsys):
     assert learner is tunix_like.MaxRLLearner and config.training.eval_every_n_steps
 
 
-def test_nothing_is_overwritten(capsys):
+def test_init_overwrites_no_file(capsys):
     Path("mine_rewards.py").write_text("mine")
     assert cli.main(["init", "mine"]) == 2
     assert "mine_rewards.py: exists already" in capsys.readouterr().err
@@ -47,13 +47,13 @@ def test_nothing_is_overwritten(capsys):
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", "a b", "-x", "3"])
-def test_names_that_are_none(name, capsys):
+def test_invalid_names_raise_an_error(name, capsys):
     with pytest.raises(tunix_like.UserError, match="give a name of letters"):
         starting.write_start(name, "own", Path())
 
 
-def test_data_of_ones_own_runs(capsys):
-    """The commands of its head, with a tiny model in place of the hub's."""
+def test_config_for_user_data_runs(capsys):
+    """Runs the commands of the header, with a tiny model in place of that of the hub."""
     assert cli.main(["init", "mine"]) == 0
     assert cli.main(["check-rewards", "mine.yaml"]) == 0, capsys.readouterr().out
     assert "nothing suspicious" in capsys.readouterr().out
@@ -71,7 +71,7 @@ def test_data_of_ones_own_runs(capsys):
     assert Path("runs/mine-maxrl-s0/checkpoints/1").is_dir()
 
 
-def test_a_maze_is_checked(capsys):
+def test_maze_config_is_checked(capsys):
     assert cli.main(["init", "walk", "--like", "maze"]) == 0
     assert cli.main(["check-rewards", "walk.yaml", "data.train_size=60", "data.eval_size=4"]) == 0
     said = capsys.readouterr().out
@@ -80,7 +80,7 @@ def test_a_maze_is_checked(capsys):
     assert ours.model == example.model and ours.rollout == example.rollout and ours.algorithm == example.algorithm
 
 
-def test_the_form_of_an_answer():
+def test_answer_format_reward():
     starting.write_start("school", "gsm8k", Path())
     spec = importlib.util.spec_from_file_location("school_rewards", "school_rewards.py")
     module = importlib.util.module_from_spec(spec)
@@ -90,7 +90,7 @@ def test_the_form_of_an_answer():
     assert gsm8k.gold(texts[0]) == "24"
 
 
-def test_an_environment_of_ones_own_is_checked_trained_and_played(capsys):
+def test_user_defined_environment_is_checked_trained_and_played(capsys):
     assert cli.main(["init", "mine", "--like", "env"]) == 0
     assert cli.main(["check-rewards", "mine.yaml"]) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
@@ -105,7 +105,7 @@ def test_an_environment_of_ones_own_is_checked_trained_and_played(capsys):
     assert said.out.startswith("assistant: ") and "reward of the environment" in said.err
 
 
-def test_a_tool_of_ones_own_is_checked_trained_and_called(capsys):
+def test_user_defined_tool_is_checked_trained_and_called(capsys):
     assert cli.main(["init", "mine", "--like", "tools"]) == 0
     assert cli.main(["check-rewards", "mine.yaml", "data.train_size=64"]) == 0, capsys.readouterr().out
     said = capsys.readouterr().out

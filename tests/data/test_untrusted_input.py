@@ -40,7 +40,7 @@ workers that it started. Only the workers unpickle."""
 
 
 @pytest.mark.parametrize("tag", TAGS)
-def test_yaml_makes_no_objects(tag, tmp_path):
+def test_yaml_tags_are_rejected(tag, tmp_path):
     value = tag.format(tmp_path / "made")
     (tmp_path / "a.yaml").write_text(f"model: {{config: {{x: {value} }}}}\n")
     with pytest.raises(UserError, match=r"a\.yaml, line 1: tags "):

@@ -33,7 +33,7 @@ def blocks(*languages):
     return found
 
 
-def test_there_are_blocks_of_each_kind():
+def test_documentation_has_blocks_of_each_kind():
     assert min(len(blocks(kind)) for kind in ("python", "yaml", "bash")) > 3
 
 

@@ -57,7 +57,7 @@ def vote_by_hand(votes, successes, k):
         ([Fraction(1, 2), Fraction(2, 4), "x", 1], [1, 1, 0, 0]),
     ],
 )
-def test_a_vote_is_a_mean_over_every_order(votes, successes):
+def test_majority_vote_is_a_mean_over_every_order(votes, successes):
     for k in range(1, len(votes) + 1):
         expected = vote_by_hand(list(votes), successes, k)
         assert maj_at_k(list(votes), np.array(successes, float), k) == pytest.approx(expected, abs=1e-6)

@@ -247,7 +247,7 @@ def test_selection_of_the_problems_of_an_evaluation(tokenizer):
     assert len(eval_problems(rows[2:5], tokenizer, 3, None, "error")[0]) == 3
 
 
-def test_skipped_prompts_are_a_metric(tokenizer):
+def test_number_of_skipped_prompts_is_a_metric(tokenizer):
     evaluator = make(tokenizer)
     assert evaluator("weights").metrics["eval/skipped_prompts"] == 0
     skipped = Skipped(rows=10, scanned=8, limit=3, long=2, empty=1)

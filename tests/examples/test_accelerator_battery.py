@@ -64,7 +64,7 @@ def battery(tmp_path, monkeypatch):
     return battery
 
 
-def test_a_stage_that_hangs_or_fails_does_not_end_the_battery(battery, monkeypatch):
+def test_hanging_or_failing_stage_does_not_end_the_other_stages(battery, monkeypatch):
     limit = Battery.limit
     monkeypatch.setattr(Battery, "limit", lambda self, stage: 3.0 if stage == "parity" else limit(self, stage))
     file = battery.out / "parity.jsonl"
@@ -90,7 +90,7 @@ def test_a_stage_without_time_is_skipped(battery):
     assert line["status"] == "skipped" and not (battery.out / "maze.log").exists()
 
 
-def test_an_interrupted_battery_stops_its_stage_and_writes_the_report(tmp_path):
+def test_interruption_stops_the_stage_and_writes_the_report(tmp_path):
     """The interruption happens in the first stage, during its imports."""
     command = [sys.executable, "-m", "benchmarks.accelerator", "--minutes", "5", "--size", "tiny", "--out", tmp_path]
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)

@@ -63,7 +63,7 @@ def runs(tmp_path_factory):
     patch.undo()
 
 
-def test_a_run_starts_from_the_weights_of_its_seed(runs):
+def test_run_starts_from_the_sft_weights_of_its_seed(runs):
     assert runs.calls == [("start-s0", c) for c in ("sft", "export", "eval")] + [
         ("maxrl-g2-s0", c) for c in ("train", "eval")
     ]

@@ -103,7 +103,7 @@ def test_export_and_load(folder):
     assert not list(folder.glob(".*")), "temporary files are left over"
 
 
-def test_abstract_is_the_loaded_model_without_numbers(folder):
+def test_abstract_model_has_the_structure_of_the_loaded_model(folder):
     model, tokenizer = load_model(folder)
     shapes, again, weights = load_abstract(folder)
     assert shapes.config == model.config and shapes.dtype == model.dtype and again.eos_ids == tokenizer.eos_ids

@@ -158,7 +158,7 @@ def test_adapters_are_split_from_and_merged_into_the_parameter_tree(model):
     assert split_params(nnx.to_pure_dict(state))[1] == {}
 
 
-def test_a_model_of_shapes_alone(model):
+def test_adapters_of_an_abstract_model(model):
     """Covers traced arrays and shapes in place of arrays."""
     lora = LoraConfig(rank=2)
     expected, params = nnx.split(add_lora(model, lora))
@@ -171,7 +171,7 @@ def test_a_model_of_shapes_alone(model):
         assert all(jax.tree.leaves(same))
 
 
-def test_merging_rounds_once(model):
+def test_merge_into_bfloat16_rounds_once(model):
     """For a bfloat16 base the sum is computed in float32, and equals the rounded float64 sum."""
     base, _ = load_model(HF, init="random", param_dtype=jnp.bfloat16)
     made = trained(add_lora(base, LoraConfig(rank=3, alpha=2)), 0.3)
@@ -222,7 +222,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("field", CHANGES)
-def test_an_adapter_of_another_kind(field, model, tmp_path):
+def test_unsupported_adapter_config_raises_an_error(field, model, tmp_path):
     save_adapter(add_lora(model, LoraConfig(rank=2)), tmp_path)
     file, (value, said) = tmp_path / "adapter_config.json", CHANGES[field]
     file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))

@@ -307,7 +307,7 @@ def make_decoder():
     return Decoder(config, rngs=nnx.Rngs(0))
 
 
-def test_causal_by_gradient():
+def test_logits_have_no_gradient_from_later_tokens():
     """All tokens differ, so the embedding row of a token gets a gradient from the logits at position t exactly if the
     token is at or before t."""
     graphdef, state = nnx.split(make_decoder())
@@ -324,7 +324,7 @@ def test_causal_by_gradient():
 
 
 @pytest.mark.parametrize("side", MASKS)
-def test_padding_changes_nothing(side):
+def test_padding_does_not_change_the_logits(side):
     decoder, mask = make_decoder(), MASKS[side]
     model = nnx.jit(lambda *inputs: decoder(*inputs))
     tokens = jnp.asarray(TOKENS % 23)

@@ -119,7 +119,7 @@ def test_loading_quantizes_tensor_by_tensor(kind, tmp_path, monkeypatch):
     np.testing.assert_allclose(merge_lora(model)(tokens), model(tokens), atol=1e-5)
 
 
-def test_quantised_weights_stay_small_while_sampling():
+def test_sampling_keeps_weights_quantized():
     """The cast to the compute dtype before the loop does not change codes and scales, and casts all other weights."""
     model, _ = load_model(WIDE, init="random", quantize="nf4", dtype=jnp.bfloat16)
     graphdef, state = nnx.split(add_lora(model, LoraConfig(rank=2)))

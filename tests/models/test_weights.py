@@ -70,7 +70,7 @@ def edit(folder, **changes):
     save_file({name: value for name, value in tensors.items() if value is not None}, folder / SINGLE)
 
 
-def test_names_and_layout():
+def test_hugging_face_names_of_parameters():
     assert hf_name(("layers", 3, "self_attn", "q_proj", "bias")) == "model.layers.3.self_attn.q_proj.bias"
     assert hf_name(("layers", 0, "self_attn", "k_norm", "scale")) == "model.layers.0.self_attn.k_norm.weight"
     assert hf_name(("embed_tokens", "embedding")) == EMBEDDING
@@ -154,7 +154,7 @@ def test_shards(tmp_path):
 
 
 @pytest.mark.parametrize(("before", "after"), [(10**9, 1500), (1500, 10**9), (1500, 2500), (1500, 1500)])
-def test_saving_over_older_weights(tmp_path, before, after):
+def test_save_replaces_older_weights(tmp_path, before, after):
     save_weights(make_params(CONFIG, seed=1), tmp_path, CONFIG, max_file_bytes=before)
     save_weights(make_params(CONFIG, seed=2), tmp_path, CONFIG, max_file_bytes=after)
     assert_same(load(tmp_path), make_params(CONFIG, seed=2))

@@ -42,7 +42,7 @@ def run_of(folder, *rows):
     return read_runs([folder])[0]
 
 
-def test_rows_become_columns_with_gaps(tmp_path):
+def test_rows_become_columns_with_none_for_missing_values(tmp_path):
     """The rows are unordered, partial, with NaN, of both phases, and without a phase."""
     run = run_of(
         tmp_path,
@@ -76,7 +76,7 @@ def test_histograms_are_assigned_to_their_steps(tmp_path):
     assert run_of(tmp_path, *rows).rl.histograms == {"drawn": [None, whole, None]}
 
 
-def test_a_long_run_is_thinned_but_not_its_evaluations(tmp_path, monkeypatch):
+def test_rows_of_a_long_run_are_subsampled_except_evaluations(tmp_path, monkeypatch):
     monkeypatch.setattr(reading_module, "MOST_STEPS", 10)
     rows = [{"step": i, "train/loss": i} | ({"eval/pass@1": 0.5} if i in (0, 17) else {}) for i in range(100)]
     table = run_of(tmp_path, *rows).rl

@@ -77,7 +77,7 @@ FAILS = {
 
 
 @pytest.mark.parametrize("what", FAILS)
-def test_only_the_completion_at_fault_is_unscored(workers, what):
+def test_only_the_failing_completion_is_unscored(workers, what):
     """Uses groups of four. One completion of the second group fails, and the seven others have their rewards."""
     kind, reason = FAILS[what]
     completions = [*GOOD[:5], what, *GOOD[5:]]
@@ -98,7 +98,7 @@ def test_none_is_unscored_and_not_a_failure(workers, what):
     assert not got.timeouts.any() and not got.errors.any() and got.first_failure is None
 
 
-def test_wrong_number_of_values_leaves_the_group_unscored(workers):
+def test_invalid_return_values_leave_the_group_unscored(workers):
     """The values cannot be assigned to completions, so the group is unscored."""
     got = run(workers["too_few"], ["a", "few", "b", "c"], group_size=2)
     np.testing.assert_array_equal(got.total, [np.nan, np.nan, 1, 1])
@@ -108,7 +108,7 @@ def test_wrong_number_of_values_leaves_the_group_unscored(workers):
     assert got.errors.all() and "must return one number per completion; it returned 1.0" in got.first_failure
 
 
-def test_a_forked_child_does_not_answer(workers):
+def test_forked_child_of_a_worker_sends_no_result(workers):
     assert run(workers["deed"], ["fork", "a", "bb", "fork"], group_size=1).total.tolist() == [1, 1, 2, 1]
 
 
@@ -167,7 +167,7 @@ def test_failure_message_is_printable(apart):
     assert got.first_failure.replace("\n", "").replace("\t", "").isprintable()
 
 
-def test_groups_stay_whole(workers):
+def test_groups_are_not_split_between_workers(workers):
     completions = ["a", "bb", "cc", "d", "ee", "fff"]
     assert run(workers["compares"], completions, group_size=3).total.tolist() == [1, 3, 3, 1, 2, 3]
     assert workers["compares"](prompts=["p"] * 2, completions=["a", "bb"]) == [1, 2]

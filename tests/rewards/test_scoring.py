@@ -204,7 +204,7 @@ def test_a_function_of_a_module():
         resolve("no_such_module_x:f")
 
 
-def test_verl_compatible():
+def test_reward_function_with_the_signature_of_verl():
     def positional(completion, truth):
         return len(completion) + truth
 

@@ -1,7 +1,8 @@
-"""Bad configurations, and what must become of each: taken, or refused in one line of ours that names a key that is set.
+"""Random configurations, each of which must be accepted, or rejected with a one-line message that names a key that is
+set.
 
-The keys are those of the dataclasses of `config/schema.py`, so that a new one is tried by itself.
-`tests/runs/test_fuzz.py` draws some, `tests/stress/fuzz.py` thousands.
+The keys are read from the dataclasses of `config/schema.py`, so a new key is covered automatically.
+`tests/runs/test_fuzz.py` draws some configurations, `tests/stress/fuzz.py` thousands.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from tunix_like.models.rope import ROPE_FIELDS
 from tunix_like.training.learners import LEARNERS
 
 MOST_SECONDS, MOST_BYTES = 15, 4 * 1024**3
-"""A configuration that takes more of either is as wrong as a traceback; a whole one of these takes 0.1 s."""
+"""The limits of time and memory of a configuration. Exceeding them is an error, like a traceback. A valid one of these
+bases takes 0.1 s."""
 
 STATM = Path("/proc/self/statm")
 Place = tuple[str | int, ...]
@@ -81,11 +83,11 @@ BASES: dict[str, dict[str, Any]] = {
         "rewards": {"functions": [{"name": "exact_match", "weight": 1.0}]},
     },
 }  # fmt: skip
-"""Whole configurations, which between them set what keys depend on."""
+"""Complete configurations that together set the keys on which other keys depend."""
 
 
 def _rules(cls: type = Config, above: Place = ()) -> Iterator[tuple[Place, Mapping[str, Any]]]:
-    """The place of every key of the configuration, and what it declares of its values."""
+    """Returns the path of every key of the configuration and the declared rule of its values."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[field.name]):
@@ -144,11 +146,12 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
         max_leaves=3,
     ),
 }
-"""What a key is set to, by kind."""
+"""The values that a key is set to, by kind."""
 
 
 class Case(NamedTuple):
-    """A whole configuration, what is set in it, of which kinds, and where: in the file, or on the command line."""
+    """A base configuration, the values that are set in it, their kinds, and where they are set: in the file or on the
+    command line."""
 
     base: str
     changes: dict[Place, Any]
@@ -158,7 +161,7 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw: Any) -> Case:
-    """One to three keys of a base, most often one, set to anything."""
+    """Draws one to three keys of a base, most often one, and sets them to arbitrary values."""
     base = draw(st.sampled_from(list(BASES)))
     tree = config_of(base)
     places = KEYS + [place for place in INNER if _holder(tree, place) is not None]
@@ -179,7 +182,7 @@ def config_of(base: str) -> dict[str, Any]:
 
 
 def _holder(tree: Any, place: Place) -> Any:
-    """What holds the value at `place`, or None; sections that are left out are made."""
+    """Returns the container of the value at `place`, or None. Creates missing sections."""
     for i, part in enumerate(place[:-1]):
         if isinstance(part, str) and i < 1:
             tree = tree.setdefault(part, {})
@@ -193,28 +196,29 @@ def _holder(tree: Any, place: Place) -> Any:
 
 
 def spelt(place: Place) -> str:
-    """`data.sources[1].k`"""
+    """Returns a path in the notation `data.sources[1].k`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
 
 
 class Violation(AssertionError):
-    """A configuration or a file that ended in anything but one line of ours."""
+    """Raised for a configuration or a file that ended in anything except a one-line message of this package."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes a value that occurs twice out twice: an alias would be refused for being one."""
+    """Writes a repeated value twice, because an alias would be rejected as an alias."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 class TooLate(BaseException):
-    """The alarm went off. No `Exception`, which code under test may turn into a message of ours."""
+    """Raised when the alarm fires. It is not an `Exception`, which the code under test could convert into a message."""
 
 
 @contextlib.contextmanager
 def limits() -> Iterator[None]:
-    """No more than `MOST_SECONDS` and `MOST_BYTES` beyond what the process holds: instead of a hang an exception."""
+    """Limits the block to `MOST_SECONDS`, and to `MOST_BYTES` beyond the current memory. Raises an exception instead of
+    a hang."""
 
     def late(*_: Any) -> None:
         raise TooLate(f"{MOST_SECONDS} s are over")
@@ -233,7 +237,7 @@ def limits() -> Iterator[None]:
 
 
 def make_place(folder: Path) -> None:
-    """The files that the bases name."""
+    """Writes the files that the bases name."""
     model, _ = tunix_like.load_model(HF, init="random")
     tokenizer = reverse_text.tokenizer()
     tunix_like.export_model(model, tokenizer, folder / "model")
@@ -243,13 +247,13 @@ def make_place(folder: Path) -> None:
 
 
 def run(case: Case, folder: Path) -> str | None:
-    """Starts `tunix-like train CONFIG --dry-run` in `folder`, the working directory, with what `make_place` makes.
+    """Runs `tunix-like train CONFIG --dry-run` in `folder`, the working directory, with the files of `make_place`.
 
     Returns:
-      the message, or None where the configuration is taken.
+      the message, or None if the configuration is accepted.
 
     Raises:
-      Violation: anything else came out, or a message that names none of the keys that are set.
+      Violation: any other result, or a message that names none of the keys that are set.
     """
     tree, words = config_of(case.base), []
     for place, value in case.changes.items():
@@ -284,19 +288,22 @@ _FELT_ELSEWHERE = {
     "system_prompt": ("rollout.max_prompt_length",),
     **dict.fromkeys(["hidden_size", "intermediate_size", "num_key_value_heads", "head_dim"], ("mesh.shape",)),
 }
-"""Keys whose right values may make another key wrong, which is then the one to name."""
+"""Keys whose valid values may make another key invalid. The message then names the other key."""
 
 
 def _named(place: Place, value: Any, said: str) -> bool:
-    """Whether a message says which key it is about: the key itself; of a mapping or a list its place and the key in
-    it; a file or a function by its name; or, of an estimator's name, the keys that it does not read."""
+    """Returns whether a message names its key.
+
+    The name is the key itself; for a mapping or a list its path and the key in it; for a file or a function its name;
+    for the name of an estimator also the keys that it does not read.
+    """
 
     def has(name: str) -> bool:
         return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", said) is not None
 
     cut = 2 if place[:2] == ("model", "config") else 3
     inner = rf"(?<!\w){re.escape(str(place[-1]))}(?!\w)"
-    above = cut == 2 or has(spelt(place[:cut]))  # a field of Hugging Face's is told by its name alone
+    above = cut == 2 or has(spelt(place[:cut]))  # a Hugging Face field is identified by its name only
     if has(spelt(place)) or (len(place) > cut and above and re.search(inner, said)):
         return True
     if place[-1] in ("path", "name", "functions") and isinstance(value, str) and len(value) > 2:
@@ -306,7 +313,7 @@ def _named(place: Place, value: Any, said: str) -> bool:
 
 
 def _flow(value: Any) -> str:
-    """A value as it is typed."""
+    """Returns a value in the notation of the command line."""
     return (
         yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True)
         .removesuffix("...\n")

@@ -1,4 +1,4 @@
-"""Damaged model folders, and what must become of each: loaded, or refused in one line of ours that names the file."""
+"""Damaged model folders, each of which must load, or be rejected with a one-line message that names the file."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tunix_like.models.loading import load_abstract, save_description
 from tunix_like.models.weights import save_weights
 
 FOLDERS = ("whole", "shards")
-"""One has all weights in a file, a word-level tokenizer and every optional file; the other shards with their index, and
-byte-level BPE."""
+"""One folder has all weights in one file, a word-level tokenizer and every optional file. The other has shards with an
+index, and byte-level BPE."""
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
@@ -41,8 +41,8 @@ Change = Callable[[bytes], bytes]
 
 
 class Damage(NamedTuple):
-    """What is done to which file of which folder, in words and as a function of its bytes; and whether weights are
-    read, or their headers alone."""
+    """The damage of one file of a folder, as a description and as a function of its bytes, and whether the weights are
+    read or only their headers."""
 
     folder: str
     file: str
@@ -52,7 +52,7 @@ class Damage(NamedTuple):
 
 
 def make_folders(place: Path) -> None:
-    """Writes the folders that are to be damaged into `place`."""
+    """Writes the folders to damage into `place`."""
     model, _ = tunix_like.load_model(HF | {"vocab_size": 300, "eos_token_id": 2, "bos_token_id": 1}, init="random")
     params = nnx.to_pure_dict(nnx.split(model)[1])
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(13)}, unk_token="w0"))
@@ -85,7 +85,7 @@ def make_folders(place: Path) -> None:
 
 @st.composite
 def damages(draw: Any, place: Path) -> Damage:
-    """Damage to one file: half of it to weights and their index."""
+    """Draws damage to one file. Half of the cases damage weights or their index."""
     name = draw(st.sampled_from(FOLDERS))
     files = sorted(file.name for file in (place / name).iterdir())
     weights = [file for file in files if "safetensors" in file]
@@ -101,7 +101,7 @@ def damages(draw: Any, place: Path) -> Damage:
 
 @st.composite
 def _bytes(draw: Any, old: bytes) -> tuple[str, Change]:
-    """Cut, lengthened, flipped or replaced."""
+    """Truncates, extends, flips or replaces bytes."""
     at = draw(st.integers(0, max(0, min(len(old), 4000) - 1)))
     junk = draw(st.binary(min_size=1, max_size=9))
     changes: dict[str, bytes] = {
@@ -119,7 +119,7 @@ def _bytes(draw: Any, old: bytes) -> tuple[str, Change]:
 
 @st.composite
 def _text(draw: Any, old: bytes) -> tuple[str, Change]:
-    """What no JSON file, or no text, is."""
+    """Returns text that is not JSON, or bytes that are not text."""
     texts: dict[str, bytes] = {
         "git lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n",
         "html": b"<!DOCTYPE html><html>404</html>",
@@ -147,7 +147,7 @@ def _places(tree: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def _changed(draw: Any, tree: Any, places: list[tuple[Any, ...]]) -> tuple[str, bytes]:
-    """A JSON tree with one value removed, replaced or added."""
+    """Returns a JSON tree with one value removed, replaced or added."""
     tree = json.loads(json.dumps(tree))
     place = draw(st.sampled_from(places))
     holder = tree
@@ -193,7 +193,7 @@ def _length(draw: Any, old: bytes) -> tuple[str, Change]:
 
 @st.composite
 def _header(draw: Any, old: bytes) -> tuple[str, Change]:
-    """The text of the header damaged, its length as it then is."""
+    """Damages the text of the header and updates its length."""
     (length,) = struct.unpack("<Q", old[:8])
     what, change = draw(st.one_of(_bytes(old[8 : 8 + length]), _text(old[8 : 8 + length])))
     new = change(b"")
@@ -202,7 +202,7 @@ def _header(draw: Any, old: bytes) -> tuple[str, Change]:
 
 @st.composite
 def _entry(draw: Any, old: bytes) -> tuple[str, Change]:
-    """One tensor's entry: type, shape, place or name; or a tensor too many or too few."""
+    """Damages the entry of one tensor (type, shape, offsets or name), or adds or removes a tensor."""
     header, data = _split(old)
     names = [name for name in header if name != "__metadata__"]
     name, other = draw(st.sampled_from(names)), draw(st.sampled_from(names))
@@ -251,14 +251,15 @@ _ALSO = {
     _INDEX: ("its weights",),
     _WEIGHTS: ("its weights",),
 }
-"""What a message may say in place of the file's name, beside the folder's: what two files together are wrong about."""
+"""The parts of a message that are accepted in place of the file name, next to the folder name, if two files contradict
+each other."""
 
 
 def run(damage: Damage, place: Path, scratch: Path) -> str | None:
     """Loads the damaged folder, weights included unless `abstract`, and renders a message if there is a tokenizer.
 
     Returns:
-      the message of the refusal, or None where the folder is loaded.
+      the error message, or None if the folder is loaded.
 
     Raises:
       Violation: another exception, or a message that names no file.

@@ -1,6 +1,7 @@
 """Command lines with a mistake, and the words that the error message of each must contain.
 
-The files that they name are made by `test_bad_input.py`."""
+`test_bad_input.py` writes the files that they name.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ REVERSED = ("train", REVERSE)
 OWN = ("train", "own.yaml")
 EMPTIED = ["emptied/config.yaml: this file is empty", "This file is written by the run", "restore a copy of it"]
 
-# what is typed -> what must be in the one line that comes back
+# command-line arguments -> the words that the one-line error message must contain
 MISTAKES = {
     # keys and values
     "unknown key": ((*REVERSED, "training.max_step=3"), ["'training.max_step'", "Did you mean 'training.max_steps'"]),

@@ -1,6 +1,7 @@
-"""What a user of the Python interface can get wrong is said in one line that names the argument, before any compile.
+"""Tests that invalid calls of the Python interface raise a one-line message that names the argument, before any
+compilation.
 
-The calls run in a process of their own: here, beartype would refuse a wrong type before the library can.
+The calls run in a separate process. In this process beartype would reject a wrong type before the library does.
 """
 
 from __future__ import annotations
@@ -166,12 +167,12 @@ def said(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_every_call_is_looked_at(said):
+def test_every_call_of_the_interface_is_covered(said):
     assert said.keys() == WORDS.keys()
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_one_line_that_names_the_argument(name, said):
+def test_invalid_call_raises_a_one_line_message_that_names_the_argument(name, said):
     assert said[name].startswith("UserError ") and "\n" not in said[name], said[name]
     for word in WORDS[name]:
         assert word in said[name]

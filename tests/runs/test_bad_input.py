@@ -1,5 +1,5 @@
-"""What a user can get wrong is said in one line that names the key, file or row and what to do: before anything is
-compiled or written wherever no completion is needed to know it, and with nothing lost where one is."""
+"""Tests that user errors give a one-line message that names the key, file or row and a remedy: before anything is
+compiled or written if the error is detectable without completions, else without loss of data."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ def fewer_words():
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with files of every kind of mistake, and models: whole, without a tensor, mis-shaped, too small."""
+    """A folder with files for every kind of mistake, and models: complete, without a tensor, with a wrong shape, too
+    small."""
     place = tmp_path_factory.mktemp("bad")
     for name, text in FILES.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -174,20 +175,20 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture
-def nothing_runs(monkeypatch):
-    """No sampling, no training step: each of them would be compiled."""
+def forbid_sampling_and_training(monkeypatch):
+    """Forbids sampling and training steps, which would be compiled."""
     monkeypatch.setattr(Sampler, "generate", lambda *_, **__: pytest.fail("sampled"))
     monkeypatch.setattr("tunix_like.training.train_step.train_step", lambda *_, **__: pytest.fail("compiled a step"))
 
 
 def listing(folder):
-    """Returns the files below a folder and their times, without the bytecode that Python writes beside modules."""
+    """Returns the files below a folder and their times, without the bytecode that Python writes next to modules."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
     return {str(path): path.stat().st_mtime_ns for path in files}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_one_line_before_anything_is_compiled(name, place, monkeypatch, capsys, nothing_runs):
+def test_error_is_one_line_before_anything_is_compiled(name, place, monkeypatch, capsys, forbid_sampling_and_training):
     monkeypatch.chdir(place)
     argv, words = MISTAKES[name]
     before = listing(place)
@@ -200,8 +201,9 @@ def test_one_line_before_anything_is_compiled(name, place, monkeypatch, capsys, 
 
 
 @pytest.mark.parametrize("name", ["010", "2026-11-21", "1:30"])
-def test_a_saved_config_is_read_as_it_is_written(name, place, monkeypatch, capsys, nothing_runs, tmp_path):
-    """What `save` writes without quotes is text for the start that resumes: only the changed key is named."""
+def test_saved_config_is_read_back_unchanged(name, place, monkeypatch, capsys, forbid_sampling_and_training, tmp_path):
+    """The resumption reads values that `save` writes without quotes as the same text, and the message names only the
+    changed key."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(place / "run", "run")
     shutil.copy(place / "good.jsonl", name)
@@ -214,8 +216,9 @@ def test_a_saved_config_is_read_as_it_is_written(name, place, monkeypatch, capsy
     assert "optimizer.learning_rate: 1e-06 -> 0.001" in said and "data.path" not in said, said
 
 
-def test_a_start_that_is_cut_short_loses_no_config(tmp_path, monkeypatch):
-    """Killed while it writes: the old file stands; what it leaves in an empty folder is no reason to refuse it."""
+def test_killed_start_keeps_the_old_config(tmp_path, monkeypatch):
+    """If the process is killed while it writes, the old file remains. A partial file in an empty folder does not
+    prevent the next start."""
     file = tmp_path / "run" / "config.yaml"
     file.parent.mkdir()
     save(load(None), file)
@@ -233,7 +236,7 @@ def test_a_start_that_is_cut_short_loses_no_config(tmp_path, monkeypatch):
     assert load(file).training.seed == 7 and not any(name.endswith(".tmp") for name in listing(file.parent))
 
 
-def test_a_long_prompt_is_skipped_and_counted(place, monkeypatch, capsys, nothing_runs):
+def test_a_long_prompt_is_skipped_and_counted(place, monkeypatch, capsys, forbid_sampling_and_training):
     monkeypatch.chdir(place)
     code = cli.main([*OWN, "--dry-run", "data.path=one_long.jsonl", "data.eval_size=2"])
     said = capsys.readouterr().out
@@ -242,7 +245,7 @@ def test_a_long_prompt_is_skipped_and_counted(place, monkeypatch, capsys, nothin
     assert "evaluation: 2 prompts, 1 of them longer than 8 tokens and skipped" in said
 
 
-def test_sft_without_answers(place, monkeypatch, capsys, nothing_runs, tmp_path):
+def test_sft_without_answers(place, monkeypatch, capsys, forbid_sampling_and_training, tmp_path):
     monkeypatch.chdir(place)
     argv = [
         "train",
@@ -275,15 +278,15 @@ SMALL = (
         ("negative", "non-negative rewards only"),
     ],
 )
-def test_a_bad_reward_loses_nothing(reward, word, place, monkeypatch, capsys, tmp_path):
-    """What needs completions to be known stops the run at once, with those completions kept."""
+def test_invalid_reward_stops_the_run_and_keeps_the_completions(reward, word, place, monkeypatch, capsys, tmp_path):
+    """An error that is detectable only with completions stops the run at once and keeps these completions."""
     monkeypatch.chdir(place)
     folder = tmp_path / "run"
     code = cli.main([*REVERSED, *SMALL, f"rewards.functions=[{{name: rewards.py:{reward}}}]",
                      f"training.output_dir={folder}"])  # fmt: skip
     error = capsys.readouterr().err
     assert code == 2 and word in error
-    # The first evaluation asks the reward function first; it may return negative numbers, which MaxRL may not.
+    # The first evaluation calls the reward function first. It may return negative numbers, which MaxRL does not accept.
     kept = folder / "rollouts" / ("eval/step_000000.jsonl" if reward == "short" else "step_000001.jsonl")
     assert str(kept) in error
     assert len([json.loads(line) for line in kept.read_text().splitlines()]) == 16

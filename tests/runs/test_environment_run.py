@@ -1,4 +1,4 @@
-"""A run with an environment from the command line: killed in the middle of an episode, it continues to the bit."""
+"""Tests a run with an environment from the command line, which is killed during an episode and resumed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ CONFIG = {
 
 
 def write(folder: Path, **environment) -> Path:
-    """The config, with an environment that takes the column `answer` as `letter`."""
+    """Writes the config, with an environment that takes the column `answer` as `letter`."""
     (folder / "letters.py").write_text(ENVIRONMENT.replace("letter, **columns", "answer, **columns").replace(
         "self.letter, self.turns = letter", "self.letter, self.turns = answer[0]"))  # fmt: skip
     config = CONFIG | {"environment": {"name": f"{folder}/letters.py:Letters"} | CONFIG["environment"] | environment}
@@ -81,7 +81,7 @@ def rollouts(run: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_in_an_episode_continues_to_the_bit(tmp_path):
+def test_run_killed_during_an_episode_resumes_bitwise(tmp_path):
     config, marker = write(tmp_path), tmp_path / "hang"
     whole = start(config, tmp_path / "whole")
     assert whole.wait(300) == 0, whole.stdout.read().decode()
@@ -124,7 +124,7 @@ def test_a_run_that_is_killed_in_an_episode_continues_to_the_bit(tmp_path):
         ({"max_observation_tokens": 5}, "environment.max_observation_tokens=5: .* increase this value"),
     ],
 )
-def test_a_wrong_environment_is_refused_before_anything_is_compiled(tmp_path, environment, message):
+def test_invalid_environment_is_rejected_before_any_compilation(tmp_path, environment, message):
     with pytest.raises(UserError, match=message):
         assemble(load(write(tmp_path, **environment)), abstract=True)
 

@@ -1,5 +1,6 @@
-"""Bad configurations and damaged model folders, drawn by hypothesis: each is taken, or refused in one line of ours that
-names the key or the file, in seconds and without memory. `tests/stress/fuzz.py` draws thousands."""
+"""Tests random configurations and damaged model folders, drawn by hypothesis: each is accepted, or rejected with a
+one-line message that names the key or the file, within limits of time and memory. `tests/stress/fuzz.py` draws
+thousands."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="module")
 def described_once():
-    """Models of the same numbers are traced once: that is most of what a good configuration takes."""
+    """Traces models of equal configs once, which is most of the time of a valid configuration."""
     seen, abstract = {}, loading._abstract
 
     def remembered(config, kinds, quantize=None):
@@ -50,12 +51,12 @@ def described_once():
 
 
 @pytest.mark.parametrize("base", fuzzing.BASES)
-def test_the_bases_are_good(base, place, monkeypatch):
+def test_bases_are_accepted(base, place, monkeypatch):
     monkeypatch.chdir(place)
     assert fuzzing.run(Case(base, {}, (), False), place) is None
 
 
-def test_any_value_of_any_key(place, monkeypatch):
+def test_any_value_of_any_key_is_accepted_or_rejected_with_a_message(place, monkeypatch):
     monkeypatch.chdir(place)
     outcomes = Counter()
 
@@ -68,7 +69,7 @@ def test_any_value_of_any_key(place, monkeypatch):
     assert outcomes[False] > 100 and outcomes[True] > 10, outcomes
 
 
-# what once hung, filled the memory, or ended in a traceback
+# configurations that once caused a hang, exhausted the memory, or ended in a traceback
 HUGE = {
     "rows that are made": ("maxrl", ("data", "train_size"), 10**9),
     "mazes": ("maze", ("data", "maze_size"), 10**9 + 1),
@@ -91,7 +92,7 @@ HUGE = {
 
 
 @pytest.mark.parametrize("name", HUGE)
-def test_refused_before_anything_is_made(name, place, monkeypatch):
+def test_configurations_that_once_failed_are_rejected(name, place, monkeypatch):
     monkeypatch.chdir(place)
     base, key, value = HUGE[name]
     assert fuzzing.run(Case(base, {key: value}, (), False), place) is not None
@@ -99,12 +100,12 @@ def test_refused_before_anything_is_made(name, place, monkeypatch):
 
 @pytest.mark.parametrize("name", fuzzing_files.FOLDERS)
 @pytest.mark.parametrize("abstract", [False, True])
-def test_the_folders_are_good(name, abstract, folders, tmp_path):
+def test_undamaged_folders_load(name, abstract, folders, tmp_path):
     whole = Damage(name, "config.json", "nothing", lambda old: old, abstract)
     assert fuzzing_files.run(whole, folders, tmp_path / "x") is None
 
 
-def test_any_damage_to_any_file(folders, tmp_path):
+def test_any_damaged_file_loads_or_is_named_in_the_message(folders, tmp_path):
     outcomes = Counter()
 
     @settings(max_examples=60, **FIXED)
@@ -139,7 +140,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_refused_by_the_files_name(name, folders, tmp_path):
+def test_damage_that_once_failed_is_rejected_with_the_file_name(name, folders, tmp_path):
     folder, file, new = DAMAGES[name]
     said = fuzzing_files.run(Damage(folder, file, name, lambda _: new, True), folders, tmp_path / "x")
     assert said is not None and (file in said or file == "chat_template.jinja"), said

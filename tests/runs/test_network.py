@@ -1,4 +1,4 @@
-"""What the programs of a run move over the network of a TPU slice, read from the text of the TPU compiler."""
+"""Tests what the programs of a run transfer over the network of a TPU slice, read from the text of the TPU compiler."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODEL = {
     "tie_word_embeddings": True,
 }
 ROWS, TOKENS = 32, 32
-"""Completions of a chunk, and tokens of a completion: few, so that the weights are most of what is moved."""
+"""Completions of a chunk, and tokens of a completion. Both are small, so that most of the traffic is weights."""
 
 COMPILED = """
 import json, math, sys
@@ -54,11 +54,11 @@ print(json.dumps(report | {"attention": plan.model.attention}))
 
 
 def compiled(cwd, program: str, loop: str, *overrides: str) -> dict:
-    """Compiles a program of `runs/programs.py` for v5e-8 in a process of its own.
+    """Compiles a program of `runs/programs.py` for v5e-8 in a separate process.
 
     Returns:
-      `weights`: bytes of the trained weights in bfloat16; `collectives`: bytes that a device receives in one trip of
-      the loop, by kind; `rows`: completions of a chunk.
+      `weights`: bytes of the trained weights in bfloat16; `collectives`: bytes that a device receives in one iteration
+    of the loop, by kind; `rows`: completions of a chunk.
     """
     config = str(ROOT / "examples" / "debug" / "reverse_text.yaml")
     sizes = ("data.batch_size=16", "algorithm.num_generations=4", f"training.train_micro_batch_size={ROWS}")
@@ -72,16 +72,16 @@ def compiled(cwd, program: str, loop: str, *overrides: str) -> dict:
 
 
 @pytest.mark.parametrize(("layout", "moved"), [("auto", False), ("[1, 8, 1]", True)])
-def test_decoding_moves_no_weights(tmp_path, layout, moved):
-    """Of one token of every row; with the weights as in training, nearly all of them move."""
+def test_decoding_transfers_no_weights(tmp_path, layout, moved):
+    """Covers one token of every row. With the layout of training, nearly all weights would be transferred."""
     report = compiled(tmp_path, "decode_program", "tokens", f"rollout.mesh={layout}")
     share = sum(report["collectives"].values()) / report["weights"]
     assert (share > 0.5) if moved else (share < 0.01)
 
 
 @pytest.mark.parametrize(("remat", "times"), [("false", 2), ("true", 3)])
-def test_what_a_chunk_of_the_update_moves(tmp_path, remat, times):
-    """The weights are gathered once, and once more for recomputation; their gradient is scattered.
+def test_transfers_of_a_chunk_of_the_update(tmp_path, remat, times):
+    """The weights are gathered once, and once more for the recomputation. Their gradient is scattered.
 
     All is in bfloat16. The allowance is three times the hidden states of the chunk: the vocabulary is split over the
     devices, so that they are gathered for the logits and their gradients scattered, and the embeddings are sent to the

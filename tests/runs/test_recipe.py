@@ -1,4 +1,4 @@
-"""`tunix_like.run`: SFT and RL of one small config in one folder."""
+"""Tests `tunix_like.run`: SFT and RL of one small config in one folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SMALL = (
 
 @pytest.fixture
 def shared(monkeypatch):
-    """Runs have their first training rows as held-out rows."""
+    """Makes the first training rows of a run also its held-out rows."""
 
     def assembled(config):
         parts = assemble(config)
@@ -47,7 +47,7 @@ def shared(monkeypatch):
 
 
 @pytest.mark.slow
-def test_held_out_prompts_in_the_training_data_are_warned_of_once_and_before_sft(shared, tmp_path, caplog):
+def test_held_out_prompts_in_the_training_data_give_one_warning_before_sft(shared, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "tunix_like"):
         tunix_like.run(
             load(YAML, [*SMALL, f"training.output_dir={tmp_path}"]),

@@ -1,4 +1,5 @@
-"""The best checkpoint by a named metric: which it is, that nothing but a better one replaces it, and who uses it."""
+"""Tests the best checkpoint by a metric: how it is selected, that only a better one replaces it, and the commands that
+use it."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ SMALL = (
     "training.max_checkpoints_to_keep=1",
 )
 BEST = ("training.eval_every_n_steps=1", "training.best_metric=eval/rewards/mean")
-# How many different letters there are: fewer as a run with so large a learning rate comes to repeat some.
+# The reward is the number of different letters. It decreases, because with this large learning rate a run starts to
+# repeat some letters.
 WAVERING = """
 def wavering(prompts, completions, answer):
     return [len(set(text)) / 10 for text in completions]
@@ -50,7 +52,8 @@ def wavering(prompts, completions, answer):
 
 
 class Measured(Counting):
-    """Evaluates to `values[step]`, at the steps that are there; what happens instead may be a function."""
+    """A phase whose evaluation returns `values[step]`, at the given steps. A function in place of a value is called
+    instead."""
 
     def __init__(self, values, total=None, **kinds):
         super().__init__(max(values) if total is None else total, **kinds)
@@ -87,27 +90,27 @@ def die():
     ("values", "kept"),
     [
         ({0: 0.1, 2: 0.4, 4: 0.3, 6: 0.2}, [2, 6]),
-        ({0: 0.1, 2: 0.2, 4: 0.2, 6: 0.2}, [2, 6]),  # of equal ones the earliest
+        ({0: 0.1, 2: 0.2, 4: 0.2, 6: 0.2}, [2, 6]),  # the earliest of equal ones
         ({0: 0.1, 2: 0.2, 4: 0.3, 6: 0.4}, [6]),
-        ({0: 0.9, 2: 0.2, 4: 0.3, 6: 0.4}, [0, 6]),  # nothing learnt: the start
+        ({0: 0.9, 2: 0.2, 4: 0.3, 6: 0.4}, [0, 6]),  # without an improvement: the start
         ({0: float("nan"), 2: -0.5, 4: float("nan"), 6: float("inf")}, [2, 6]),
         ({0: float("nan"), 6: float("nan")}, [6]),
     ],
 )
-def test_the_best_is_kept_beside_the_newest(tmp_path, values, kept):
-    """As is the state that it had; what is not the best is not saved for that."""
+def test_best_and_newest_checkpoints_are_kept(tmp_path, values, kept):
+    """The state of the best step is kept with it. Steps that are not the best are not saved for the metric."""
     go(Measured(values), tmp_path)
     assert saved(tmp_path) == kept
     assert sum_in(tmp_path, kept[0]) == sum(range(kept[0] + 1))
 
 
-def test_the_newest_are_as_many_as_without(tmp_path):
+def test_best_does_not_count_as_one_of_the_newest(tmp_path):
     go(Measured({1: 0.9, 3: 0.1}, 9), tmp_path, every=2, keep=2)
     assert saved(tmp_path) == [1, 8, 9]
 
 
-def test_of_an_evaluation_that_comes_when_the_data_has_ended(tmp_path):
-    """The step is saved already, and is the best all the same."""
+def test_final_evaluation_after_the_end_of_the_data(tmp_path):
+    """The step is already saved when the final evaluation makes it the best."""
 
     class Ending(Measured):
         def evaluate_if_due(self, step, last):
@@ -126,8 +129,8 @@ def test_of_an_evaluation_that_comes_when_the_data_has_ended(tmp_path):
     assert saved(tmp_path / "unsaved") == [4], "the one before was better than none"
 
 
-def test_a_kill_before_the_old_one_is_removed(tmp_path, monkeypatch):
-    """Both are there; the next start knows the better one, and removes the other when it saves."""
+def test_kill_before_the_old_best_is_removed(tmp_path, monkeypatch):
+    """Both checkpoints exist. The next start selects the better one, and removes the other when it saves."""
     monkeypatch.setattr(checkpoint_files, "remove", lambda step: None)
     values = {1: 0.3, 3: 0.5, 5: 0.1}
     with pytest.raises(RuntimeError):
@@ -139,8 +142,8 @@ def test_a_kill_before_the_old_one_is_removed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("when", ["before the row", "between row and checkpoint"])
-def test_a_kill_while_the_best_step_is_evaluated(tmp_path, when):
-    """It is done again, and is the best then. Its row of the first time counts for nothing."""
+def test_kill_during_the_evaluation_of_the_best_step(tmp_path, when):
+    """The step is repeated and is then the best. Its first row of metrics is discarded."""
     values = {0: 0.1, 1: 0.3, 3: 0.5, 4: 0.2}
 
     class Killed(Measured):
@@ -162,8 +165,8 @@ def test_a_kill_while_the_best_step_is_evaluated(tmp_path, when):
     assert [row["count/step"] for row in rows(tmp_path)] == [0, 1, 2, 3, 4]
 
 
-def test_a_kill_after_the_first_evaluation(tmp_path):
-    """The start is saved; it is not evaluated a second time."""
+def test_kill_after_the_first_evaluation(tmp_path):
+    """The start is saved, and is not evaluated a second time."""
     with pytest.raises(RuntimeError):
         go(Measured({0: 0.1, 3: 0.5}, at={1: die}), tmp_path)
     assert saved(tmp_path) == [0]
@@ -178,8 +181,8 @@ def flip(folder, step):
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
-def test_a_damaged_best_is_noticed_at_the_next_start(tmp_path, caplog):
-    """It is set aside, and the best of those that are left, whatever is added, is kept from then on."""
+def test_damaged_best_checkpoint_is_detected_at_the_next_start(tmp_path, caplog):
+    """The damaged checkpoint is renamed, and the best of the remaining ones and of new ones is kept from then on."""
     with pytest.raises(RuntimeError):
         go(Measured({1: 0.5, 3: 0.3}, 8, at={6: die}), tmp_path, every=5, keep=2)
     assert saved(tmp_path) == [1, 5]
@@ -190,8 +193,8 @@ def test_a_damaged_best_is_noticed_at_the_next_start(tmp_path, caplog):
     assert saved(tmp_path) == [6, 8] and (tmp_path / "checkpoints" / "1.damaged").is_dir()
 
 
-def test_the_old_one_stays_until_the_new_one_reads_back(tmp_path, monkeypatch, caplog):
-    """Bytes that change between writing and reading: the new one is set aside, and the run goes on."""
+def test_old_best_is_kept_until_the_new_one_is_verified(tmp_path, monkeypatch, caplog):
+    """The bytes change between write and verification. The new checkpoint is renamed, and the run continues."""
     damage = checksums.damage
     monkeypatch.setattr(checksums, "damage", lambda step: "all wrong" if step.name == "3" else damage(step))
     go(Measured({1: 0.3, 3: 0.5, 4: 0.2}), tmp_path)
@@ -203,7 +206,7 @@ def test_the_old_one_stays_until_the_new_one_reads_back(tmp_path, monkeypatch, c
         go(Measured({1: 0.3, 3: 0.5}), tmp_path / "last")
 
 
-def test_a_full_disk_costs_the_new_one_alone(tmp_path, caplog):
+def test_full_disk_loses_only_the_new_best(tmp_path, caplog):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     lost = "the checkpoint of step 3 could not be written"
@@ -234,7 +237,7 @@ def test_a_full_disk_costs_the_new_one_alone(tmp_path, caplog):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """The folder that commands are typed in, with the reward of their runs."""
+    """The working directory of the commands, with the reward of their runs."""
     place = tmp_path_factory.mktemp("best")
     (place / "wavering.py").write_text(WAVERING)
     return place
@@ -266,9 +269,9 @@ def weights_of(folder):
 @pytest.mark.parametrize(
     ("last", "lora"), [(5, ()), (2, ("lora.rank=2", "training.max_steps=2"))], ids=["whole", "lora"]
 )
-def test_a_run_and_who_uses_its_best(place, call, last, lora):
-    """What is measured of the checkpoint is what the run measured at its step; the newest is, to the bit, what it is
-    where no best is kept."""
+def test_commands_use_the_best_checkpoint_of_a_run(place, call, last, lora):
+    """Metrics measured from the checkpoint equal those that the run measured at its step. The newest checkpoint is
+    bitwise that of a run that keeps no best one."""
     name = "adapters" if lora else "whole"
     said = call("train", YAML, *SMALL, *BEST, *lora, f"training.output_dir={name}")
     found = {row["step"]: row["eval/rewards/mean"] for row in rows(name) if "eval/rewards/mean" in row}
@@ -294,7 +297,7 @@ def test_a_run_and_who_uses_its_best(place, call, last, lora):
         )
 
 
-def test_a_best_that_is_damaged_or_unknown_is_said(place, call):
+def test_damaged_or_unknown_best_checkpoint_raises_a_message(place, call):
     (best,) = {step for step in saved(Path("whole"))} - {5} or {5}
     file = next((place / f"whole/checkpoints/{best}/state/d").iterdir())
     whole = file.read_bytes()
@@ -323,8 +326,9 @@ def test_a_best_that_is_damaged_or_unknown_is_said(place, call):
         (("training.best_metric=eval/pass@1", "training.eval_every_n_steps=null"), "eval/pass@1, eval/pass@2"),
     ],
 )
-def test_what_no_evaluation_will_measure_is_refused(place, call, monkeypatch, overrides, words):
-    """Before anything is compiled, by a dry run too, and although supervised fine-tuning comes first."""
+def test_metric_that_no_evaluation_computes_is_rejected(place, call, monkeypatch, overrides, words):
+    """The error is raised before anything is compiled, also by a dry run, and although supervised fine-tuning comes
+    first."""
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None

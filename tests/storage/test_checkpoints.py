@@ -1,4 +1,5 @@
-"""Whole steps survive, half steps do not exist, and nothing is restored that was not asked for exactly."""
+"""Tests that complete checkpoints are readable, that interrupted ones do not appear as steps, and that a restore checks
+its structure."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def assert_same(a, b):
         np.testing.assert_array_equal(x, y)
 
 
-def test_everything_comes_back(tmp_path):
+def test_restored_state_equals_the_saved_state(tmp_path):
     state, stream = make_state(2.5, jnp.bfloat16), numbers()
     for _ in range(3):
         next(stream)
@@ -101,7 +102,7 @@ def test_a_step_that_is_not_new_raises(tmp_path):
         (lambda s: s.update(extra=jax.ShapeDtypeStruct((1,), jnp.int32)), "extra: stored nothing"),
     ],
 )
-def test_another_tree_is_refused(tmp_path, change, words):
+def test_restore_into_another_tree_is_rejected(tmp_path, change, words):
     with Checkpoints(tmp_path, 2) as checkpoints:
         checkpoints.save(1, make_state())
         target = abstract(make_state())
@@ -112,7 +113,7 @@ def test_another_tree_is_refused(tmp_path, change, words):
     assert f"{tmp_path}/1" in str(caught.value)
 
 
-def test_a_part_can_be_read(tmp_path):
+def test_part_of_a_checkpoint_is_restored(tmp_path):
     state = make_state()
     with Checkpoints(tmp_path, 2) as checkpoints:
         checkpoints.save(1, state)
@@ -121,7 +122,7 @@ def test_a_part_can_be_read(tmp_path):
     assert_same(restored, {"params": state["params"]})
 
 
-def test_arrays_go_where_they_are_asked_to_go(tmp_path):
+def test_arrays_are_restored_with_the_requested_sharding(tmp_path):
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
     columns = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "fsdp"))
@@ -135,7 +136,7 @@ def test_arrays_go_where_they_are_asked_to_go(tmp_path):
             assert restored.sharding == (sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0]))
 
 
-def test_a_reader_makes_and_removes_nothing(tmp_path):
+def test_reader_does_not_change_the_folder(tmp_path):
     with Checkpoints(tmp_path / "absent") as checkpoints:
         assert checkpoints.latest_step() is None
         with pytest.raises(UserError, match="no checkpoint of step 3"):
@@ -149,8 +150,9 @@ def test_a_reader_makes_and_removes_nothing(tmp_path):
     assert (tmp_path / "c" / "4.orbax-checkpoint-tmp").exists()
 
 
-def test_what_a_failed_write_still_puts_there_is_removed_too(tmp_path, monkeypatch):
-    """Its threads may outlive it, in a process that opens the folder again at once: files come after the last look."""
+def test_late_files_of_a_failed_write_are_removed(tmp_path, monkeypatch):
+    """Threads of the write may outlive it in a process that opens the folder again at once, so files may appear during
+    the removal."""
     left, real = tmp_path / "c" / "4.orbax-checkpoint-tmp", os.rmdir
     (left / "state").mkdir(parents=True)
     late = iter(["data", "more"])
@@ -165,7 +167,7 @@ def test_what_a_failed_write_still_puts_there_is_removed_too(tmp_path, monkeypat
         assert not left.exists() and next(late, None) is None
 
 
-def test_a_damaged_step_is_named(tmp_path):
+def test_error_names_an_unreadable_step(tmp_path):
     state = {"x": jax.random.normal(jax.random.key(0), (64, 64))}
     with Checkpoints(tmp_path, 2) as checkpoints:
         checkpoints.save(1, state)
@@ -176,7 +178,7 @@ def test_a_damaged_step_is_named(tmp_path):
             checkpoints.restore(1, state)
 
 
-def test_what_is_absent_is_said(tmp_path):
+def test_error_names_the_missing_part_or_step(tmp_path):
     with Checkpoints(tmp_path, 2) as checkpoints:
         checkpoints.save(1, {"x": jnp.ones(2)})
         with pytest.raises(UserError, match="has no position in the data stream"):
@@ -185,7 +187,7 @@ def test_what_is_absent_is_said(tmp_path):
             checkpoints.restore(9, {"x": jnp.ones(2)})
 
 
-def test_what_json_cannot_hold_is_refused_before_anything_is_written(tmp_path):
+def test_metadata_that_is_not_json_is_rejected_before_anything_is_written(tmp_path):
     with Checkpoints(tmp_path, 2) as checkpoints:
         with pytest.raises(TypeError):
             checkpoints.save(1, {"x": jnp.ones(2)}, meta={"when": object()})
@@ -194,7 +196,7 @@ def test_what_json_cannot_hold_is_refused_before_anything_is_written(tmp_path):
 
 @contextlib.contextmanager
 def full_disk(most=0):
-    """No file can grow beyond `most` bytes."""
+    """Prevents files from growing beyond `most` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     try:
@@ -204,7 +206,7 @@ def full_disk(most=0):
 
 
 @pytest.mark.parametrize("most", [0, 20_000], ids=["at once", "in the background"])
-def test_a_full_disk_loses_the_new_step_alone(tmp_path, caplog, most):
+def test_full_disk_loses_only_the_new_step(tmp_path, caplog, most):
     state = {"x": jax.random.normal(jax.random.key(0), (200, 200))}
     with Checkpoints(tmp_path, 1) as checkpoints:
         checkpoints.save(1, state)
@@ -213,7 +215,8 @@ def test_a_full_disk_loses_the_new_step_alone(tmp_path, caplog, most):
             checkpoints.save(2, state)
             checkpoints.steps()
         assert "the checkpoint of step 2 could not be written" in caplog.text and "too large" in caplog.text.lower()
-        # What a thread of the failed write makes anew is cleared by the next start, which has a test of its own.
+        # Files that a thread of the failed write creates later are removed by the next start, which has a separate
+        # test.
         assert [name for name in os.listdir(tmp_path) if name.isdigit()] == ["1"], "the one before is kept"
         for _ in range(2):
             with pytest.raises(NotSaved, match="step 2.*Is the disk full"):
@@ -223,8 +226,8 @@ def test_a_full_disk_loses_the_new_step_alone(tmp_path, caplog, most):
         assert os.listdir(tmp_path) == ["2"] and checkpoints.newest() == 2
 
 
-def test_a_folder_that_cannot_be_listed_either(tmp_path, monkeypatch, caplog):
-    """As on a file system that went away: that the step is not there is still known at the end."""
+def test_failed_write_and_unreadable_folder(tmp_path, monkeypatch, caplog):
+    """Simulates an unavailable file system. The missing step is still reported at the end."""
     with Checkpoints(tmp_path / "c", 1) as checkpoints:
 
         def gone():
@@ -253,9 +256,9 @@ def flip(file):
 
 
 @pytest.mark.parametrize("harm", [flip, lambda file: os.truncate(file, 1), os.unlink], ids=["flip", "cut", "lose"])
-def test_damage_of_any_file_is_noticed(tmp_path, caplog, harm):
-    """The step before is used, and the warning names the file; a reader changes nothing. What orbax alone writes at the
-    top of a step may change without harm, but then the step must read as it was."""
+def test_damage_of_any_file_is_detected(tmp_path, caplog, harm):
+    """The previous step is used, and the warning names the file. A reader changes nothing. Files that orbax writes at
+    the top of a step may change if the step still reads as before."""
     state = two_steps(tmp_path / "sound")
     files = sorted(path.relative_to(tmp_path / "sound") for path in (tmp_path / "sound" / "2").rglob("*"))
     files = [path for path in files if (tmp_path / "sound" / path).is_file()]
@@ -284,7 +287,7 @@ def test_damage_of_any_file_is_noticed(tmp_path, caplog, harm):
         assert sorted(folder.rglob("*")) == before
 
 
-def test_a_writer_sets_a_damaged_step_aside(tmp_path, caplog):
+def test_writer_renames_a_damaged_step(tmp_path, caplog):
     state = two_steps(tmp_path)
     for name in ("2.damaged", "2.damaged-2"):
         flip(next((tmp_path / "2" / "state" / "d").iterdir()))
@@ -306,7 +309,7 @@ def test_damaged_steps_do_not_count_as_kept(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["1", "2.damaged", "3"]
 
 
-def test_when_all_are_damaged_nothing_is_begun_or_moved(tmp_path):
+def test_error_if_all_steps_are_damaged_changes_nothing(tmp_path):
     two_steps(tmp_path)
     for step in "12":
         flip(next((tmp_path / step / "state" / "d").iterdir()))
@@ -316,7 +319,7 @@ def test_when_all_are_damaged_nothing_is_begun_or_moved(tmp_path):
                 checkpoints.newest()
 
 
-def test_a_step_without_checksums_is_taken_with_a_warning(tmp_path, caplog):
+def test_step_without_checksums_is_used_with_a_warning(tmp_path, caplog):
     two_steps(tmp_path)
     (tmp_path / "2" / "checksums.json").unlink()
     with Checkpoints(tmp_path) as checkpoints:
@@ -324,7 +327,7 @@ def test_a_step_without_checksums_is_taken_with_a_warning(tmp_path, caplog):
     assert "/2 has no checksums" in caplog.text
 
 
-def test_a_step_has_its_number_only_with_its_checksums(tmp_path, monkeypatch):
+def test_step_is_renamed_to_its_number_after_its_checksums_are_written(tmp_path, monkeypatch):
     seen, write = [], checksums.write
     monkeypatch.setattr(checksums, "write", lambda folder: (seen.append({*os.listdir(tmp_path)}), write(folder)))
     two_steps(tmp_path)
@@ -332,7 +335,7 @@ def test_a_step_has_its_number_only_with_its_checksums(tmp_path, monkeypatch):
     assert set(os.listdir(tmp_path)) == {"1", "2"}
 
 
-def test_an_interrupted_removal_leaves_no_step(tmp_path, monkeypatch):
+def test_step_of_an_interrupted_removal_does_not_appear(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "rmtree", lambda path: None)
     two_steps(tmp_path, keep=1)
     monkeypatch.undo()
@@ -343,7 +346,7 @@ def test_an_interrupted_removal_leaves_no_step(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["2"]
 
 
-def test_a_killed_writer_leaves_no_half_step_and_blocks_nothing(tmp_path):
+def test_killed_writer_leaves_no_partial_step_and_does_not_block_the_next_start(tmp_path):
     code = f"""
     import os, signal
     import jax
@@ -357,7 +360,7 @@ def test_a_killed_writer_leaves_no_half_step_and_blocks_nothing(tmp_path):
     killed = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert any("2.orbax-checkpoint-tmp" in name for name in os.listdir(tmp_path))
-    (tmp_path / "3").mkdir()  # as a removal that was interrupted leaves it
+    (tmp_path / "3").mkdir()  # as left by an interrupted removal
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.steps() == [1]
     with Checkpoints(tmp_path, 3) as checkpoints:
@@ -371,7 +374,7 @@ def test_a_killed_writer_leaves_no_half_step_and_blocks_nothing(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["1", "2", "3"]
 
 
-def test_orbax_is_quiet(tmp_path):
+def test_orbax_logs_nothing(tmp_path):
     code = f"""
     import jax
     from tunix_like.storage.checkpoints import Checkpoints

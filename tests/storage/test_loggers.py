@@ -1,4 +1,5 @@
-"""What loggers get: the rows of `metrics.jsonl`, once, under the run's steps; and that none of them ends a run."""
+"""Tests that loggers get each row of `metrics.jsonl` once, with the steps of the run, and that no logger failure ends a
+run."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def killed(phase, folder, names):
 
 
 def shown(folder):
-    """What TensorBoard shows of a folder: `{tag: [(step, value)]}`, and its texts."""
+    """Returns the data that TensorBoard shows of a folder: `{tag: [(step, value)]}`, and its texts."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
     tags = events.Tags()
     curves = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags["scalars"]}
@@ -50,7 +51,7 @@ def shown(folder):
 
 
 def curves_of(found, key):
-    """The same of rows of `metrics.jsonl`, for metrics that are numbers."""
+    """Returns the same for rows of `metrics.jsonl`, for metrics that are numbers."""
     out = {}
     for row in (row for row in found if key in row):
         for name, value in row.items():
@@ -60,8 +61,8 @@ def curves_of(found, key):
 
 
 @pytest.mark.parametrize("torn", [0, 5])
-def test_a_killed_run_goes_on_in_the_same_curve(tmp_path, torn):
-    """Step 3 was shown before the kill and is done again; a kill may have torn its event."""
+def test_resumed_run_continues_the_same_curve(tmp_path, torn):
+    """Step 3 is logged before the kill and is repeated. The kill may truncate its event."""
     killed(Counting(evaluate_every=4, at={4: fail}), tmp_path, ["tensorboard"])
     (file,) = (tmp_path / "tensorboard" / "count").iterdir()
     assert [step for step, _ in shown(file.parent)[0]["count/sum"]] == [1, 2, 3], "on disk when the row is"
@@ -77,7 +78,7 @@ def test_a_killed_run_goes_on_in_the_same_curve(tmp_path, torn):
     assert sorted(file.parent.iterdir()) == before, "a finished run shows nothing new"
 
 
-def test_a_run_without_a_checkpoint_starts_its_curve_over(tmp_path):
+def test_run_without_a_checkpoint_restarts_its_curve(tmp_path):
     killed(Counting(evaluate_every=9, at={2: fail}), tmp_path, ["tensorboard"])
     go(Counting(evaluate_every=9), tmp_path, ["tensorboard"])
     curves, _ = shown(tmp_path / "tensorboard" / "count")
@@ -85,7 +86,7 @@ def test_a_run_without_a_checkpoint_starts_its_curve_over(tmp_path):
 
 
 class Recorder:
-    """A tool that keeps what it is told."""
+    """A tool that stores the rows that it gets."""
 
     told, ends, at_once = [], [], False
 
@@ -109,8 +110,9 @@ def recorder(monkeypatch):
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_tool_is_told_each_step_once(tmp_path, recorder, monkeypatch, at_once):
-    """By one id, over two failures that go back; what was told before is not told again."""
+def test_each_step_is_logged_once(tmp_path, recorder, monkeypatch, at_once):
+    """All rows have the same run id, although two failures go back to earlier steps. Rows that were logged before are
+    not logged again."""
     monkeypatch.setattr(Recorder, "at_once", at_once)
     killed(Counting(at={4: fail}), tmp_path, ["wandb"])
     killed(Counting(at={3: fail}), tmp_path, ["wandb"])
@@ -126,9 +128,9 @@ def broken(*_):
 
 
 @pytest.mark.parametrize(("at_once", "told"), [(True, [4, 5]), (False, [1, 2, 3, 4, 5])])
-def test_a_kill_leaves_no_gap(tmp_path, recorder, monkeypatch, at_once, told):
-    """A tool that keeps rows at once is told the others alone; one that keeps nothing before its end, all again, from
-    `metrics.jsonl`."""
+def test_missing_rows_are_logged_after_a_kill(tmp_path, recorder, monkeypatch, at_once, told):
+    """A tool that stores rows at once gets only the missing ones. A tool that stores nothing before its end gets all
+    rows again, from `metrics.jsonl`."""
     monkeypatch.setattr(Recorder, "at_once", at_once)
     with monkeypatch.context() as killed_before_its_end:
         killed_before_its_end.setattr(Recorder, "finish", broken)
@@ -139,7 +141,7 @@ def test_a_kill_leaves_no_gap(tmp_path, recorder, monkeypatch, at_once, told):
 
 
 @pytest.mark.parametrize("method", ["__init__", "log"])
-def test_rows_that_a_tool_did_not_take_are_told_at_the_next_start(tmp_path, recorder, monkeypatch, method):
+def test_rows_that_a_tool_failed_to_log_are_logged_at_the_next_start(tmp_path, recorder, monkeypatch, method):
     monkeypatch.setattr(Recorder, "at_once", True)
     with monkeypatch.context() as down:
         down.setattr(Recorder, method, broken)
@@ -149,7 +151,7 @@ def test_rows_that_a_tool_did_not_take_are_told_at_the_next_start(tmp_path, reco
 
 
 @pytest.mark.parametrize("others", [[], ["trackio"]])
-def test_rows_of_a_start_that_left_the_tool_out(tmp_path, recorder, monkeypatch, others):
+def test_rows_of_a_start_without_the_tool_are_logged_later(tmp_path, recorder, monkeypatch, others):
     monkeypatch.setattr(Recorder, "at_once", True)
     monkeypatch.setitem(trackers.TOOLS, "trackio", type("Other", (Recorder,), {"log": lambda *_: None}))
     killed(Counting(at={3: fail}), tmp_path, ["wandb"])
@@ -158,7 +160,7 @@ def test_rows_of_a_start_that_left_the_tool_out(tmp_path, recorder, monkeypatch,
     assert [told[1] for told in recorder.told] == [1, 2, 3, 4, 5]
 
 
-def test_a_tool_that_comes_later_gets_the_whole_curve(tmp_path, recorder):
+def test_tool_that_is_added_later_gets_all_rows(tmp_path, recorder):
     killed(Counting(at={4: fail}), tmp_path, [])
     go(Counting(), tmp_path, ["wandb"])
     assert [told[1] for told in recorder.told] == [1, 2, 3, 4, 5]
@@ -177,7 +179,7 @@ def warnings(caplog):
 
 
 @pytest.mark.parametrize("where", ["__init__", "log", "finish"])
-def test_a_tool_that_fails_is_warned_of_and_the_run_goes_on(tmp_path, recorder, monkeypatch, caplog, where):
+def test_failing_tool_gives_a_warning_and_the_run_continues(tmp_path, recorder, monkeypatch, caplog, where):
     monkeypatch.setattr(Recorder, where, broken)
     assert go(Counting(), tmp_path, ["wandb", "tensorboard"]) == 5
     assert warnings(caplog) == ["wandb: no route; this logger is off until the next start"]
@@ -186,7 +188,7 @@ def test_a_tool_that_fails_is_warned_of_and_the_run_goes_on(tmp_path, recorder, 
 
 @pytest.fixture
 def hung(recorder, monkeypatch):
-    """Two tools whose start hangs until the end of the test; returns who began."""
+    """Two tools whose start hangs until the end of the test. Returns the list of their threads."""
     gate, begun = threading.Event(), []
 
     def hang(self, place):
@@ -202,8 +204,8 @@ def hung(recorder, monkeypatch):
         thread.join()
 
 
-def test_tools_that_hang_are_left_alone_for_good(tmp_path, hung, monkeypatch, caplog):
-    """After one wait for both; the next phase does not start them beside themselves."""
+def test_hanging_tools_are_not_waited_for_or_started_again(tmp_path, hung, monkeypatch, caplog):
+    """The run waits once for both tools. The next phase does not start them a second time."""
     ended, until = trackers.Tool.ended, []
     monkeypatch.setattr(trackers.Tool, "ended", lambda tool, time: until.append(time) or ended(tool, time))
     monkeypatch.setattr(trackers, "FINISH_SECONDS", 0.2)
@@ -219,13 +221,13 @@ def test_tools_that_hang_are_left_alone_for_good(tmp_path, hung, monkeypatch, ca
     assert [text for text in warnings(caplog) if "schedule" not in text] == said
 
 
-def test_rows_that_wait_for_a_tool_have_a_bound(tmp_path, hung, monkeypatch, caplog):
+def test_number_of_rows_that_wait_for_a_tool_is_limited(tmp_path, hung, monkeypatch, caplog):
     monkeypatch.setattr(trackers, "WAITING_ROWS", 3)
     assert go(Counting(), tmp_path, ["wandb"]) == 5
     assert warnings(caplog) == ["wandb: 3 rows wait for it; this logger is off until the next start"]
 
 
-def test_a_second_interrupt_waits_for_no_tool(tmp_path, hung, caplog):
+def test_interrupt_does_not_wait_for_tools(tmp_path, hung, caplog):
     def interrupt():
         raise KeyboardInterrupt
 
@@ -234,7 +236,7 @@ def test_a_second_interrupt_waits_for_no_tool(tmp_path, hung, caplog):
     assert warnings(caplog) == ["wandb: not done after 0 s; the run does not wait any longer"]
 
 
-def test_an_event_file_that_is_removed(tmp_path):
+def test_removed_event_files(tmp_path):
     folder = tmp_path / "tensorboard" / "count"
     for last in (1, 2, 3):
         go(Counting(last), tmp_path, ["tensorboard"])
@@ -247,14 +249,14 @@ def test_an_event_file_that_is_removed(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["a: [", "", "{!!timestamp 2026-01-01: 1}", "- a"])
-def test_a_foreign_config_file_is_not_worth_a_run(tmp_path, caplog, text):
+def test_unreadable_config_file_does_not_end_a_run(tmp_path, caplog, text):
     tmp_path.joinpath("config.yaml").write_text(text)
     assert go(Counting(), tmp_path, ["tensorboard"]) == 5
     assert [said.startswith("loggers show the settings of this run instead of ") for said in warnings(caplog)] == [True]
     assert "seed: 7" in shown(tmp_path / "tensorboard" / "count")[1]["config/text_summary"]
 
 
-def test_a_run_in_the_folder_it_was_started_from_has_a_name(tmp_path, recorder, monkeypatch):
+def test_run_in_the_working_directory_has_the_name_of_the_folder(tmp_path, recorder, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = []
     monkeypatch.setattr(Recorder, "finish", lambda self, failed: names.append(self.place.folder.name))
@@ -262,15 +264,15 @@ def test_a_run_in_the_folder_it_was_started_from_has_a_name(tmp_path, recorder, 
     assert names == [tmp_path.name]
 
 
-def test_event_files_that_cannot_be_written(tmp_path, caplog):
+def test_unwritable_event_files_give_a_warning(tmp_path, caplog):
     tmp_path.joinpath("tensorboard").write_text("in the way")
     assert go(Counting(), tmp_path, ["tensorboard"]) == 5
     warned = warnings(caplog)
     assert len(warned) == 1 and warned[0].startswith("tensorboard (") and len(rows(tmp_path)) == 5
 
 
-def test_who_logs(tmp_path, monkeypatch):
-    """Nobody without a folder, and of several processes the first."""
+def test_only_the_first_process_with_a_folder_logs(tmp_path, monkeypatch):
+    """Nothing is logged without a folder. Of several processes only the first one logs."""
     assert type(open_metrics(None, ["tensorboard"], {})) is MetricsLog
     monkeypatch.setattr(loggers, "is_first", lambda: False)
     log = open_metrics(tmp_path, ["tensorboard"], {})
@@ -302,7 +304,7 @@ def test_bad_names_and_missing_packages(monkeypatch):
 
 
 class Watch:
-    """Notes which modules are looked for."""
+    """Records which modules are looked up."""
 
     def __init__(self):
         self.asked = []
@@ -313,8 +315,8 @@ class Watch:
 
 @pytest.mark.slow
 def test_sft_then_rl_and_pandas(tmp_path, monkeypatch):
-    """Both phases of a real run, each in its own steps; its files as the documentation reads them; no extra is
-    imported."""
+    """Both phases of a real run are logged with their own steps. Its files are read as documented, and no optional
+    package is imported."""
     import pandas
 
     for name in ("wandb", "trackio"):

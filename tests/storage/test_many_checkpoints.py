@@ -1,4 +1,4 @@
-"""What a process keeps of the checkpoints it wrote: nothing."""
+"""Tests that a process keeps no objects of the checkpoints that it wrote."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tunix_like.storage.checkpoints import Checkpoints
 
 
 @pytest.mark.slow
-def test_a_save_leaves_no_objects_behind(tmp_path):
-    """A run makes thousands of them. What is made once, at the first few, may stay. Lists are not counted: tensorstore
-    0.1.86 leaks 24 of them (8 kB) in a call that orbax makes at each save for a line in its log."""
+def test_save_leaves_no_objects_in_memory(tmp_path):
+    """A run writes thousands of checkpoints. Objects that are created once, at the first few, may remain. Lists are not
+    counted: tensorstore 0.1.86 leaks 24 of them (8 kB) in a call that orbax makes at each save for a log line."""
 
     def objects_after(steps):
         for step in steps:

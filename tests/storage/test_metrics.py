@@ -1,4 +1,4 @@
-"""The metrics file: what it takes, what a kill leaves, what a resume cuts."""
+"""Tests the metrics file: accepted values, its state after a kill, and the rows that a resumption removes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tunix_like.errors import UserError
 from tunix_like.storage.metrics import MetricsLog, rows
 
 
-def test_rows_come_back_as_plain_numbers(tmp_path):
+def test_rows_are_read_as_plain_numbers(tmp_path):
     log = MetricsLog(tmp_path / "run")
     log.write({"step": 1, "a": np.float32(0.5), "b": jnp.float32(0.25), "c": jnp.bfloat16(2), "d": np.int64(3)})
     log.write(
@@ -26,14 +26,14 @@ def test_rows_come_back_as_plain_numbers(tmp_path):
     ]
 
 
-def test_what_json_lacks_becomes_null(tmp_path):
+def test_non_finite_values_become_null(tmp_path):
     log = MetricsLog(tmp_path)
     log.write({"a": float("nan"), "b": np.float32("inf"), "c": jnp.array([1.0, -jnp.inf]), "d": np.float64("nan")})
     text = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(text, parse_constant=pytest.fail) == {"a": None, "b": None, "c": [1.0, None], "d": None}
 
 
-def test_a_row_is_on_disk_when_write_returns_and_a_bad_one_writes_nothing(tmp_path):
+def test_write_flushes_the_row_and_an_invalid_row_writes_nothing(tmp_path):
     log = MetricsLog(tmp_path)
     log.write({"step": 1})
     with pytest.raises(TypeError, match="a metric must be a number or text, not object"):
@@ -41,7 +41,7 @@ def test_a_row_is_on_disk_when_write_returns_and_a_bad_one_writes_nothing(tmp_pa
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
-def test_cut_drops_only_what_lies_beyond(tmp_path):
+def test_cut_removes_only_later_rows(tmp_path):
     log = MetricsLog(tmp_path)
     for row in ({"sft/step": 9}, {"step": 0}, {"step": 1, "x": 0.1}, {"step": 3}, {"step": 2}, {"step": None}):
         log.write(row)
@@ -55,7 +55,7 @@ def test_cut_drops_only_what_lies_beyond(tmp_path):
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 2, "x', b'{"step": 2, "x": "\xc3', b"3", b"", b'{"step": 2}'])
-def test_a_torn_last_line_is_left_out_and_repaired(tmp_path, torn):
+def test_incomplete_last_line_is_ignored_and_repaired(tmp_path, torn):
     log = MetricsLog(tmp_path)
     log.write({"step": 1})
     with (tmp_path / "metrics.jsonl").open("ab") as file:
@@ -66,16 +66,16 @@ def test_a_torn_last_line_is_left_out_and_repaired(tmp_path, torn):
     assert rows(tmp_path) == [{"step": 1}, {"step": 2}]
 
 
-def test_a_kill_while_cutting_leaves_the_old_file(tmp_path, monkeypatch):
+def test_kill_during_a_cut_keeps_the_old_file(tmp_path, monkeypatch):
     log = MetricsLog(tmp_path)
     for step in (1, 2):
         log.write({"step": step})
-    monkeypatch.setattr(os, "replace", lambda *_: None)  # the move never happens
+    monkeypatch.setattr(os, "replace", lambda *_: None)  # the rename does not happen
     log.cut("step", 1)
     assert rows(tmp_path) == [{"step": 1}, {"step": 2}]
 
 
-def test_a_full_disk_while_cutting_leaves_the_old_file_and_says_what_to_do(tmp_path):
+def test_full_disk_during_a_cut_keeps_the_old_file_and_states_a_remedy(tmp_path):
     log = MetricsLog(tmp_path)
     for step in (1, 2):
         log.write({"step": step})
@@ -89,12 +89,13 @@ def test_a_full_disk_while_cutting_leaves_the_old_file_and_says_what_to_do(tmp_p
     assert rows(tmp_path) == [{"step": 1}, {"step": 2}] and os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
-def test_rows_that_cannot_be_written_are_kept_until_they_can(tmp_path, caplog):
-    """And a row is written as a whole or not at all: what a full disk took of it is cut off again."""
+def test_rows_that_cannot_be_written_are_kept_in_memory(tmp_path, caplog):
+    """A row is written completely or not at all. The part of a row that was written before the disk was full is
+    removed."""
     log = MetricsLog(tmp_path)
     log.write({"step": 1})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))  # 12 are there, and the next row is longer than the rest
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))  # the file has 12 bytes; the next row has more than 8
     try:
         log.write({"step": 2})
         log.write({"step": 3})
@@ -111,7 +112,7 @@ def test_rows_that_cannot_be_written_are_kept_until_they_can(tmp_path, caplog):
     assert not caplog.text
 
 
-def test_a_bad_line_in_the_middle_is_named(tmp_path):
+def test_error_names_an_invalid_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 2"):
         rows(tmp_path)

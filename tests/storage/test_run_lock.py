@@ -1,4 +1,4 @@
-"""Who owns a run folder: one process at a time, and a dead one no longer."""
+"""Tests the ownership of a run folder: one process at a time, and not a dead process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tunix_like.storage.run_lock import owned
 
 
 def write(folder, **changes):
-    """A lock as this process would write it, but for the changes."""
+    """Writes a lock as this process would write it, except for the changes."""
     (folder / "run.lock").write_text(json.dumps(run_lock._me() | changes))
 
 
 def in_thread(work):
-    """What `work` raised in another thread, or None."""
+    """Runs `work` in another thread. Returns the exception that it raised, or None."""
     found = []
 
     def go():
@@ -50,7 +50,7 @@ def test_one_owner_at_a_time(tmp_path):
         refused = in_thread(lambda: take(lock.parent))
         assert isinstance(refused, UserError) and f"is in use by process {os.getpid()} on " in str(refused)
         assert str(lock) in str(refused) and "training.output_dir" in str(refused)
-        with owned(lock.parent):  # the owner itself may
+        with owned(lock.parent):  # the owner may take it again
             pass
         check()
         assert lock.exists()
@@ -58,13 +58,13 @@ def test_one_owner_at_a_time(tmp_path):
     take(lock.parent)
 
 
-def test_a_run_that_fails_gives_its_folder_back(tmp_path):
+def test_failed_run_removes_its_lock(tmp_path):
     with pytest.raises(RuntimeError), owned(tmp_path):
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_folder_there_is_nothing_to_own(tmp_path, monkeypatch):
+def test_no_lock_without_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with owned(None) as check, owned(None):
         check()
@@ -86,7 +86,7 @@ def test_the_lock_of_a_dead_process_is_taken_over_at_once(tmp_path, caplog, kind
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only /proc tells a zombie")
-def test_one_that_its_parent_has_not_noticed_is_dead(tmp_path):
+def test_zombie_process_counts_as_dead(tmp_path):
     with subprocess.Popen(["sleep", "60"]) as process:
         write(tmp_path, pid=process.pid, began=run_lock._began(process.pid))
         assert isinstance(in_thread(lambda: take(tmp_path)), UserError)
@@ -106,21 +106,21 @@ OTHERS = [{"host": "elsewhere"}, {"place": "another boot or container"}]
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
-def test_a_lock_of_another_machine_is_taken_over_when_it_stays_untouched(tmp_path, quick, caplog, other):
+def test_unchanged_lock_of_another_machine_is_taken_over(tmp_path, quick, caplog, other):
     write(tmp_path, **other)
     began = time.monotonic()
     take(tmp_path)
     assert time.monotonic() - began >= 1.0 and "was not touched in that time" in caplog.text
 
 
-def test_so_is_one_whose_owner_died_before_it_had_written_a_word(tmp_path, quick, caplog):
+def test_empty_lock_is_taken_over(tmp_path, quick, caplog):
     (tmp_path / "run.lock").touch()
     take(tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert "in use by an unknown process" in caplog.text and "None" not in caplog.text
 
 
-def test_a_run_whose_folder_or_lock_is_deleted_says_so(tmp_path, monkeypatch):
+def test_deleted_folder_or_lock_raises_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock.time, "sleep", lambda seconds: pytest.fail("what is gone is not waited for"))
     with owned(tmp_path / "run") as check:
         (tmp_path / "run" / "run.lock").unlink()
@@ -134,7 +134,7 @@ def test_a_run_whose_folder_or_lock_is_deleted_says_so(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
-def test_a_lock_of_another_machine_that_is_touched_is_respected(tmp_path, quick, monkeypatch, other):
+def test_updated_lock_of_another_machine_is_not_taken_over(tmp_path, quick, monkeypatch, other):
     monkeypatch.setattr(run_lock, "PATIENCE_SECONDS", 60.0)
     write(tmp_path, **other)
     done, began = threading.Event(), time.monotonic()
@@ -153,7 +153,7 @@ def test_a_lock_of_another_machine_that_is_touched_is_respected(tmp_path, quick,
     assert json.loads((tmp_path / "run.lock").read_text()) == me | other
 
 
-def test_one_that_leaves_meanwhile_is_waited_for(tmp_path, quick):
+def test_lock_is_taken_when_its_owner_ends(tmp_path, quick):
     write(tmp_path, host="elsewhere")
     threading.Timer(0.2, (tmp_path / "run.lock").unlink).start()
     began = time.monotonic()
@@ -161,7 +161,7 @@ def test_one_that_leaves_meanwhile_is_waited_for(tmp_path, quick):
     assert time.monotonic() - began < 1.0
 
 
-def test_the_owner_touches_its_lock(tmp_path, quick):
+def test_owner_updates_the_time_of_its_lock(tmp_path, quick):
     with owned(tmp_path):
         before = (tmp_path / "run.lock").stat().st_mtime_ns
         time.sleep(0.3)
@@ -169,7 +169,7 @@ def test_the_owner_touches_its_lock(tmp_path, quick):
 
 
 @pytest.mark.slow
-def test_of_many_that_find_a_dead_owner_one_takes_over(tmp_path):
+def test_only_one_of_many_processes_takes_over_a_dead_lock(tmp_path):
     for _ in range(20):
         write(tmp_path, pid=dead())
         start, results = threading.Barrier(8), []
@@ -185,8 +185,8 @@ def test_of_many_that_find_a_dead_owner_one_takes_over(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
 
 
-def test_one_that_stood_still_for_too_long_notices(tmp_path):
-    """Another one has taken over: the first neither saves nor removes the other's lock."""
+def test_suspended_owner_detects_that_its_lock_was_taken_over(tmp_path):
+    """Another process has taken over. The first one neither saves nor removes the lock of the other."""
     with owned(tmp_path) as check:
         write(tmp_path, host="elsewhere", pid=7)
         with pytest.raises(UserError, match="no longer this process's run.*process 7 on elsewhere"):
@@ -194,14 +194,15 @@ def test_one_that_stood_still_for_too_long_notices(tmp_path):
     assert (tmp_path / "run.lock").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_said(tmp_path):
+def test_unwritable_folder_raises_a_message(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="run.lock cannot be written.*training.output_dir"):
         take(tmp_path / "file")
 
 
-def test_a_disk_that_fails_to_read_the_lock_for_a_moment_ends_nothing(tmp_path, monkeypatch):
-    """A network file system may; a lock that is gone, or another's, is lost at once."""
+def test_temporary_read_error_keeps_the_ownership(tmp_path, monkeypatch):
+    """Reads of a network file system may fail temporarily. A missing lock, or the lock of another process, ends the
+    ownership at once."""
     with owned(tmp_path) as check:
         answers = [{}, {}]
         read = run_lock._read

@@ -1,10 +1,11 @@
-"""Trains 300 steps with an environment that hangs, exits, raises, forks, allocates and answers nonsense, at random.
+"""Trains 300 steps with an environment that randomly hangs, exits, raises, forks, allocates memory and returns invalid
+values.
 
     python tests/stress/environment_soak.py [--steps 300]
 
-Not a part of the test suite: it takes some minutes, and needs Linux (`/proc`). The run must go on, every such
-trajectory must be unscored, and processes, file descriptors and memory must be back where they were. Exit status 0:
-they are.
+Not a part of the test suite: it takes some minutes, and needs Linux (`/proc`). The run must continue, all affected
+trajectories must be unscored, and the numbers of processes and file descriptors and the memory must return to their
+initial values. Exit status 0: they do.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tunix_like.data import reverse_text
 
 MARK = "ENVIRONMENT_SOAK"
 SETTLED = 100
-"""Steps before the first look: programs are compiled until then."""
+"""Steps before the first measurement, in which programs are compiled."""
 
 MISBEHAVING = '''
 import os, subprocess, sys, time
@@ -67,7 +68,7 @@ MODEL = {
 
 
 def descendants() -> list[int]:
-    """Ids of all other processes that have this script's mark in their environment variables."""
+    """Returns the ids of all other processes that have the mark of this script in their environment variables."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -77,14 +78,14 @@ def descendants() -> list[int]:
 
 
 def state() -> tuple[int, int, float]:
-    """Numbers of other processes and of file descriptors, and the resident memory in MB."""
+    """Returns the numbers of other processes and of file descriptors, and the resident memory in MB."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return len(descendants()), len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def main() -> int:
-    """Runs the steps and prints a verdict."""
+    """Runs the steps and prints the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     steps = parser.parse_args().steps

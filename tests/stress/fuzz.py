@@ -1,5 +1,5 @@
-"""Draws bad configurations and damaged model folders by the thousand, and shows every one that is not refused as it
-should be (`tests/runs/fuzzing.py`, `tests/runs/fuzzing_files.py` say how that is).
+"""Draws thousands of invalid configurations and damaged model folders, and prints every one that is not rejected
+correctly (`tests/runs/fuzzing.py` and `tests/runs/fuzzing_files.py` define the correct results).
 
     python tests/stress/fuzz.py [--configs 2000] [--files 1500] [--seed 0]
 
@@ -30,7 +30,7 @@ ENDS = ("accepted", "refused", "violation")
 
 
 class Tally:
-    """How often what was tried came to which end, by the words that describe it."""
+    """Counts how often each kind of case had each result."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str, str]] = Counter()
@@ -58,7 +58,7 @@ class Tally:
 
 
 def draw(strategy: st.SearchStrategy[Any], count: int, number: int, use: Callable[[Any], None]) -> float:
-    """Hands `count` draws to `use`. Returns the seconds that all took."""
+    """Passes `count` draws to `use`. Returns the total seconds."""
     began = time.monotonic()
     checks = list(HealthCheck)
 

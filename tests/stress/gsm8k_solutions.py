@@ -1,9 +1,10 @@
-"""Grades the solutions of the models of GSM8K's paper and compares each reward with the authors' own judgement.
+"""Grades the solutions of the models of the GSM8K paper and compares each reward with the judgement of the authors.
 
     python tests/stress/gsm8k_solutions.py PATH
 
 PATH is `grade_school_math/data/example_model_solutions.jsonl` of github.com/openai/grade-school-math: 1,319 problems
-with four solutions each, marked right or wrong. The file is not part of this repository. Exit status 0: all agree.
+with four solutions each, marked as correct or incorrect. The file is not part of this repository. Exit status 0: all
+agree.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from tunix_like.rewards.math import grade
 
 MARK = "A:"
-"""In that file the final answer follows the last of these, where GSM8K's own solutions have `####`."""
+"""In that file the final answer follows the last of these marks, in place of the `####` of GSM8K."""
 
 
 def main() -> int:

@@ -1,12 +1,12 @@
-"""Ends a real run again and again, and compares what it comes to with the same run left alone.
+"""Kills and resumes a real run repeatedly, and compares its results with the same run without interruption.
 
     python tests/stress/kill_resume.py [--kills 20] [--seed 0] [--folder FOLDER]
 
-Not a part of the test suite: it takes some minutes, and needs Linux. The lives of the run end in turn some steps after
-their first (of supervised warm-up, then of training), while a checkpoint is being written, and at a random moment of
-their start. They end in turn by SIGKILL, by SIGKILL after the reader of their output has ended, and by a terminal that
-is closed: its shell and the kernel send SIGHUP, and later writes to it fail. The last life is let finish. Exit status
-0: metrics (times aside), completions and weights are the same to the bit, and no closed terminal cost a step.
+Not a part of the test suite: it takes some minutes, and needs Linux. The processes of the run end in turn some steps
+after their first step (of supervised warm-up, then of training), while a checkpoint is written, and at a random time of
+their start. They end in turn by SIGKILL, by SIGKILL after the reader of their output has ended, and by a closed
+terminal: its shell and the kernel send SIGHUP, and later writes to it fail. The last process finishes the run. Exit
+status 0: metrics (except times), completions and weights are bitwise equal, and no closed terminal lost a step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WAYS = ("killed", "reader ended, killed", "terminal closed")
 
 
 def newest(folder: Path) -> str:
-    """The newest whole checkpoint, as `checkpoints/12`."""
+    """Returns the newest complete checkpoint, as `checkpoints/12`."""
     for name in ("checkpoints", "sft_checkpoints"):
         steps = [int(path.name) for path in (folder / name).glob("*") if path.name.isdigit()]
         if steps:
@@ -52,10 +52,10 @@ def newest(folder: Path) -> str:
 
 
 class Screen:
-    """What a run writes to and this process reads: a pipe, or a terminal that controls the run.
+    """The output of a run, which this process reads: a pipe, or a terminal that controls the run.
 
     Attributes:
-      text: what was read so far.
+      text: the text that was read so far.
     """
 
     def __init__(self, terminal: bool) -> None:
@@ -64,7 +64,7 @@ class Screen:
         os.set_blocking(self._reader, False)
 
     def start(self, folder: Path) -> subprocess.Popen[bytes]:
-        """Starts the run in a session of its own, in which its processes get the signals of its terminal."""
+        """Starts the run in a separate session, in which its processes get the signals of its terminal."""
         control = (lambda: fcntl.ioctl(1, termios.TIOCSCTTY, 0)) if self.terminal else None
         process = subprocess.Popen(
             train_command(*RUN), cwd=folder, stdin=subprocess.DEVNULL, stdout=self.writer, stderr=self.writer,
@@ -74,8 +74,8 @@ class Screen:
         return process
 
     def read(self) -> None:
-        """Reads what is there."""
-        with contextlib.suppress(OSError):  # nothing is there; the other end of a terminal is closed; so is this one
+        """Reads the available text."""
+        with contextlib.suppress(OSError):  # no text is available, or one end of the terminal is closed
             while self._reader >= 0 and (part := os.read(self._reader, 1 << 16)):
                 self.text += part.decode(errors="replace")
 
@@ -86,7 +86,7 @@ class Screen:
 
 
 class Life(NamedTuple):
-    """One life of the run: its exit status, the seconds to its first step, what it said, where it ended."""
+    """One process of the run: its exit status, the seconds to its first step, its output, and where it ended."""
 
     code: int
     first: float
@@ -97,7 +97,8 @@ class Life(NamedTuple):
 def live(
     folder: Path, moment: str = "never", way: str = "killed", chance: random.Random | None = None, first: float = 0.0
 ) -> Life:
-    """Lives until `moment`, one of `MOMENTS`, and ends in one of `WAYS`; a start is taken to last `first` seconds."""
+    """Runs the process until `moment`, one of `MOMENTS`, and ends it in one of `WAYS`. A start is assumed to take
+    `first` seconds."""
     chance = chance or random.Random()
     began, left, start = time.monotonic(), chance.randint(1, 5), chance.uniform(0, first)
     reached, phase, rows = float("nan"), "start-up", Appended(folder / "run" / "metrics.jsonl")
@@ -111,7 +112,7 @@ def live(
                 phase, left = "training" if "step" in names[-1] else "SFT", left - len(names)
                 reached = reached if reached == reached else now
             if way == "reader ended, killed" and screen.text:
-                screen.close()  # after the first words
+                screen.close()  # after the first output
             if not ending and (
                 (moment == "start-up" and now > start)
                 or (moment == "step" and left <= 0)
@@ -130,13 +131,14 @@ def end(process: subprocess.Popen[bytes], screen: Screen, way: str) -> None:
     if way == "terminal closed":
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGHUP)  # the shell, before it ends itself
-        screen.close()  # the kernel sends another
+        screen.close()  # the kernel sends another one
     else:
         process.kill()
 
 
 def as_expected(life: Life, way: str, run: Path) -> bool:
-    """Whether the life ended as it should: after SIGHUP with all of its steps saved, or before any was under way."""
+    """Returns whether the process ended correctly: after SIGHUP with all of its steps saved, or before the first
+    step."""
     if way != "terminal closed":
         return life.code == -signal.SIGKILL
     if life.code == -signal.SIGHUP:
@@ -147,8 +149,8 @@ def as_expected(life: Life, way: str, run: Path) -> bool:
 
 
 class Appended:
-    """The rows that are appended to `metrics.jsonl` from now on. When a phase begins the file is replaced by what is
-    kept of it, which is not new."""
+    """The rows that are appended to `metrics.jsonl` from now on. When a phase begins, the file is replaced by its kept
+    rows, which are not new."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -166,7 +168,7 @@ class Appended:
         if now != inode:
             self.seen = now, end if inode else 0
             return []
-        with contextlib.suppress(ValueError):  # a row of which a part is there
+        with contextlib.suppress(ValueError):  # an incomplete row
             rows = [json.loads(line) for line in self._between(size, end).splitlines()]
             self.seen = now, end
             return rows
@@ -181,12 +183,12 @@ class Appended:
 
 
 def unfinished(folder: Path) -> bool:
-    """Whether a checkpoint is being written, or was when the run was killed."""
+    """Returns whether a checkpoint is being written, or was being written when the run was killed."""
     return any((folder / "run").glob("*checkpoints/*.orbax-checkpoint-tmp*"))
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """All that must be the same."""
+    """Returns all results that must be equal."""
     subprocess.run(command("export", "run", "out"), cwd=folder, check=True, capture_output=True)
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     rows = [{k: v for k, v in row.items() if "time" not in k and "perf" not in k} for row in rows]

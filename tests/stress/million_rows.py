@@ -1,9 +1,10 @@
-"""Opens data of many rows and draws shuffled batches of them, and compares the memory of the process with fewer rows.
+"""Opens data with many rows, draws shuffled batches, and compares the memory of the process with that for fewer rows.
 
     python tests/stress/million_rows.py [--rows 1000000]
 
-Not a part of the test suite: it takes a minute or two. Each source is read in a fresh process, of a tenth of the rows
-and of all. Exit status 0: each further row costs at most 16 bytes (a file, GSM8K) or 64 (a mix), and 8 MB of noise.
+Not a part of the test suite: it takes a minute or two. Each source is read in a new process, with a tenth of the rows
+and with all rows. Exit status 0: each additional row takes at most 16 bytes (a file, GSM8K) or 64 bytes (a mix), with a
+tolerance of 8 MB.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def config(kind: str, folder: Path) -> DataConfig:
 
 
 def read(kind: str, folder: Path) -> dict[str, float]:
-    """Seconds, and the most memory in bytes that the process held."""
+    """Returns the seconds and the peak memory of the process in bytes."""
     began = time.monotonic()
     data, tokenizer = load_source(config(kind, folder)), reverse_text.tokenizer()
     opened = time.monotonic()
@@ -86,7 +87,7 @@ def main() -> int:
             for rows, folder in sizes.items():
                 command = [sys.executable, __file__, "--read", kind, str(folder)]
                 said = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
-                found.append(json.loads(said.splitlines()[-1]))  # above it the progress of slow reading
+                found.append(json.loads(said.splitlines()[-1]))  # the lines before it are the progress of slow reading
                 each = found[-1]
                 print(
                     f"{kind:>6}, {rows:>9,} rows: opened in {each['open']:.1f} s, first 20,000 tokenised in "

@@ -1,12 +1,12 @@
-"""Sends ten thousand small requests of all kinds to a server, and looks at what must not grow.
+"""Sends ten thousand small requests of all kinds to a server, and measures resources that must not grow.
 
     python tests/stress/serving_soak.py [--requests 10000] [--seconds 1800]
 
-Not a part of the test suite: it takes some minutes, and needs Linux (`/proc`). The server is a process of its own with
-a random model of letters, on loopback only. Sixteen clients send whole and streamed requests, some of which are
-malformed, too large, or given up before the answer. Greedy answers are compared with the first answer to the same
-prompt. Exit status 0: every request got its answer, and memory, open files and threads are flat from the first fifth
-on.
+Not a part of the test suite: it takes some minutes, and needs Linux (`/proc`). The server is a separate process with a
+random model of letters, on loopback only. Sixteen clients send whole and streamed requests. Some requests are
+malformed, too large, or cancelled before the answer. Greedy answers are compared with the first answer to the same
+prompt. Exit status 0: every request got its answer, and memory, open files and threads do not grow after the first
+fifth.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ HF = {
 }  # fmt: skip
 CLIENTS = 16
 GROWTH = 0.03
-"""Share by which the resident memory may grow after the first fifth of the requests."""
+"""The fraction by which the resident memory may grow after the first fifth of the requests."""
 
 
 def start(folder: Path) -> tuple[subprocess.Popen[str], str]:
-    """Starts the server; returns its process and address."""
+    """Starts the server. Returns its process and address."""
     model, _ = tunix_like.load_model(HF, init="random")
     tunix_like.export_model(model, reverse_text.tokenizer(), folder / "letters")
     command = [sys.executable, "-m", "tunix_like", "serve", "letters", "--port", "0", "--max-rows", "8"]
@@ -52,14 +52,14 @@ def start(folder: Path) -> tuple[subprocess.Popen[str], str]:
 
 
 def look(pid: int) -> tuple[int, int, int]:
-    """Returns resident bytes, open files and threads of a process."""
+    """Returns the resident bytes, open files and threads of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
     resident, threads = (int(re.search(rf"^{name}:\s+(\d+)", status, re.M)[1]) for name in ("VmRSS", "Threads"))
     return resident * 1024, len(os.listdir(f"/proc/{pid}/fd")), threads
 
 
 class Soak:
-    """The clients and what they saw."""
+    """The clients and their results."""
 
     def __init__(self, pid: int, url: str, requests: int, seconds: float):
         self.pid, self.url, self.left, self.until = pid, url, requests, time.monotonic() + seconds
@@ -73,7 +73,7 @@ class Soak:
             await asyncio.gather(*(self.client(http) for _ in range(CLIENTS)))
 
     async def client(self, http: httpx.AsyncClient) -> None:
-        """Sends requests until none are left or the time is over."""
+        """Sends requests until none are left or the time has passed."""
         while self.left > 0 and time.monotonic() < self.until:
             self.left -= 1
             done = self.total - self.left
@@ -85,7 +85,7 @@ class Soak:
                 self.wrong.append(problem)
 
     async def one(self, http: httpx.AsyncClient, kind: float) -> str | None:
-        """Sends one request; returns what was wrong with its answer."""
+        """Sends one request. Returns the error of its answer, if any."""
         prompt = "".join(self.random.choice("abc") for _ in range(self.random.randint(1, 4))) + ">"
         body = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
         if kind < 0.05:
@@ -110,7 +110,7 @@ class Soak:
 
 
 def main() -> int:
-    """Prints a line every 250 requests and a verdict; returns the exit status."""
+    """Prints a line every 250 requests and the result. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=1800)

@@ -1,12 +1,12 @@
-"""Runs a thousand tiny steps with everything switched on, and looks from outside at what must not grow.
+"""Runs a thousand tiny steps with all features enabled, and measures from outside the resources that must not grow.
 
     python tests/stress/soak.py [--steps 1000] [--folder FOLDER] [OVERRIDE ...]
 
-Not a part of the test suite: it takes some minutes, and needs Linux (`/proc`). Ten times a second it looks at the run
-and at its reward workers, prints a line every 50 steps, and at the end a verdict for each promise. A short run goes
-before it and fills the compilation cache: what the compiler leaves in memory would hide a leak. Other processes slow
-steps down; how many processors they took stands in the table, so repeat a run that they disturbed. Exit status 0:
-every promise is kept.
+Not a part of the test suite: it takes some minutes, and needs Linux (`/proc`). It measures the run and its reward
+workers ten times a second, prints a line every 50 steps, and at the end a result for each requirement. A short run
+before it fills the compilation cache, because the memory that the compiler keeps would hide a leak. Other processes
+slow down the steps. The table shows how many processors they used, so repeat a run that they disturbed. Exit status 0:
+every requirement is met.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ RUN = [
     "training.checkpoint_every_n_steps=10", "training.eval_every_n_steps=20", "training.log_rollouts_every_n_steps=5",
     "rewards.workers=2", "optimizer.learning_rate=1e-6", "optimizer.schedule=constant",
 ]  # fmt: skip
-"""The learning rate is so small that the last steps have the work of the first: completions keep their lengths. It is
-constant because the length of a schedule is part of the program, which the short run shall leave compiled."""
+"""The learning rate is very small, so that completions keep their lengths and the last steps do the same work as the
+first. It is constant, because the length of a schedule is part of the program that the short run compiles."""
 
 WINDOW = 50
-"""Steps of a line of the table."""
+"""Steps per line of the table."""
 
 SETTLED = 100
-"""The step from which on nothing may grow."""
+"""The step from which nothing may grow."""
 
 WARM_UP, COMPARED = 10, 100
-"""Steps whose time does not count, and how many are compared with as many at the end."""
+"""Steps whose time is not counted, and the number of steps at the start that are compared with as many at the end."""
 
 GROWTH, SLOWER = 0.03, 0.05
 
@@ -50,9 +50,10 @@ PAGE, TICKS = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
 
 @dataclasses.dataclass
 class Sample:
-    """The run at one moment: resident bytes, open files, threads; of its workers (by process) resident bytes.
+    """The state of the run at one time: resident bytes, open files, threads, and the resident bytes of its workers (by
+    process).
 
-    `cpu`: seconds that all of them had; `busy`: seconds that the processors of the machine had work.
+    `cpu`: CPU seconds of all of them; `busy`: seconds in which the processors of the machine were busy.
     """
 
     step: int
@@ -66,7 +67,7 @@ class Sample:
 
 
 def look(pid: int, step: int) -> Sample | None:
-    """None where a process has just ended."""
+    """Measures the processes. Returns None if a process has just ended."""
     try:
         resident, cpu, threads = _status(pid)
         files = len(os.listdir(f"/proc/{pid}/fd"))
@@ -81,7 +82,7 @@ def look(pid: int, step: int) -> Sample | None:
 
 
 def _status(pid: int) -> tuple[int, float, int]:
-    """Resident bytes, CPU seconds, threads (proc_pid_stat(5), counted from the field after the name)."""
+    """Returns resident bytes, CPU seconds and threads (proc_pid_stat(5), counted from the field after the name)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[21]) * PAGE, (int(fields[11]) + int(fields[12])) / TICKS, int(fields[17])
 
@@ -91,13 +92,14 @@ def _children(pid: int) -> list[int]:
 
 
 class Rows:
-    """The rows of `metrics.jsonl` as they come. The file is replaced when a phase begins, and is then read anew."""
+    """Reads the new rows of `metrics.jsonl`. The file is replaced when a phase begins, and is then read from its
+    start."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.file, self.torn, self.step = path, None, "", 0
 
     def new(self) -> list[dict[str, Any]]:
-        """The training steps since the last call."""
+        """Returns the training steps since the last call."""
         if not self.path.exists():
             return []
         if self.file is None or os.fstat(self.file.fileno()).st_ino != self.path.stat().st_ino:
@@ -110,7 +112,8 @@ class Rows:
 
 @dataclasses.dataclass
 class Window:
-    """Some steps in a row: their rows of metrics, the looks at the run meanwhile, bytes of its folder at their end."""
+    """Consecutive steps: their rows of metrics, the measurements during them, and the size of the run folder in bytes
+    at their end."""
 
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     samples: list[Sample] = dataclasses.field(default_factory=list)
@@ -122,12 +125,12 @@ class Window:
 
     @property
     def resident(self) -> int:
-        """The most."""
+        """The largest resident memory of the run, in bytes."""
         return max(sample.resident for sample in self.samples)
 
     @property
     def workers(self) -> int:
-        """The most, of all workers together."""
+        """The largest resident memory of all workers together, in bytes."""
         return max(sum(sample.workers.values()) for sample in self.samples)
 
     @property
@@ -144,19 +147,20 @@ class Window:
 
     @property
     def rate(self) -> float:
-        """Steps a second, with evaluations and checkpoints."""
+        """Steps per second, including evaluations and checkpoints."""
         first, last = self.samples[0], self.samples[-1]
         return (last.step - first.step) / (last.at - first.at)
 
     @property
     def others(self) -> float:
-        """Processors that other processes kept busy."""
+        """The number of processors that other processes used."""
         first, last = self.samples[0], self.samples[-1]
         return max(0.0, last.busy - first.busy - last.cpu + first.cpu) / (last.at - first.at)
 
 
 def at_rest(counts: Sequence[int]) -> int:
-    """What a fifth of the looks saw no more of: a checkpoint that is being written has files open, and threads."""
+    """Returns the 20 % quantile of the measurements, because a checkpoint that is being written opens files and starts
+    threads."""
     return sorted(counts)[len(counts) // 5]
 
 
@@ -175,7 +179,7 @@ COLUMNS: dict[str, Callable[[Window], str]] = {
 
 
 def soak(folder: Path, steps: int, overrides: Sequence[str], say: Callable[..., None]) -> list[Window]:
-    """One run; says a line at the end of each window."""
+    """Runs the training once and prints a line at the end of each window."""
     prepare(folder)
     windows, rows = [Window()], Rows(folder / "run" / "metrics.jsonl")
     with (folder / "said.txt").open("wb") as said:
@@ -197,13 +201,13 @@ def soak(folder: Path, steps: int, overrides: Sequence[str], say: Callable[..., 
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the files that are there, while some come and go."""
+    """Returns the size of the files in bytes. Files may appear and disappear meanwhile."""
     found = subprocess.run(["du", "-sb", str(folder)], capture_output=True, text=True, check=False)
     return int(found.stdout.split()[0])
 
 
 def verdicts(windows: Sequence[Window]) -> list[tuple[str, str, bool]]:
-    """What is promised, what was seen, and whether the promise is kept."""
+    """Returns for each requirement its name, the measured values as text, and whether it is met."""
     at = next(window for window in windows if window.last == SETTLED)
     after = [window for window in windows if window.last > SETTLED]
     result = []
@@ -211,7 +215,7 @@ def verdicts(windows: Sequence[Window]) -> list[tuple[str, str, bool]]:
         before, most = getattr(at, what), max(getattr(window, what) for window in after)
         seen = f"{before / 1e6:.1f} MB up to step {SETTLED}, then {most / 1e6:.1f} MB ({most / before - 1:+.1%})"
         result.append((name, seen, most <= before * (1 + GROWTH)))
-    for what in ("files", "threads"):  # what leaks stays: a busy machine shows more in single windows
+    for what in ("files", "threads"):  # a leak persists, but a busy machine increases single windows
         before = max(getattr(window, what) for window in windows if window.last <= SETTLED)
         kept = min(getattr(window, what) for window in after[len(after) // 2 :])
         result.append((what, f"{before} up to step {SETTLED}, {kept} in the second half", kept <= before))
@@ -227,7 +231,7 @@ def verdicts(windows: Sequence[Window]) -> list[tuple[str, str, bool]]:
 
 
 def typical(rows: Sequence[dict[str, Any]]) -> float:
-    """Seconds of a step, without its evaluation and its checkpoint: the median."""
+    """Returns the median seconds of a step without its evaluation and its checkpoint."""
     return statistics.median(row["train/step_time_sec"] for row in rows)
 
 
@@ -241,7 +245,7 @@ def main() -> int:
         parser.error("--steps: at least 300, a multiple of 50")
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="soak_"))
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "xla")
-    # else glibc keeps what threads have freed in an arena of each, which looks like a leak
+    # otherwise glibc keeps freed memory in an arena of each thread, which looks like a leak
     os.environ["MALLOC_ARENA_MAX"] = "2"
     soak(folder / "short", 2 * WINDOW, arguments.overrides, lambda *cells: None)
     say = functools.partial(print, flush=True)

@@ -1,7 +1,7 @@
-"""The run that the stress scripts start: `tunix-like train` as a user types it, with a model of a few thousand weights.
+"""The run that the stress scripts start: `tunix-like train` in a process, with a model of a few thousand weights.
 
-It trains for real: supervised warm-up, dynamic sampling, a KL to a reference, evaluations, checkpoints, and a reward
-function of a file, which therefore runs in workers.
+It trains with supervised warm-up, dynamic sampling, a KL to a reference, evaluations, checkpoints, and a reward
+function from a file, which therefore runs in workers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def graded(prompts, completions, answer, **columns):
 
 
 def prepare(folder: Path) -> None:
-    """Makes the folder that a run is started in."""
+    """Makes the working directory of a run."""
     folder.mkdir(parents=True)
     (folder / "reward.py").write_text(REWARD)
 

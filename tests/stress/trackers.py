@@ -1,5 +1,5 @@
-"""Weights & Biases (offline) and trackio for real: a run is killed with SIGKILL and started again; every row of
-`metrics.jsonl` must be in the tools' own files once, under one id.
+"""Tests Weights & Biases (offline) and trackio: a run is killed with SIGKILL and started again, and the files of the
+tools must contain every row of `metrics.jsonl` once, under one id.
 
     pip install -e '.[wandb,trackio]' && python tests/stress/trackers.py
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from tunix_like.storage.loggers import open_metrics
 
 TRACKIO_SENDS = 3.0
-"""Seconds after which trackio has surely written what it was told (it does so every half second)."""
+"""Seconds after which trackio has written its rows (it writes every half second)."""
 
 
 def phase(folder: Path, tool: str, key: str, last: int, steps: range, die: bool = False) -> None:
@@ -35,7 +35,8 @@ def phase(folder: Path, tool: str, key: str, last: int, steps: range, die: bool 
 
 
 def start(number: int, folder: Path, tool: str) -> None:
-    """The first start is killed after step 5 of its second phase; the second goes back to a checkpoint of step 2."""
+    """The first start is killed after step 5 of its second phase. The second one resumes from a checkpoint of step
+    2."""
     if number == 1:
         phase(folder, tool, "sft/step", -1, range(1, 4))
         phase(folder, tool, "step", -1, range(6), die=True)
@@ -59,7 +60,7 @@ def wandb_rows(folder: Path, run: str) -> list[tuple[int, dict[str, float]]]:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """The records of a LevelDB log in blocks of 32 KB, which begins after a header of 7 bytes."""
+    """Yields the records of a LevelDB log in blocks of 32 KB, which begins after a header of 7 bytes."""
     at, whole = 7, b""
     while at + 7 <= len(data):
         if (left := 32768 - at % 32768) < 7:
