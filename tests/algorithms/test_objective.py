@@ -179,7 +179,7 @@ def test_a_key_that_the_loss_does_not_read_is_an_error(name):
         ({"overlong": "mask", "overlong_buffer": 2}, "overlong_buffer, .*: they need algorithm.overlong=penalty"),
         ({"overlong": "mask", "overlong_penalty": 2.0}, "overlong_penalty: they need algorithm.overlong=penalty"),
         ({**PENALTY, "overlong_buffer": 8}, "algorithm.overlong_buffer: got 8; .*max_tokens_to_generate \\(7\\)"),
-        ({**NEGATIVE, "binarize": True}, "algorithm.kl_in_reward: algorithm.binarize would remove"),
+        ({**NEGATIVE, "binarize": True}, "algorithm.kl_in_reward: the KL is subtracted after algorithm.binarize"),
         (
             {"advantage_estimator": "maxrl", **NEGATIVE},
             "algorithm.kl_in_reward: it makes rewards negative, but maxrl without truncation_order accepts "
