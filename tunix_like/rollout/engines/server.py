@@ -69,12 +69,12 @@ class Server:
         """Checks version, routes, length limit and tokenizer of the server.
 
         Args:
-          least_length: the server must accept sequences of this many tokens: the sum of the maximum lengths of
-            prompt and completion.
-          text, tokens: a text and its token ids.
+          least_length: the server must accept sequences of this many tokens: the sum of the maximum lengths of prompt
+            and completion.
+          text, tokens: a text, and its token ids by the tokenizer of this process.
 
         Raises:
-          UserError: the server cannot be reached or used; the message contains the command that starts it correctly.
+          UserError: the server cannot be reached or used; the error message says why.
         """
         try:
             await self._check(least_length, text, tokens)
@@ -108,7 +108,13 @@ class Server:
             )
 
     async def reload(self, folder: str, version: str) -> None:
-        """Makes the server load the weights in a folder, and sets the version of the server's weights to `version`."""
+        """Makes the server load the weights in a folder and label these weights with `version`.
+
+        Raises:
+          Unavailable: the server failed or did not answer in time.
+          WrongAnswer: the server reports another version afterwards.
+          UserError: the server refused a request.
+        """
         await self._post("/pause?mode=keep", {})
         body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         await self._post("/collective_rpc", body, seconds=self.request_seconds)
@@ -127,15 +133,16 @@ class Server:
             return False
 
     async def sample(self, tokens: Sequence[int], parameters: Mapping[str, Any]) -> Answer:
-        """Samples a completion.
+        """Samples the tokens that follow `tokens`.
 
         Args:
-          tokens: the prompt.
+          tokens: all tokens that the model sees.
           parameters: sampling parameters of vLLM, which must include `logprobs`.
 
         Raises:
           Unavailable: the server failed, or its answer took longer than `request_seconds`.
-          WrongAnswer: the answer has no tokens, or its number of log-probabilities differs from its number of tokens.
+          WrongAnswer: the answer has no tokens, or its length, log-probabilities or finish reason do not fit its
+            tokens.
           UserError: the server refused the request.
         """
         self.running += 1
@@ -146,7 +153,7 @@ class Server:
             self.running -= 1
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections to the server."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -166,8 +173,8 @@ class Server:
         return self._content(route, missing, *await self._request("POST", route, body, seconds))
 
     def _content(self, route: str, missing: Any, status: int, content: bytes) -> Any:
-        """Returns the parsed JSON of an answer. If `missing` is not None and the status says that the server lacks the
-        route, returns `missing`."""
+        """Returns the parsed JSON of an answer. If `missing` is not None and the status says that the server does not
+        have the route (404, 405 or 501), returns `missing`."""
         if missing is not None and status in (404, 405, 501):
             return missing
         said = content[:300].decode(errors="replace").replace("\n", " ")
@@ -203,7 +210,8 @@ class Server:
 
 
 def _read(content: Any, parameters: Mapping[str, Any]) -> Answer:
-    """Reads the answer of `/inference/v1/generate`. Raises WrongAnswer."""
+    """Converts the JSON answer of the route `/inference/v1/generate` to an `Answer`. Raises WrongAnswer if parts of the
+    answer are missing or do not fit each other or `parameters`."""
     try:
         (choice,) = content["choices"]
         tokens = choice["token_ids"]
