@@ -1,5 +1,5 @@
-"""Runs environments in this process, without deadlines. This is meant for closures, notebooks and trusted
-environments."""
+"""Runs environments in this process, without deadlines. Suitable for trusted environments, and for classes that are
+defined in a function or a notebook."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tunix_like.rollout.environments.outcomes import Outcome
 
 
 class LocalEnvironments:
-    """Implements `Environments` in this process. Each call runs immediately.
+    """Implements `Environments` in this process. Each call runs before its method returns.
 
     An exception ends only its own trajectory. An environment that hangs or exits stops the run; use `EnvironmentPool`
     for such environments.

@@ -16,8 +16,8 @@ class Outcome(NamedTuple):
 
     Attributes:
       number: the number of the trajectory.
-      observation, reward, done, info: as in `EnvStepResult`. The outcome of `reset` has only an observation, and that
-        of `finish` only a reward.
+      observation, reward, done, info: as in `EnvStepResult`. The outcome of `reset` has only an observation, and the
+        outcome of `finish` has only a reward.
       failure: why there is no answer; None if there is an answer. After a failure the environment is stopped, and the
         trajectory is unscored.
     """
@@ -32,7 +32,8 @@ class Outcome(NamedTuple):
 
 @runtime_checkable
 class Environments(Protocol):
-    """Runs one environment per trajectory. Calls return immediately; `outcomes` returns their results later.
+    """Runs one environment per trajectory. The methods `reset`, `step` and `finish` return immediately; `outcomes`
+    returns the outcomes of these calls later.
 
     The caller identifies each trajectory by a number of its choice. A trajectory has at most one unanswered call.
     """
@@ -46,7 +47,7 @@ class Environments(Protocol):
         row."""
 
     def step(self, number: int, completion: str) -> None:
-        """Starts one step of a trajectory."""
+        """Starts one step of a trajectory's environment. `completion` is the text of the turn."""
 
     def outcomes(self, wait: bool) -> list[Outcome]:
         """Returns the outcomes that are ready. If `wait` is True and a call is unanswered, waits for at least one
