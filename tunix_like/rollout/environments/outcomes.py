@@ -54,7 +54,7 @@ class Environments(Protocol):
         outcome."""
 
     def finish(self, number: int) -> None:
-        """Requests the end of a trajectory. Its environment is freed afterwards.
+        """Requests the end of a trajectory. Afterwards the trajectory has no environment.
 
         The outcome has the reward that the environment gives at the end (`get_reward` of TRL), or 0. This reward is
         added to the rewards of the steps.
