@@ -27,8 +27,8 @@ class Fleet:
     """A group of servers with the same weights. All methods run in one event loop.
 
     A server is usable while it has the current weights. A server that fails is checked every `POLL_SECONDS` until it is
-    healthy. It then loads the current weights and is usable again. Until then, its requests are sent to usable servers.
-    Requests wait while no server is usable.
+    healthy. The server then loads the current weights and is usable again. Until then, requests for this server are
+    sent to usable servers. Requests wait while no server is usable.
 
     Args:
       wait_seconds: longest time in seconds for which requests wait without any usable server; then all requests fail.
@@ -118,8 +118,8 @@ class Fleet:
         return [server for server in self.servers if server.version == self.version]
 
     async def _choose(self, group: int) -> Server:
-        """Returns the server of `group`. If the group has no usable server, first assigns it to the usable server with
-        the fewest unanswered requests."""
+        """Returns the server of `group`. If the group has no usable server, first assigns the group to the usable
+        server with the fewest unanswered requests."""
         server = self._groups.get(group)
         if server is None or server not in self._usable():
             server = self._groups[group] = min(await self._until_usable(), key=lambda server: server.running)

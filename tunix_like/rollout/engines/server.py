@@ -54,7 +54,8 @@ class Server:
 
     Attributes:
       url: the address of the server, without a slash at the end.
-      version: the version of the weights that the server has; None if it must load the weights before it can be used.
+      version: the version of the weights that the server has; None if the server must load weights before it can be
+        used.
       alive: False after the server has failed a health check or an update of its weights.
       running: number of unanswered requests to the server.
     """

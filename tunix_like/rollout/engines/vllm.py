@@ -55,8 +55,8 @@ class VLLMEngine:
         If `max_gap` is None, nothing is compared.
 
     Raises:
-      UserError: a server cannot be reached or used, or vLLM does not support the sampling parameters. The message gives
-        the reason.
+      UserError: a server cannot be reached or used, or vLLM does not support the sampling parameters. The error message
+        gives the reason.
     """
 
     row_steps = 0
@@ -86,8 +86,8 @@ class VLLMEngine:
         by_first(self._open)
 
     def place(self, params: Any) -> str:
-        """Makes the servers load the weights `params`, and returns the version of these weights. If `params` is equal
-        to the weights of the previous call, the weights are not sent again.
+        """Makes the servers load the weights `params`, and returns the version of these weights. If the arrays of
+        `params` are the arrays of the previous call, they are not sent again.
 
         Raises:
           EngineLost: no server answers for `wait_for_servers_seconds`.
@@ -183,8 +183,8 @@ class VLLMEngine:
         await asyncio.gather(*(server.check(longest, _TEXT, tokens) for server in self._fleet.servers))
 
     def _publish(self, config: Any, weights: Any, expected: Any) -> None:
-        """Writes the weights, makes the servers load them, and compares the log-probabilities of the servers with
-        `expected`.
+        """Writes the weights, makes the servers load these weights, and compares the log-probabilities of the servers
+        with `expected`.
 
         Afterwards removes the folder of the previous weights.
         """

@@ -90,7 +90,7 @@ class Adapted:
       arguments: passed to the factory by name.
 
     Attributes:
-      name: the name of the environment in messages.
+      name: the name of the environment in error messages.
     """
 
     def __init__(

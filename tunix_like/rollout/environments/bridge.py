@@ -2,8 +2,8 @@
 
 A trajectory is one row of token ids. Sampled tokens are never decoded and encoded again (`conversations.py` is an
 exception). A turn ends with an end-of-sequence token that the policy sampled. The tokens that are appended after this
-token are called the bridge: the observation of the environment, the text that the chat template puts around it, and the
-start of the next assistant's turn. Without a chat template, the bridge is the observation.
+token are called the bridge: the observation of the environment, the text that the chat template puts around the
+observation, and the start of the next assistant's turn. Without a chat template, the bridge is the observation.
 
 Observations are untrusted: control tokens that are written in them are encoded as plain text.
 """
@@ -240,14 +240,14 @@ def make_bridge(
 
 
 def with_observation(prompt: str | Sequence[Message], observation: Any) -> str | list[Message]:
-    """Returns a prompt with the first observation of its environment.
+    """Adds the first observation of an environment to a prompt, and returns the result.
 
     Text is appended to a text prompt, or to the content of the last message of a prompt that consists of messages.
     Messages are appended as messages. The observation is untrusted: control tokens that are written in it are encoded
     as plain text.
 
     Raises:
-      UserError: the observation is neither text nor messages, or it is messages and the prompt is text.
+      UserError: the observation is neither text nor messages, or the observation is messages and the prompt is text.
     """
     new = _messages(observation)
     if isinstance(prompt, str):

@@ -20,7 +20,8 @@ class Episode(NamedTuple):
     """The record of one trajectory, without its tokens.
 
     Attributes:
-      messages: the turns as text, `{"role": "assistant" | "user" | "tool" | ..., "content": text}`, oldest first.
+      messages: the turns and the observations, `{"role": "assistant" | "user" | "tool" | ..., "content": text}`, oldest
+        first.
       turns: number of turns of the policy.
       limited: whether the limit `environment.max_turns` ended the trajectory.
       cut: number of observations that were shortened.
@@ -42,8 +43,8 @@ class Episode(NamedTuple):
 
 
 def failure_kinds(episodes: Sequence[Episode]) -> list[str | None]:
-    """Returns for each trajectory the kind of its failure (`rewards.calls.FailureKind`), or None if it has no
-    failure."""
+    """Returns for each trajectory the kind of its failure (`rewards.calls.FailureKind`), or None if the trajectory has
+    no failure."""
     return [None if episode.failure is None else episode.failure[0] for episode in episodes]
 
 

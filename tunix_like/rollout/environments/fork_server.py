@@ -93,8 +93,9 @@ def serve(number: int, places: list[str], parent: int) -> None:
     of the training process: `BEGIN` forks a child, and `END` kills a child.
 
     The start of a child is reported as `{"begun": number, "pid": pid}`, its end as `{"ended": number, "status": exit
-    status, or -signal}`. Each `END` is answered with `{"stopped": number}`. When the socket is closed or the training
-    process has ended, the program kills all children and ends.
+    status, or -signal}`. Each `END` is answered with `{"stopped": number}`. In these messages, `number` is the number
+    of the child in the requests. When the socket is closed or the training process has ended, the program kills all
+    children and ends.
 
     Args:
       number: file descriptor of the socket to the training process.

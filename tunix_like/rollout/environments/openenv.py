@@ -55,9 +55,10 @@ class OpenEnv:
 
     Args:
       url: address of the server, e.g. http://127.0.0.1:8000.
-      action: the field of the action that gets the text of a turn. If it is unset, the schema determines the field.
-      observation: the field of the observation that is shown to the model. If it is unset, all fields except `metadata`
-        are shown.
+      action: the field of the action that gets the text of a turn. If `action` is None, the schema determines the
+        field.
+      observation: the field of the observation that is shown to the model. If `observation` is None, all fields except
+        `metadata` are shown.
 
     Raises:
       UserError: the address is not valid, or an argument is not text.
@@ -257,10 +258,10 @@ def action_of(form: ActionForm, completion: str) -> dict[str, Any]:
 
 
 def text_of(observation: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
-    """Returns an observation as text or messages; None if it has no content.
+    """Returns an observation as text or messages; None if the observation has no content.
 
-    `metadata` and fields that are null or empty are ignored. If exactly one field remains, its value is returned: a
-    list of messages as messages, any other value as text. Several fields are returned as a JSON object.
+    `metadata` and fields that are null or empty are ignored. If exactly one field remains, the value of this field is
+    returned: a list of messages as messages, any other value as text. Several fields are returned as a JSON object.
     """
     kept = {
         name: value for name, value in observation.items() if name != "metadata" and value not in (None, "", [], {})

@@ -1,7 +1,8 @@
-"""Exchanges messages with an OpenEnv server: its schemas over HTTP, and a WebSocket session for each trajectory.
+"""Exchanges messages with an OpenEnv server: reads the schemas of the server over HTTP, and opens a WebSocket session
+for each trajectory.
 
-The client of the package `openenv` is not used. It depends on about 100 other packages. This client also replaces a
-lost connection by a new session. The next step would then run in an environment that was never reset.
+The client of the package `openenv` is not used. The package depends on about 100 other packages. The client also
+replaces a lost connection by a new session. The next step would then run in an environment that was never reset.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Defines the interface of objects that run many environments, and the outcomes of their calls."""
+"""Defines the interface of objects that run many environments, and the outcomes of calls to these environments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # worker processes import this module, and `types` imports ja
 
 
 class Outcome(NamedTuple):
-    """What an environment answered to `reset`, `step` or `finish`, or why it did not answer.
+    """What an environment answered to `reset`, `step` or `finish`, or why the environment did not answer.
 
     Attributes:
       number: the number of the trajectory.
@@ -35,7 +35,8 @@ class Environments(Protocol):
     """Runs one environment per trajectory. The methods `reset`, `step` and `finish` return immediately; `outcomes`
     returns the outcomes of these calls later.
 
-    The caller identifies each trajectory by a number of its choice. A trajectory has at most one unanswered call.
+    The caller identifies each trajectory by a number that the caller chooses. A trajectory has at most one unanswered
+    call.
     """
 
     @property
@@ -43,8 +44,8 @@ class Environments(Protocol):
         """JSON schemas of the tools of these environments, as chat templates take them; empty without tools."""
 
     def reset(self, number: int, columns: Mapping[str, Any]) -> None:
-        """Makes the environment of a trajectory and starts its `reset` with the columns of the trajectory's data
-        row."""
+        """Makes the environment of a trajectory and starts `reset` of this environment with the columns of the
+        trajectory's data row."""
 
     def step(self, number: int, completion: str) -> None:
         """Starts one step of a trajectory's environment. `completion` is the text of the turn."""

@@ -39,7 +39,7 @@ _EXIT_SECONDS = 1.0  # maximum wait for an exit status after a socket was closed
 
 
 class EnvironmentPool:
-    """Implements `Environments` with one process per trajectory. It is not thread-safe.
+    """Implements `Environments` with one process per trajectory. This class is not thread-safe.
 
     The processes start at the first `reset` and are forked from a fresh interpreter that has loaded the user's module.
     Time during which `outcomes` is not called does not count towards the deadlines.

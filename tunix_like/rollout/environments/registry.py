@@ -67,7 +67,7 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def resolve_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
-    """Returns the functions for the names of `environment.tools`, and checks that they can be tools.
+    """Returns the functions for the names of `environment.tools`, and checks that these functions can be tools.
 
     Raises:
       UserError: a file, module or function is missing or fails to load, or a function cannot be a tool (see

@@ -1,4 +1,4 @@
-"""The state of a trajectory while it is sampled."""
+"""The state of a trajectory during sampling."""
 
 from __future__ import annotations
 

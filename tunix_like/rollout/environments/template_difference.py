@@ -1,8 +1,8 @@
 """Finds the text that a chat template adds after the end of an assistant's turn, by rendering a known conversation.
 
 New messages are rendered after a short conversation whose last answer is known. The text after the end of that answer
-is the addition. A trajectory keeps its earlier tokens as they were sampled, and the addition is appended to them. It is
-therefore allowed that a template renders earlier turns differently once messages follow (Qwen3 removes their `<think>`
+is the addition. A trajectory keeps its earlier tokens as they were sampled, and the addition is appended to these
+tokens. Therefore a template may render earlier turns differently when messages follow (Qwen3 removes their `<think>`
 blocks). The addition, however, must depend on the new messages only. `TemplateDifference.check` checks this requirement
 once for each role.
 """
@@ -36,8 +36,8 @@ class TemplateDifference:
 
     Attributes:
       end, end_id: the end-of-sequence token that the template writes at the end of an assistant's turn, and its id; an
-        empty text and None if the template writes no such token. The policy samples this token, so it is not part of an
-        addition.
+        empty text and None if the template writes no such token. The policy samples this token, so this token is not
+        part of an addition.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> None:
@@ -136,8 +136,8 @@ class TemplateDifference:
     def _after(
         self, cases: Sequence[tuple[Sequence[Message], str, Sequence[Message]]], variables: Mapping[str, Any]
     ) -> Iterator[str | UserError]:
-        """Yields for each case the text that the template writes after the turn `answer` and its end, or an error. A
-        case is (history, answer, new messages)."""
+        """Yields, for each of `cases`, the text that the template writes after the end of the assistant's turn, or an
+        error. A case is (history, text of the assistant's turn, new messages)."""
         chats = [[*history, {"role": "assistant", "content": answer}, *new] for history, answer, new in cases]
         rendered = self._tokenizer.render_guarded(chats, True, **variables)
         for (_, answer, _), text in zip(cases, rendered, strict=True):

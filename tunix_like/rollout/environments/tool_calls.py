@@ -22,7 +22,7 @@ class ToolCall(NamedTuple):
     Attributes:
       name: the name of the tool; "" if the name could not be read.
       arguments: the arguments by name of the parameter.
-      error: why the call is malformed; None if it is valid.
+      error: why the call is malformed; None if the call is valid.
     """
 
     name: str

@@ -33,7 +33,7 @@ def schema_of(function: Any, name: str | None = None) -> dict[str, Any]:
     style.
 
     Args:
-      name: the name of the tool in messages, e.g. `MyEnv.search`. If None, the name of the function is used.
+      name: the name of the tool in error messages, e.g. `MyEnv.search`. If None, the name of the function is used.
 
     Raises:
       UserError: the docstring, a type hint or the description of a parameter is missing, a type has no JSON form, or

@@ -33,7 +33,7 @@ class Player:
       eos_ids: ids of the tokens that end a turn.
 
     Attributes:
-      seconds: time in seconds for which trajectories have waited for environments. The caller sets it to 0.
+      seconds: time in seconds for which trajectories have waited for environments. The caller sets this time to 0.
       playing: the trajectories of the current rollout; None between rollouts.
       overtime: whether a call has exceeded its time limit. After that, `EnvironmentMisconfigured` does not stop the
         run: a server without a free session raises this error too, and the server may still be busy with the call.
@@ -115,7 +115,7 @@ class Player:
 
 
 class Trajectories:
-    """The environments of one rollout. It is the `Responder` for the completions of the rollout.
+    """The environments of one rollout. This object is the `Responder` for the completions of the rollout.
 
     With several processes, each process runs the environments of its share of the problems, and the processes exchange
     the replies.
@@ -374,7 +374,7 @@ class Trajectories:
         return Reply(*divmod(number, self.size), None)
 
     def _end(self, number: int) -> None:
-        """Ends a trajectory if it is not over."""
+        """Ends a trajectory if the trajectory is not over."""
         state = self._states[number]
         if state.over:
             return

@@ -37,7 +37,7 @@ class _Episode:
 
     Attributes:
       id: number of the episode in the process. Numbers of episodes are unique; numbers of trajectories are reused.
-      calls: the unanswered requests. The policy answers the first of them.
+      calls: the unanswered requests. The policy answers the first of these requests.
       deadline: time (`time.monotonic`) by which the next request or the end of the episode must arrive; None while the
         policy is sampling.
       closing: whether further requests of the episode are refused.
