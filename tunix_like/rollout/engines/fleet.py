@@ -26,11 +26,12 @@ Admit = Callable[[Server], Awaitable[None]]
 class Fleet:
     """A group of servers with the same weights. All methods run in one event loop.
 
-    If a server fails, its health is checked repeatedly. The server is used again when it has the current weights. Until
-    then, its requests go to other servers. If no other server is usable, the requests wait.
+    A server is usable while it has the current weights. A server that fails is checked every `POLL_SECONDS` until it is
+    healthy. The server then loads the current weights and is usable again. Until then, requests for this server are
+    sent to usable servers. Requests wait while no server is usable.
 
     Args:
-      wait_seconds: time in seconds without any usable server after which all requests fail.
+      wait_seconds: longest time in seconds for which requests wait without any usable server; then all requests fail.
     """
 
     def __init__(self, servers: Sequence[Server], wait_seconds: float):
@@ -44,14 +45,15 @@ class Fleet:
         self._error: Exception | None = None
 
     async def update(self, folder: str, version: str, admit: Admit) -> None:
-        """Gives all servers the weights of a folder. Servers that do not answer get the weights later.
+        """Makes all servers load the weights in `folder`. Servers that do not answer load these weights later.
 
         Args:
+          version: name of these weights. The servers send it with their answers.
           admit: checks a server after the server has loaded the weights.
 
         Raises:
-          EngineLost: no server answers within `wait_seconds`.
-          UserError: a server with these weights computes wrong log-probabilities.
+          EngineLost: no server is usable for `wait_seconds`.
+          UserError: a server refuses a request, or computes wrong log-probabilities with these weights.
         """
         self.folder, self.version, self._admit = folder, version, admit
         self._groups.clear()
@@ -66,14 +68,14 @@ class Fleet:
         self._raise_error()
 
     async def sample(self, group: int, tokens: Sequence[int], parameters: Mapping[str, Any]) -> Answer:
-        """Samples a completion with the current weights.
+        """Samples the tokens that follow `tokens`, with the current weights.
 
         Args:
-          group: number of the request's group. All requests of a group go to the same server while this server is
+          group: index of the `types.Request`. All calls with the same `group` use the same server while this server is
             usable.
 
         Raises:
-          EngineLost: no server answers within `wait_seconds`, `MOST_WRONG` answers do not fit the request, or
+          EngineLost: no server is usable for `wait_seconds`, `MOST_WRONG` answers are malformed (`WrongAnswer`), or
             `MOST_WRONG` answers were sampled with other weights.
           UserError: a server refused the request.
         """
@@ -105,7 +107,7 @@ class Fleet:
             self._lose(server, problem)
 
     async def close(self) -> None:
-        """Cancels the tasks that wait for failed servers, and closes the connections."""
+        """Cancels the tasks that wait for failed servers, and closes the connections to all servers."""
         for task in self._repairs.values():
             task.cancel()
         await asyncio.gather(*self._repairs.values(), return_exceptions=True)
@@ -116,8 +118,8 @@ class Fleet:
         return [server for server in self.servers if server.version == self.version]
 
     async def _choose(self, group: int) -> Server:
-        """Returns the server of a group. If this server is not usable, the group is assigned to the usable
-        server that has the fewest requests."""
+        """Returns the server of `group`. If the group has no usable server, first assigns the group to the usable
+        server with the fewest unanswered requests."""
         server = self._groups.get(group)
         if server is None or server not in self._usable():
             server = self._groups[group] = min(await self._until_usable(), key=lambda server: server.running)
@@ -144,7 +146,7 @@ class Fleet:
             raise self._error
 
     def _lose(self, server: Server, why: str) -> None:
-        """Stops the use of a server until it has the current weights."""
+        """Marks a server as not usable, and starts the task that makes it usable again. `why` is logged."""
         if server.version is None:
             return
         server.version = None
@@ -161,7 +163,7 @@ class Fleet:
             self._repairs[server] = asyncio.create_task(self._until_repaired(server))
 
     async def _until_repaired(self, server: Server) -> None:
-        """Waits until a server is healthy, and gives it the current weights."""
+        """Waits until a server is healthy, and makes it load the current weights. Repeats this after each failure."""
         reported = False
         while server.version != self.version:
             # These are copies, because the attributes can change during an await.

@@ -32,7 +32,8 @@ class Probe:
     with those of a server.
 
     Args:
-      max_gap: largest allowed mean difference in nats. If it is None, nothing is compared.
+      max_gap: largest allowed mean absolute difference of the log-probabilities, in nats. If `max_gap` is None, nothing
+        is compared.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class Probe:
         self.prompts = np.random.default_rng(0).choice(ids, shape)
 
     def logprobs(self, params: Any) -> Float[np.ndarray, "P V"]:
-        """Computes the log-probabilities of each prompt's next token with the weights `params`. All processes must call
-        this method."""
+        """Computes the log-probability of each vocabulary entry as the next token after each prompt, with the weights
+        `params`. If there are several processes, all processes must call this method."""
         return fetch(_next_logprobs(self.graphdef, params, self.prompts, self.temperature), self.mesh)
 
     async def check(self, expected: Float[np.ndarray, "P V"], server: Server) -> None:
@@ -90,7 +91,7 @@ class Probe:
 def _next_logprobs(
     graphdef: Any, params: Any, prompts: Int[Array, "P S"], temperature: Float[Array, ""]
 ) -> Float[Array, "P V"]:
-    """Computes the log-probability of each vocabulary entry as the next token after each prompt."""
+    """Computes the log-probability of each of V vocabulary entries as the next token after each of P prompts."""
     model = nnx.merge(graphdef, params)
     hidden, _ = model.prefill(prompts, jnp.full(prompts.shape[0], prompts.shape[1]))
     return jax.nn.log_softmax(model.scores(hidden, model.head()) / temperature)

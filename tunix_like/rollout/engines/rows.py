@@ -1,4 +1,5 @@
-"""Tracks the completions of one call of an engine over HTTP: their tokens so far, and which of them need a request."""
+"""Tracks the completions of one call of `VLLMEngine.generate`: the tokens so far, and which completions need another
+request to a server."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class Row:
         return [*self.prompt, *self.tokens[self.first :]]
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float], sampled: bool) -> None:
-        """Appends the tokens of a turn or of a reply."""
+        """Appends tokens. `sampled` is True for a turn of the policy, and False for a reply of the responder."""
         self.tokens += tokens
         self.logprobs += logprobs
         self.mask += [sampled] * len(tokens)
@@ -53,7 +54,7 @@ class Row:
 
 
 class RowStates:
-    """The completions of one call of an engine.
+    """The completions of one call of `VLLMEngine.generate`, with one `Row` each.
 
     Attributes:
       limit: maximum number of tokens of a completion.
@@ -84,8 +85,9 @@ class RowStates:
 
     @property
     def wanted(self) -> int:
-        """The number of answers to wait for. If the responder is in lockstep (`Responder.lockstep`), this is the number
-        of running requests. Otherwise it is 1, or 0 if no request is running."""
+        """The minimum number of answers of servers for which the engine waits. If the responder is in lockstep
+        (`Responder.lockstep`), this is the number of running requests. Otherwise it is 1, or 0 if no request is
+        running."""
         if self.responder is not None and self.responder.lockstep:
             return self.running
         return min(self.running, 1)
@@ -96,13 +98,15 @@ class RowStates:
         return self.responder is not None and not self.responder.lockstep and bool(self._waiting)
 
     def to_send(self) -> list[int]:
-        """Returns the indices of the rows whose next turn must be requested, and counts these rows as running."""
+        """Returns the indices of the rows whose next turn must be requested from a server. Counts these rows as
+        running."""
         unsent, self._unsent = self._unsent, []
         self.running += len(unsent)
         return unsent
 
     def take(self, answers: Mapping[int, Answer]) -> list[Sample]:
-        """Adds answers to their rows, asks the responder for replies and returns the finished completions."""
+        """Appends the tokens of answers, given by index of the row, to their rows. Then appends the replies of the
+        responder. Returns the completions that are finished."""
         samples: list[Sample] = []
         turns: list[Turn] = []
         for index in sorted(answers):
@@ -120,7 +124,8 @@ class RowStates:
         return samples
 
     def _reply(self, responder: Responder, turns: Sequence[Turn]) -> list[Sample]:
-        """Submits turns and appends the replies that are ready; returns the completions that are finished."""
+        """Submits `turns` to the responder, and appends its ready replies to the rows. Returns the completions that are
+        finished."""
         if turns:
             responder.submit(turns)
         if not self._waiting:

@@ -54,7 +54,8 @@ class Server:
 
     Attributes:
       url: the address of the server, without a slash at the end.
-      version: the version of the weights that the server has; None if it must load the weights before it can be used.
+      version: the version of the weights that the server has; None if the server must load weights before it can be
+        used.
       alive: False after the server has failed a health check or an update of its weights.
       running: number of unanswered requests to the server.
     """
@@ -69,12 +70,12 @@ class Server:
         """Checks version, routes, length limit and tokenizer of the server.
 
         Args:
-          least_length: the server must accept sequences of this many tokens: the sum of the maximum lengths of
-            prompt and completion.
-          text, tokens: a text and its token ids.
+          least_length: the server must accept sequences of this many tokens: the sum of the maximum lengths of prompt
+            and completion.
+          text, tokens: a text, and its token ids by the tokenizer of this process.
 
         Raises:
-          UserError: the server cannot be reached or used; the message contains the command that starts it correctly.
+          UserError: the server cannot be reached or used; the error message says why.
         """
         try:
             await self._check(least_length, text, tokens)
@@ -108,7 +109,13 @@ class Server:
             )
 
     async def reload(self, folder: str, version: str) -> None:
-        """Makes the server load the weights in a folder, and sets the version of the server's weights to `version`."""
+        """Makes the server load the weights in a folder and label these weights with `version`.
+
+        Raises:
+          Unavailable: the server failed or did not answer in time.
+          WrongAnswer: the server reports another version afterwards.
+          UserError: the server refused a request.
+        """
         await self._post("/pause?mode=keep", {})
         body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         await self._post("/collective_rpc", body, seconds=self.request_seconds)
@@ -127,15 +134,16 @@ class Server:
             return False
 
     async def sample(self, tokens: Sequence[int], parameters: Mapping[str, Any]) -> Answer:
-        """Samples a completion.
+        """Samples the tokens that follow `tokens`.
 
         Args:
-          tokens: the prompt.
+          tokens: all tokens that the model sees.
           parameters: sampling parameters of vLLM, which must include `logprobs`.
 
         Raises:
           Unavailable: the server failed, or its answer took longer than `request_seconds`.
-          WrongAnswer: the answer has no tokens, or its number of log-probabilities differs from its number of tokens.
+          WrongAnswer: the answer has no tokens, or its length, log-probabilities or finish reason do not fit its
+            tokens.
           UserError: the server refused the request.
         """
         self.running += 1
@@ -146,7 +154,7 @@ class Server:
             self.running -= 1
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections to the server."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -166,8 +174,8 @@ class Server:
         return self._content(route, missing, *await self._request("POST", route, body, seconds))
 
     def _content(self, route: str, missing: Any, status: int, content: bytes) -> Any:
-        """Returns the parsed JSON of an answer. If `missing` is not None and the status says that the server lacks the
-        route, returns `missing`."""
+        """Returns the parsed JSON of an answer. If `missing` is not None and the status says that the server does not
+        have the route (404, 405 or 501), returns `missing`."""
         if missing is not None and status in (404, 405, 501):
             return missing
         said = content[:300].decode(errors="replace").replace("\n", " ")
@@ -203,7 +211,8 @@ class Server:
 
 
 def _read(content: Any, parameters: Mapping[str, Any]) -> Answer:
-    """Reads the answer of `/inference/v1/generate`. Raises WrongAnswer."""
+    """Converts the JSON answer of the route `/inference/v1/generate` to an `Answer`. Raises WrongAnswer if parts of the
+    answer are missing or do not fit each other or `parameters`."""
     try:
         (choice,) = content["choices"]
         tokens = choice["token_ids"]

@@ -41,22 +41,22 @@ _TEXT = "Tokens in, tokens out: 12 + 34 = 46."
 class VLLMEngine:
     """An `Engine` whose completions are sampled by vLLM servers.
 
-    The servers must be started with the folder of the same model, with `VLLM_SERVER_DEV_MODE=1` and
+    The servers must be started with the folder of the model that is trained, with `VLLM_SERVER_DEV_MODE=1` and
     `--enable-scale-out`. Before each rollout the weights are written to a folder that the servers read. The engine
     checks that every sample comes from these weights only. The servers use random numbers of their own, so a run cannot
     be repeated bit for bit.
 
     Args:
-      model: the model that is trained. The engine keeps its graph and not its weights.
+      model: the model that is trained. The engine keeps the graph of the model and not the weights.
       rollout: `urls`, lengths, sampling parameters and time limits.
       weights_folder: a folder that all servers can read under the same path. Each version of the weights gets a
         subfolder, and the subfolder of the previous version is removed.
       max_gap: largest allowed mean difference between the log-probabilities of a server and of this process, in nats.
-        If it is None, nothing is compared.
+        If `max_gap` is None, nothing is compared.
 
     Raises:
-      UserError: a server cannot be reached or used, or vLLM does not support the sampling parameters. The message gives
-        the reason.
+      UserError: a server cannot be reached or used, or vLLM does not support the sampling parameters. The error message
+        gives the reason.
     """
 
     row_steps = 0
@@ -86,11 +86,11 @@ class VLLMEngine:
         by_first(self._open)
 
     def place(self, params: Any) -> str:
-        """Gives the weights to the servers and returns their version. Weights that the servers already have are not
-        sent again.
+        """Makes the servers load the weights `params`, and returns the version of these weights. If the arrays of
+        `params` are the arrays of the previous call, they are not sent again.
 
         Raises:
-          EngineLost: no server answers.
+          EngineLost: no server answers for `wait_for_servers_seconds`.
           UserError: the folder cannot be written, or a server computes wrong log-probabilities with these weights.
         """
         leaves = jax.tree.leaves(params)
@@ -121,6 +121,7 @@ class VLLMEngine:
         Raises:
           EngineLost: no server answers for `wait_for_servers_seconds`.
           UserError: a server refused a request.
+          ValueError: `params` is not the version of the weights that the servers have.
         """
         if params != self._version:
             raise ValueError(f"The servers have the weights {self._version}, not {params}.")
@@ -142,7 +143,8 @@ class VLLMEngine:
                 task.cancel()
 
     def close(self) -> None:
-        """Closes the connections and removes the weights that were written. The servers keep running."""
+        """Closes the connections and removes the folders of weights that this engine wrote. The servers keep
+        running."""
         if self._loop is not None and self._fleet is not None and self._thread is not None:
             self._wait(self._fleet.close())
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -181,8 +183,8 @@ class VLLMEngine:
         await asyncio.gather(*(server.check(longest, _TEXT, tokens) for server in self._fleet.servers))
 
     def _publish(self, config: Any, weights: Any, expected: Any) -> None:
-        """Writes the weights, makes the servers load them, and compares the log-probabilities of the servers with
-        `expected`.
+        """Writes the weights, makes the servers load these weights, and compares the log-probabilities of the servers
+        with `expected`.
 
         Afterwards removes the folder of the previous weights.
         """
@@ -205,7 +207,8 @@ class VLLMEngine:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _send(self, index: int, rows: RowStates, sampling: SamplingParams, answers: Any, tasks: set[Any]) -> None:
-        """Sends the request for the next turn of a row, without waiting for the answer."""
+        """Sends the request for the next turn of row `index` and does not wait for the answer. The answer, or the
+        error, is put into `answers` later."""
         assert self._fleet is not None and self._loop is not None
         row = rows.rows[index]
         parameters = {
@@ -248,12 +251,13 @@ def _check_sampling(rollout: RolloutConfig) -> None:
 
 
 def _collect(answers: Any, wanted: int, patient: bool) -> list[tuple[int, Any]]:
-    """Returns the answers that have arrived.
+    """Returns the answers in the queue `answers`, each with the index of its row.
 
-    Waits until there are at least `wanted` answers. If `patient` is False, gives up after 0.05 s without an answer.
+    Waits until there are at least `wanted` answers. If `patient` is False, stops the wait when no answer arrives for
+    0.05 s.
 
     Raises:
-      UserError: a request failed.
+      UserError, EngineLost: a request failed.
     """
     found: list[tuple[int, Any]] = []
     while True:

@@ -1,4 +1,5 @@
-"""Environments for trajectories with several turns and with tools. They run in worker processes or in this process."""
+"""Environments for trajectories with several turns and with tools. The environments run in worker processes or in this
+process."""
 
 from __future__ import annotations
 

@@ -28,21 +28,23 @@ Kind = Literal["steps", "tunix", "tools"]
 
 @runtime_checkable
 class Trajectory(Protocol):
-    """The environment of one trajectory. Its methods check all results, and do not catch exceptions of user code."""
+    """The environment of one trajectory. Its methods check the values that user code returns, and do not catch
+    exceptions of user code."""
 
     def reset(self, columns: Mapping[str, Any]) -> str | Sequence[Message] | None:
-        """Returns the first observation."""
+        """Resets the environment with the columns of a data row, and returns the first observation."""
 
     def step(self, completion: str) -> EnvStepResult:
-        """Answers one turn."""
+        """Passes the text of one turn to the environment, and returns the result of the step."""
 
     def finish(self) -> float:
-        """Returns the reward at the end of the trajectory; 0 if there is none."""
+        """Ends the trajectory, and returns the reward that the environment gives at the end, or 0."""
 
 
 def kind_of(kind: type) -> Kind | None:
     """Returns the interface of the objects of a class: "steps" (a method `step`), "tunix" (a `BaseTaskEnv` of
-    google-tunix) or "tools" (methods that are tools, as in TRL). Returns None if the class has none of these."""
+    google-tunix) or "tools" (methods that are tools, as in TRL). Returns None if the class has none of these
+    interfaces."""
     if callable(getattr(kind, "_initial_observation", None)) and callable(getattr(kind, "_step_impl", None)):
         return "tunix"
     if callable(getattr(kind, "step", None)):
@@ -88,7 +90,7 @@ class Adapted:
       arguments: passed to the factory by name.
 
     Attributes:
-      name: the name of the environment in messages.
+      name: the name of the environment in error messages.
     """
 
     def __init__(
@@ -113,11 +115,11 @@ class Adapted:
         self._task = _task_parameter(factory)
 
     def tools(self) -> list[Mapping[str, Any]]:
-        """Returns the schemas of the tools; empty without tools. A factory that is not a class, or a class with the
-        method `tool_schemas`, is called once to get the schemas.
+        """Returns the JSON schemas of the tools of the environment; an empty list if there are no tools. A factory that
+        is not a class, or a class with the method `tool_schemas`, is called once to get the schemas.
 
         Raises:
-          UserError: the objects of the factory cannot be environments, or the factory does not accept the arguments.
+          UserError: an object of the factory cannot be an environment, or the factory does not accept the arguments.
           Exception: what the factory raises.
         """
         if self._functions is not None:
@@ -136,7 +138,7 @@ class Adapted:
         return _tunix_tools(environment)
 
     def start(self, columns: Mapping[str, Any]) -> Trajectory:
-        """Makes the environment of one trajectory; `columns` are the columns of its data row.
+        """Makes the environment of one trajectory; `columns` are the columns of the trajectory's data row.
 
         Raises:
           UserError: the factory returned an object that is not an environment.
@@ -157,8 +159,8 @@ class Adapted:
         return _StepEnvironment(environment)
 
     def _make(self, columns: Mapping[str, Any]) -> Any:
-        """Calls the user's factory with the configured arguments. A factory of google-tunix also gets the columns as
-        `task`."""
+        """Calls the user's factory with the configured arguments. A factory that takes the columns of a data row (see
+        `_task_parameter`) also gets `columns`."""
         if self._task is None:
             return self._factory(**self._arguments)
         if self._task == "by position":  # as google-tunix does
@@ -169,19 +171,20 @@ class Adapted:
 def as_environment(
     factory: Callable[..., Any] | Sequence[Callable[..., Any]] | Adapted, arguments: Mapping[str, Any] | None = None
 ) -> Adapted:
-    """Adapts a factory of environments of any supported kind, or a list of functions that are tools.
+    """Converts a factory of environments, or a list of functions that are tools, to an `Adapted`. An `Adapted` is
+    returned unchanged.
 
     Args:
-      arguments: passed to the factory by name. Tools take no arguments.
+      arguments: passed to the factory by name. They have no effect on a list of functions.
 
     Raises:
-      UserError: the object cannot make environments (see `check_class`), or a function cannot be a tool.
+      UserError: `factory` cannot make environments (see `check_class`), or a function cannot be a tool.
     """
     return factory if isinstance(factory, Adapted) else Adapted(factory, arguments)
 
 
 def check_arguments(name: str, factory: Callable[..., Any], arguments: Mapping[str, Any], takes_task: bool) -> None:
-    """Checks that a factory can be called with the arguments.
+    """Checks that a factory can be called with `arguments`.
 
     Args:
       takes_task: whether the factory also gets the columns of a data row (as its first parameter or as the parameter
@@ -213,7 +216,8 @@ def check_arguments(name: str, factory: Callable[..., Any], arguments: Mapping[s
 
 
 def _task_parameter(factory: Callable[..., Any]) -> Literal["by position", "by name"] | None:
-    """Returns how a factory takes the columns of a data row (the `task` of google-tunix); None if it does not."""
+    """Returns how a factory takes the columns of a data row, which google-tunix passes as `task`. Returns None if the
+    factory does not take the columns."""
     try:
         parameters = inspect.signature(factory).parameters
     except ValueError:  # some classes of extension modules have no signature
@@ -249,8 +253,8 @@ class _StepEnvironment:
 class _TunixEnvironment:
     """A google-tunix `BaseTaskEnv`. `BaseTaskEnv.step` counts the steps, and ends the episode after `max_steps` steps.
 
-    A `ToolEnvironment` gets the tool calls of a turn in the form that the agent of google-tunix passes. A turn without
-    calls is the final answer and is passed as text.
+    A `ToolEnvironment` gets the tool calls of a turn in the form that the agent of google-tunix uses. A turn without
+    tool calls is the final answer and is passed as text.
     """
 
     def __init__(self, environment: Any):
@@ -300,7 +304,7 @@ def _close(environment: Any) -> None:
 
 
 def _tunix_action(completion: str, calls: Sequence[Any]) -> Any:
-    """Converts a turn to an action of a google-tunix `ToolEnvironment`."""
+    """Converts the text of a turn and its tool calls to an action of a google-tunix `ToolEnvironment`."""
     if not calls:
         return completion
     return [
@@ -317,7 +321,7 @@ def _from_tunix(observation: Any, names: Mapping[str, str]) -> Any:
     becomes None. Any other dict is written as JSON.
 
     Args:
-      names: tool names by the id of the call.
+      names: the name of the called tool, by the id of the call.
     """
     if not isinstance(observation, Mapping):
         return observation

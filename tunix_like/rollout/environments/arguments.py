@@ -1,4 +1,4 @@
-"""Checks the arguments of a learner that concern environments, and makes its `Player`."""
+"""Checks the arguments of a learner that concern environments, and makes the `Player` of the learner."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def make_player(
     The tokenizer of the player passes the schemas of the tools to the chat template.
 
     Raises:
-      UserError: the object cannot make environments, a config is given without an environment, or a key of the config
-        has no effect.
+      UserError: `environment` cannot make environments, a config is given without an environment, or a key of the
+        config has no effect.
     """
     if config is not None:
         check_type("environment_config", config, EnvironmentConfig, "give a tunix_like.EnvironmentConfig(...)")
@@ -51,9 +51,9 @@ def make_player(
 
 
 def check_turns(player: Player | None, engine: Engine | None, rewards: Sequence[str]) -> None:
-    """Checks that the user's engine and the names of the rewards can be used with environments.
+    """Checks that the user's engine and the names of the reward functions can be used with environments.
 
-    Does nothing without a player.
+    Does nothing if `player` is None.
 
     Raises:
       UserError: `generate` of the engine has no parameter `responder`, or a reward function has the name that is

@@ -2,8 +2,8 @@
 
 A trajectory is one row of token ids. Sampled tokens are never decoded and encoded again (`conversations.py` is an
 exception). A turn ends with an end-of-sequence token that the policy sampled. The tokens that are appended after this
-token are called the bridge: the observation of the environment, the text that the chat template puts around it, and the
-start of the next assistant's turn. Without a chat template, the bridge is the observation.
+token are called the bridge: the observation of the environment, the text that the chat template puts around the
+observation, and the start of the next assistant's turn. Without a chat template, the bridge is the observation.
 
 Observations are untrusted: control tokens that are written in them are encoded as plain text.
 """
@@ -30,7 +30,7 @@ class Bridged(NamedTuple):
     Attributes:
       tokens: token ids; None if the trajectory ends and is unscored.
       cut: whether the observation was shortened.
-      problem: why `tokens` is None; None if there are tokens.
+      problem: why `tokens` is None; None if `tokens` is not None.
       chat: the messages of the observation, after shortening.
     """
 
@@ -48,12 +48,12 @@ class _Pending(NamedTuple):
     end: int
 
     def limited(self, size: int) -> _Pending:
-        """Returns the observation with each text shortened by `_limited`."""
+        """Returns the observation with each text shortened to `size` characters by `_limited`."""
         return self._replace(chat=[message | {"content": _limited(message["content"], size)} for message in self.chat])
 
 
 class Bridge:
-    """Converts observations to the token ids to append. `make_bridge` makes objects of this class."""
+    """Converts observations to token ids, which are appended to rows. `make_bridge` makes objects of this class."""
 
     def __init__(
         self, tokenizer: Tokenizer, difference: TemplateDifference | None, most_tokens: int, overlong: str
@@ -66,12 +66,12 @@ class Bridge:
     def tokens(self, observations: Sequence[Any], ends: Sequence[int]) -> list[Bridged]:
         """Returns the tokens to append after one turn of each trajectory.
 
-        One request to the template process renders all observations. If some observations must be shortened, about ten
-        more requests follow. If prompts are plain text, an observation is appended unchanged. With a chat template, a
-        text becomes a user message. None or an empty text adds only the start of the next turn.
+        All observations are sent in one request to the process that renders chat templates. If some observations must
+        be shortened, about ten more requests follow. If prompts are plain text, an observation is appended unchanged.
+        With a chat template, a text becomes a user message. None or an empty text adds only the start of the next turn.
 
-        The end token that the policy sampled stays in the row. If the template writes another end token at this place,
-        that token is omitted; only the tokens after it are appended.
+        The end token that the policy sampled stays in the row. If the template ends an assistant's turn with another
+        end token, the token of the template is omitted. Only the tokens after this token are appended.
 
         Args:
           observations: one per trajectory, as the environments returned them: text, messages or None.
@@ -79,8 +79,8 @@ class Bridge:
 
         Raises:
           UserError: prompts are plain text and observations are messages. An error that concerns a single observation
-            is not raised, but becomes the `problem` of its result. An example is a message that the chat template does
-            not support (`TemplateDifference.check`).
+            is not raised, but becomes the `problem` of the observation's `Bridged`. An example is a message that the
+            chat template does not support (`TemplateDifference.check`).
         """
         results: dict[int, Bridged] = {}
         pending: list[_Pending] = []
@@ -116,8 +116,8 @@ class Bridge:
         return Bridged(None, problem=str(ids)) if isinstance(ids, UserError) else Bridged(ids, cut, chat=pending.chat)
 
     def _check_room(self) -> None:
-        """Raises a UserError if `most_tokens` is too low even for a user message without text (`unscored`) or with only
-        the mark of a shortened text (`cut`)."""
+        """Raises a UserError if `most_tokens` is too low even for a message that has no text (`overlong=unscored`) or
+        only the mark of a shortened text (`overlong=cut`)."""
         text = _mark(10**9) if self._cuts else ""
         (ids,) = self._encoded([_Pending(0, [{"role": "user", "content": text}], -1)])
         if ids is None:
@@ -128,8 +128,8 @@ class Bridge:
             )
 
     def _role_problem(self, pending: _Pending) -> str | None:
-        """Returns why the chat template does not support the messages of an observation; None if it supports all of
-        them."""
+        """Returns why the chat template does not support the messages of an observation; None if the template supports
+        all messages of the observation."""
         try:
             roles: list[str | None] = [message["role"] for message in pending.chat]
             for role in roles or [None]:
@@ -140,7 +140,8 @@ class Bridge:
         return None
 
     def _encoded(self, pending: Sequence[_Pending]) -> list[list[int] | UserError | None]:
-        """Returns one entry per observation: its token ids, or its error, or None if it has too many tokens."""
+        """Returns one entry per observation: the token ids to append; or the error that the observation causes; or None
+        if there are more than `most_tokens` ids."""
         most = _LONG_TOKEN * self._most
         tried = [sum(map(len, texts(each.chat))) <= most for each in pending]
         chats = [each.chat for each, fits in zip(pending, tried, strict=True) if fits]
@@ -164,8 +165,8 @@ class Bridge:
         return ids if len(ids) <= self._most else None
 
     def _ids(self, addition: str, end: int) -> list[int]:
-        """Returns the token ids of the text `addition`. If there are more than `most_tokens` ids, the result can be
-        incomplete, but has more than `most_tokens` ids."""
+        """Returns the token ids of the text `addition`, which follows the end token `end`. If `addition` has more than
+        `most_tokens` ids, the last ids can be missing, but the result still has more than `most_tokens` ids."""
         if self._difference is None:
             return self._tokenizer.encode_data(addition, self._most + 1)
         if self._difference.end_id is None:
@@ -182,8 +183,9 @@ class Bridge:
     def _shortened(self, pending: Sequence[_Pending]) -> list[tuple[_Pending, list[int] | UserError | None]]:
         """Shortens overlong observations. Returns each shortened observation with its token ids or its error.
 
-        Each observation has one character limit for all of its texts, so its longest texts are cut. Bisection finds the
-        largest possible limit with a tolerance of three percent.
+        All texts of one observation have the same character limit, so only its longest texts are shortened. Bisection
+        finds the largest limit for which the observation has at most `most_tokens` tokens, with a tolerance of three
+        percent.
         """
         best = self._encoded([each.limited(0) for each in pending])
         low = [0] * len(pending)
@@ -213,19 +215,19 @@ def make_bridge(
     most_tokens: int,
     overlong: str,
 ) -> Bridge:
-    """Makes the bridge of a run, and checks the chat template.
+    """Makes the `Bridge` of a run, and checks the chat template.
 
     Args:
       chat: whether prompts are rendered with the chat template. If False, prompts are plain text.
       eos_ids: the ids that end a turn.
       tools: JSON schemas of the tools. The template gets them as its variable `tools`.
       most_tokens: maximum number of tokens to append, including the tokens that the chat template adds.
-      overlong: treatment of observations that need more tokens. `cut` shortens the text and appends a mark; `unscored`
-        returns no tokens.
+      overlong: treatment of observations that need more than `most_tokens` tokens. `cut` shortens the text and appends
+        a mark; `unscored` returns no tokens.
 
     Raises:
       UserError: the text that the chat template adds for a message also depends on earlier messages (see
-        `TemplateDifference`), there are tools without a chat template, or the template alone takes more than
+        `TemplateDifference`), there are tools without a chat template, or a message without text takes more than
         `most_tokens` tokens.
     """
     if tools and not chat:
@@ -238,13 +240,14 @@ def make_bridge(
 
 
 def with_observation(prompt: str | Sequence[Message], observation: Any) -> str | list[Message]:
-    """Returns a prompt with the first observation of its environment.
+    """Adds the first observation of an environment to a prompt, and returns the result.
 
-    Text is appended to a text prompt, or to the content of the last message of a prompt. Messages are appended as
-    messages. The observation is untrusted: control tokens that are written in it are encoded as plain text.
+    Text is appended to a text prompt, or to the content of the last message of a prompt that consists of messages.
+    Messages are appended as messages. The observation is untrusted: control tokens that are written in it are encoded
+    as plain text.
 
     Raises:
-      UserError: the observation is neither text nor messages, or it is messages and the prompt is text.
+      UserError: the observation is neither text nor messages, or the observation is messages and the prompt is text.
     """
     new = _messages(observation)
     if isinstance(prompt, str):

@@ -50,7 +50,7 @@ def calculator(expression: str) -> str:
 class Calculator:
     """An environment whose turns may call the tool `calculator`; a turn without a call ends the trajectory.
 
-    It gives no rewards. Rewards come from the reward functions of the run.
+    The environment gives no rewards. Rewards come from the reward functions of the run.
     """
 
     def reset(self) -> None:
@@ -99,8 +99,8 @@ def _evaluate(node: ast.expr) -> Any:
 
 
 def _bits(operation: ast.operator, left: Any, right: Any) -> int:
-    """Returns an upper bound of the number of bits of the result of a power or product of integers; 0 for other
-    operations."""
+    """Returns an upper bound of the number of bits of a power or product of two integers. Returns 0 for other
+    operations or operands."""
     if not isinstance(left, int) or not isinstance(right, int):
         return 0
     if isinstance(operation, ast.Pow):

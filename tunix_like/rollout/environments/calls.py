@@ -1,4 +1,4 @@
-"""Sends a call to an environment in its own process over a socket, and reads and checks the answer."""
+"""Sends calls over a socket to an environment that runs in another process, and reads and checks the answers."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _READ = 1 << 20
 
 
 class Answered(Exception):
-    """The process sent bytes that are not an answer; the error message describes them."""
+    """The process sent bytes that are not an answer. The error message describes these bytes."""
 
 
 class Caller:
-    """The connection of one trajectory to its process, and its current call.
+    """The connection to the process of one trajectory, and the current call of this process.
 
     Attributes:
-      number: the number of the trajectory in the calls of the pool.
-      serial: the number of its process. No other process of the pool gets this number.
+      number: the number of the trajectory, as in `Environments`.
+      serial: the number of the process. No other process of the `EnvironmentPool` has this number.
       channel: the socket to the process; None before the process is requested.
       pid: the id of the process; None before the process has started.
       what: the kind of the current or last call: `reset`, `step` or `finish`.
@@ -56,7 +56,7 @@ class Caller:
         self.out, self._in = b"", bytearray()
 
     def connect(self) -> socket.socket:
-        """Makes a pair of connected sockets, and returns the socket for the process.
+        """Makes a pair of connected sockets. Keeps one as `channel`, and returns the other for the process.
 
         Raises:
           UserError: the system allows no more open files.
@@ -66,12 +66,12 @@ class Caller:
         return theirs
 
     def call(self, what: str, request: bytes) -> None:
-        """Prepares a call, which `pump` then sends."""
+        """Prepares a call of the kind `what`. `request` is the content of the call, which `pump` sends."""
         self.what, self.out = what, message(request)
 
     def pump(self) -> Outcome | Failure | None:
-        """Writes and reads without blocking. Returns the outcome or the failure of the call, or None if the call has
-        not ended.
+        """Sends and receives bytes on `channel` without blocking. Returns the outcome or the failure of the call, or
+        None if the call has not ended.
 
         Raises:
           Answered: the bytes that arrived are not an answer.
@@ -110,8 +110,8 @@ class Caller:
             raise Answered(f"sent {show(content[:60])}, which is not an answer") from None
 
     def _outcome(self, answer: dict[str, Any]) -> Outcome:
-        """Returns the outcome in an answer. Checks the answer, although the process has checked it, because the user's
-        code can write to the socket."""
+        """Converts an answer to an `Outcome`, and checks the answer. The process has checked the answer too, but the
+        user's code can write to the socket."""
         if self.what == "reset":
             return Outcome(self.number, checked_observation(answer["observation"], "reset"))
         if self.what == "finish":
@@ -126,15 +126,15 @@ class Caller:
 
 
 def failure_in(answer: Mapping[str, Any]) -> Failure:
-    """Returns the failure that a process has sent."""
+    """Returns the failure that an answer of a process contains."""
     kinds: tuple[FailureKind, ...] = get_args(FailureKind)
     kind = [each for each in kinds if each == answer.get("kind")]  # the user's code can write to the socket
     return Failure(kind[0] if kind else "error", str(answer["error"]))
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Makes a pair of sockets. If this process has reached its soft limit of open files, raises this limit to the hard
-    limit."""
+    """Makes a pair of sockets. If this process has reached its soft limit of open files, increases the soft limit to
+    the hard limit."""
     try:
         return socket.socketpair()
     except OSError as error:

@@ -3,11 +3,11 @@
 Some chat templates rewrite earlier turns when new messages follow (Qwen3 removes their `<think>` blocks). With
 `environment.history=template`, the model sees at each turn exactly the rendering of the whole conversation. If the
 rendering begins with the tokens that the model has seen and sampled so far, only the remaining tokens are appended to
-the row. Otherwise the row is restarted: the rewritten history follows the prompt of the group, which stays in the
-cache.
+the row. Otherwise the row is restarted (`types.Reply.restart`): a new segment with the rewritten history follows the
+prompt. The cache of the prompt is kept.
 
 Some templates end a prompt with tokens that they change in later turns, such as an opened or empty `<think>` block.
-These tokens are part of the rows and not of the group's prompt.
+Such tokens are part of the rows, and not of the prompt that all trajectories of a data row share.
 
 The message of a turn contains the decoded text of its sampled tokens. Tool calls and `<think>` blocks in this text are
 not parsed, so a malformed call can be rendered too. Rendered tokens are never trained on.
@@ -61,7 +61,7 @@ class Conversation:
         return Conversation([*self.messages], [*self.tokens], self.prompt)
 
     def add_turn(self, text: str, tokens: Sequence[int]) -> None:
-        """Adds a turn of the policy."""
+        """Adds a turn of the policy to `messages` and `tokens`."""
         self.messages.append({"role": "assistant", "content": text})
         self.tokens += [int(i) for i in tokens]
         self.restarted = self.rewritten
@@ -82,12 +82,11 @@ class Conversations:
     """Renders conversations, and returns how their rows continue.
 
     Args:
-      tokenizer: its template variables include the tools.
+      tokenizer: a tokenizer whose template variables include the tools.
       tools: whether there are tools.
 
     Raises:
-      UserError: the template fails, or after a later turn the rendered prompt differs in more than its last
-        `MOST_OPENING` tokens.
+      UserError: the template fails, or a later turn changes the rendered prompt before its last `MOST_OPENING` tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: bool):
@@ -102,7 +101,7 @@ class Conversations:
     def begin(self, prompts: Sequence[tuple[Sequence[Message], Sequence[int]]]) -> list[Conversation]:
         """Returns new conversations for prompts. Each prompt is given by its messages and its tokens.
 
-        Sends one request to the template process.
+        Sends one request to the process that renders chat templates.
         """
         rendered = self._tokenizer.render_guarded([[*messages, *_NEXT] for messages, _ in prompts], True)
         return [
@@ -113,8 +112,8 @@ class Conversations:
     def _kept(self, tokens: Sequence[int], later: str | UserError) -> int:
         """Returns the number of tokens that a prompt and the rendering `later` have in common at their start.
 
-        Returns the length of the prompt if the first token differs, if more than `MOST_OPENING` tokens of the prompt
-        follow the common tokens, or if `later` is an error.
+        Returns the length of the prompt instead if the first token differs, if more than `MOST_OPENING` tokens of the
+        prompt follow the common tokens, or if `later` is an error.
         """
         if isinstance(later, UserError):  # `continued` reports this error after a turn
             return len(tokens)
@@ -125,7 +124,8 @@ class Conversations:
     def continued(self, given: Sequence[tuple[Conversation, Sequence[Message]]]) -> list[Continued]:
         """Adds new messages to conversations whose turn has ended, and returns how their rows continue.
 
-        Sends one request to the template process. A conversation that cannot continue is not changed.
+        Sends one request to the process that renders chat templates. A conversation that cannot continue is not
+        changed.
         """
         chats = [[*conversation.messages, *new] for conversation, new in given]
         rendered = self._tokenizer.render_guarded(chats, True)

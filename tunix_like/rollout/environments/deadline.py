@@ -16,6 +16,6 @@ def set_limit(seconds: float) -> None:
 
 def patience(most: float) -> float:
     """Returns the seconds for which the current call may wait for a service: at most `most`, and at most 3/4 of the
-    remaining time. Returns 0 if there is no time limit: calls then run one after the other, so a wait would delay all
-    of them."""
+    remaining time. Returns 0 if the call has no time limit: such calls run one after the other, so a wait in one call
+    delays all later calls."""
     return 0.0 if _end == math.inf else max(0.0, min(most, 0.75 * (_end - time.monotonic())))

@@ -1,4 +1,5 @@
-"""Defines the record of a trajectory (all but its tokens), and computes the rewards and metrics of environments."""
+"""Defines `Episode`, the record of a trajectory without its tokens, and computes the rewards and metrics of
+environments."""
 
 from __future__ import annotations
 
@@ -19,14 +20,15 @@ class Episode(NamedTuple):
     """The record of one trajectory, without its tokens.
 
     Attributes:
-      messages: the turns as text, `{"role": "assistant" | "user" | "tool" | ..., "content": text}`, oldest first.
+      messages: the turns and the observations, `{"role": "assistant" | "user" | "tool" | ..., "content": text}`, oldest
+        first.
       turns: number of turns of the policy.
       limited: whether the limit `environment.max_turns` ended the trajectory.
       cut: number of observations that were shortened.
-      reward: the sum of the rewards of the environment; NaN if it failed.
+      reward: the sum of the rewards of the environment; NaN if the environment failed.
       info: the last value of each number in `info` of the environment, by name.
-      failure: the fields of the `Failure` of the environment; None if it did not fail.
-      rewritten: number of times that the chat template has rewritten its history; None with
+      failure: the fields of the `Failure` of the environment; None if the environment did not fail.
+      rewritten: number of times that the chat template has rewritten the history; None with
         `environment.history=sampled`.
     """
 
@@ -41,14 +43,14 @@ class Episode(NamedTuple):
 
 
 def failure_kinds(episodes: Sequence[Episode]) -> list[str | None]:
-    """Returns the kind of failure (`rewards.calls.FailureKind`) of each trajectory; None for a trajectory without a
-    failure."""
+    """Returns for each trajectory the kind of its failure (`rewards.calls.FailureKind`), or None if the trajectory has
+    no failure."""
     return [None if episode.failure is None else episode.failure[0] for episode in episodes]
 
 
 def transcript(messages: Sequence[Mapping[str, str]]) -> str:
-    """Formats the turns as one text. Each turn is written as `role: content`; its further lines are indented by two
-    spaces."""
+    """Formats messages as one text. Each message is written as `role: content`. The second and later lines of a message
+    are indented by two spaces."""
     return "\n".join(f"{message['role']}: {message['content']}".replace("\n", "\n  ") for message in messages)
 
 
@@ -74,7 +76,7 @@ def with_environment(scores: Scores, episodes: Sequence[Episode]) -> Scores:
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Computes the metrics of trajectories: statistics of their turns, and the means of the numbers in `info`."""
+    """Computes the metrics of trajectories: statistics of the turns, and the means of the numbers in `Episode.info`."""
     turns = np.array([episode.turns for episode in episodes])
     metrics = {
         "turns/mean": float(turns.mean()),

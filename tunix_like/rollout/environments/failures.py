@@ -22,7 +22,7 @@ _KINDS: dict[type[UserError], FailureKind] = {
 
 
 def failure_of(name: str, error: BaseException) -> Failure:
-    """Returns the failure of the environment `name` that raised `error`."""
+    """Converts an exception that the environment `name` raised to a `Failure`."""
     kinds = (kind for each, kind in _KINDS.items() if isinstance(error, each))
     return Failure(next(kinds, "error"), explain(name, error, "Environment"))
 
@@ -34,7 +34,8 @@ def check_configured(failure: Failure | None) -> None:
 
 
 def check_available(failures: Sequence[Sequence[str] | None]) -> None:
-    """Raises EngineLost if all of these failures, one for each trajectory, have the kind `unavailable`."""
+    """Raises EngineLost if every trajectory has a failure of the kind `unavailable`. `failures` has one entry per
+    trajectory; an entry is None if the trajectory has no failure."""
     if not failures or any(failure is None or failure[0] != "unavailable" for failure in failures):
         return
     assert failures[0] is not None
@@ -45,8 +46,8 @@ def check_available(failures: Sequence[Sequence[str] | None]) -> None:
 
 
 def first_observation(environments: Environments, row: Mapping[str, Any], where: str) -> str | Sequence[Message] | None:
-    """Resets one environment with the columns of a data row and returns its first observation. The environment is ended
-    afterwards.
+    """Resets one environment with the columns of a data row, and returns the first observation of this environment.
+    Ends the environment afterwards.
 
     Args:
       row: the columns of the data row; `prompt` is not passed to the environment.

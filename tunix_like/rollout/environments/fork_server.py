@@ -1,9 +1,9 @@
 """The program that runs environments. It loads the user's module once, and forks one child process per trajectory.
 
-The program is a fresh interpreter and not a fork of the training process, so it has no locks, threads or devices of
-that process. It runs user code only while it loads the module. Afterwards it only starts, reaps and kills children.
-Each child answers the calls of its trajectory on its own socket. The training process enforces deadlines and the memory
-limit (`pool.py`).
+The program is a fresh interpreter and not a fork of the training process, so the program has no locks, threads or
+devices of the training process. The program runs user code only while it loads the module. Afterwards the program only
+starts, reaps and kills child processes. Each child answers the calls of its trajectory on its own socket. The training
+process enforces deadlines and the memory limit (`pool.py`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ _SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal
 
 
 def places_of(place: str | Sequence[str], arguments: Mapping[str, Any] | None) -> list[str]:
-    """Returns the argument `places` of `load` for an environment (given by its name or location) or for tools.
+    """Returns the argument `places` of `load`. `place` is the name or location of an environment, or the locations of
+    tools.
 
     Raises:
       UserError: a name cannot be imported, the arguments cannot be written as JSON, or tools have arguments.
@@ -72,7 +73,7 @@ def places_of(place: str | Sequence[str], arguments: Mapping[str, Any] | None) -
 
 
 def load(places: list[str]) -> Adapted:
-    """Loads an environment, or tools if the first location begins with `TOOLS_PREFIX`.
+    """Loads an environment. If the first location begins with `TOOLS_PREFIX`, loads tools instead.
 
     Args:
       places: the location of an environment, followed by its arguments as JSON if there are any; or the locations of
@@ -89,16 +90,17 @@ def load(places: list[str]) -> Adapted:
 
 def serve(number: int, places: list[str], parent: int) -> None:
     """Loads the environment, sends `{"tools": [...]}` or `{"error": text, "kind": kind}`, and then handles the requests
-    of the training process to fork (`BEGIN`) or kill (`END`) a child.
+    of the training process: `BEGIN` forks a child, and `END` kills a child.
 
     The start of a child is reported as `{"begun": number, "pid": pid}`, its end as `{"ended": number, "status": exit
-    status, or -signal}`. Each `END` is answered with `{"stopped": number}`. The program ends with all children when the
-    socket is closed or the training process has ended.
+    status, or -signal}`. Each `END` is answered with `{"stopped": number}`. In these messages, `number` is the number
+    of the child in the requests. When the socket is closed or the training process has ended, the program kills all
+    children and ends.
 
     Args:
       number: file descriptor of the socket to the training process.
       places: the argument of `load`.
-      parent: id of the process that started this one.
+      parent: process id of the training process.
     """
     die_with(parent)
     go_first()
@@ -134,8 +136,8 @@ class _Server:
         self.closed = False
 
     def run(self, ready: bytes) -> None:
-        """Sends `ready` and handles requests (`BEGIN`, `END`) until the socket is closed or the training process has
-        ended."""
+        """Sends the message `ready`, and handles requests (`BEGIN`, `END`) until the socket is closed or the training
+        process has ended."""
         waker, woken = socket.socketpair()
         for end in (waker, woken, self.channel):
             end.setblocking(False)
@@ -190,7 +192,7 @@ class _Server:
                 self._tell({"stopped": number})
 
     def _begin(self, number: int, descriptor: int) -> None:
-        """Forks the child of a trajectory."""
+        """Forks the child `number`. `descriptor` is the file descriptor of the child's socket."""
         own = os.getpid()
         try:
             with warnings.catch_warnings():
@@ -230,7 +232,7 @@ class _Server:
         answer_calls(socket.socket(fileno=descriptor), self.adapted)
 
     def _kill(self, number: int) -> None:
-        """Kills the child of a trajectory and all processes that it started."""
+        """Kills a child and all processes of the child's process group."""
         if (pid := self.pids.get(number)) is not None:
             self._kill_all([pid])  # the child may have left its group; `_reap` kills its processes
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -242,7 +244,7 @@ class _Server:
                 os.kill(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
-        """Reports children that have ended, and kills the processes that they have started."""
+        """Sends a message for each child that has ended, and kills the processes that this child has started."""
         ended = False
         while True:
             try:
@@ -271,7 +273,7 @@ class _Server:
 
 
 def answer_calls(channel: socket.socket, adapted: Adapted) -> None:
-    """Answers the calls of one trajectory until it is finished or the socket is closed.
+    """Answers the calls of one trajectory until the trajectory is finished or the socket is closed.
 
     A call is a pickled `("reset", columns, seconds)`, `("step", text, seconds)` or `("finish", None, seconds)`.
     `seconds` is the time limit of the call. An answer is a JSON object: the fields of an `EnvStepResult` that the call

@@ -25,7 +25,7 @@ def generate(
 
     Returns:
       the problems, with the first observations added to their prompts; the completions; and the trajectories, or None
-      without a player.
+      if `player` is None.
     """
     trajectories = None if player is None else player.start(problems, size, engine.max_prompt_length)
     if trajectories is not None:

@@ -19,11 +19,11 @@ COST = 0.05
 
 
 class Guess:
-    """The environment of one game. The guess of a turn is the last number in its text.
+    """The environment of one game. The last number in the text of a turn is the guess.
 
     The reward is `1 - COST * (turns - 1)` if the hidden number is found, otherwise 0. A turn without a valid number
-    also counts, and its answer is INVALID. The metric `turns_to_success` is `MOST_GUESSES + 1` for a game that ends
-    without success after its last turn.
+    also counts, and the environment answers INVALID. The game ends after `MOST_GUESSES` turns. If the number is not
+    found, the metric `turns_to_success` is `MOST_GUESSES + 1`.
     """
 
     def reset(self, number: int) -> None:
@@ -31,7 +31,7 @@ class Guess:
         self.number, self.turns = number, 0
 
     def step(self, completion: str) -> EnvStepResult:
-        """Compares the guess with the hidden number."""
+        """Compares the guess with the hidden number, and answers HIGHER, LOWER or INVALID."""
         self.turns += 1
         found = re.findall(r"(?<![\d.-])\d{1,9}(?![\d.]*\d)", completion)
         guess = int(found[-1]) if found else -1

@@ -1,5 +1,5 @@
-"""Runs environments in this process, without deadlines. This is meant for closures, notebooks and trusted
-environments."""
+"""Runs environments in this process, without deadlines. Use this module for trusted environments, and for classes that
+are defined in a function or a notebook."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tunix_like.rollout.environments.outcomes import Outcome
 
 
 class LocalEnvironments:
-    """Implements `Environments` in this process. Each call runs immediately.
+    """Implements `Environments` in this process. Each call runs before its method returns.
 
-    An exception ends only its own trajectory. An environment that hangs or exits stops the run; use `EnvironmentPool`
-    for such environments.
+    An exception in an environment ends only the trajectory of this environment. An environment that hangs or exits
+    stops the run; use `EnvironmentPool` for such environments.
 
     Args:
       factory: a class or a function that makes environments, or a list of functions that are tools.
 
     Raises:
-      UserError: the factory or its class cannot make environments.
+      UserError: `factory` cannot make environments.
     """
 
     def __init__(self, factory: Callable[..., Any] | Sequence[Callable[..., Any]] | Adapted):

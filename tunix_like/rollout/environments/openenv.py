@@ -36,8 +36,8 @@ class ActionForm(NamedTuple):
     Attributes:
       kind: what the text contains: tool calls, each of which is one action (`tools`), the value of a field as text
         (`text`), the value of a field as JSON (`value`), or the whole action as JSON (`object`).
-      field: the name of the field.
-      fields: the names of the required fields.
+      field: for `text` and `value`, the name of the field.
+      fields: for `object`, the names of the required fields, or of all fields if none is required.
     """
 
     kind: Literal["tools", "text", "value", "object"]
@@ -46,7 +46,7 @@ class ActionForm(NamedTuple):
 
 
 class OpenEnv:
-    """One trajectory with an OpenEnv server.
+    """The environment of one trajectory, which is a session of an OpenEnv server.
 
     `reset` sends all columns of the data row; the server passes on the columns that its environment accepts. The schema
     of the server's actions determines how a turn becomes an action (see `action_form`). A turn that is not a valid
@@ -55,9 +55,10 @@ class OpenEnv:
 
     Args:
       url: address of the server, e.g. http://127.0.0.1:8000.
-      action: the field of the action that gets the text of a turn. If it is unset, the schema determines the field.
-      observation: the field of the observation that is shown to the model. If it is unset, all fields except `metadata`
-        are shown.
+      action: the field of the action that gets the text of a turn. If `action` is None, the schema determines the
+        field.
+      observation: the field of the observation that is shown to the model. If `observation` is None, all fields except
+        `metadata` are shown.
 
     Raises:
       UserError: the address is not valid, or an argument is not text.
@@ -72,19 +73,21 @@ class OpenEnv:
         self._session: Session | None = None
 
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """Returns the schemas of the server's tools; empty if its actions are not tool calls.
+        """Returns the JSON schemas of the server's tools; an empty list if the server's actions are not tool calls.
 
-        This method is called once before training. It also checks the server.
+        This method is called once before training, and also checks that the server can be used.
 
         Raises:
-          UserError: the server cannot be reached, or its actions have no field `action`.
+          UserError: the server cannot be reached, or the argument `action` does not fit the server's actions (see
+            `action_form`).
         """
         require_websockets()
         form = _form_of(self.url, self.action)
         return tools_of_server(self.url) if form.kind == "tools" else []
 
     def reset(self, **columns: Any) -> str | list[dict[str, str]] | None:
-        """Opens the session and resets its environment. If the first observation is text, it begins on a new line.
+        """Opens a session, resets the environment of the session and returns the first observation. A newline is put
+        before an observation that is text.
 
         Raises:
           EnvironmentMisconfigured: the server has no free session, or the observation lacks the field that the argument
@@ -103,8 +106,8 @@ class OpenEnv:
         return f"\n{shown}" if isinstance(shown, str) else shown
 
     def _opened(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Opens the session and returns the answer to its reset. If the server is full, waits up to `RELEASE_SECONDS`
-        for a free session."""
+        """Opens a session, and returns the server's answer to the message `reset`. If the server is full, waits up to
+        `RELEASE_SECONDS` for a free session."""
         end = time.monotonic() + patience(RELEASE_SECONDS)
         while True:
             self._session = Session(self.url)
@@ -116,7 +119,7 @@ class OpenEnv:
             time.sleep(0.2)
 
     def step(self, completion: str) -> EnvStepResult:
-        """Sends the action of a turn, or one action for each tool call in it."""
+        """Sends the action of a turn, or one action for each tool call in the turn."""
         form = _form_of(self.url, self.action)
         if form.kind == "tools":
             return self._call_tools(tool_calls(completion))
@@ -196,7 +199,7 @@ def action_form(schema: Mapping[str, Any], field: str | None) -> ActionForm:
     turn is the whole action as a JSON object.
 
     Raises:
-      UserError: the actions do not have the named field.
+      UserError: the actions do not have the field `field`, or they require further fields.
     """
     fields = {name: each for name, each in (schema.get("properties") or {}).items() if name != "metadata"}
     required = [name for name in schema.get("required") or [] if name in fields]
@@ -233,7 +236,8 @@ def action_of(form: ActionForm, completion: str) -> dict[str, Any]:
     """Converts the text of a turn to an action. `<think>` blocks and a Markdown block around JSON are removed first.
 
     Raises:
-      InvalidAction: the form needs JSON, but the turn is not valid JSON, or is JSON of another type.
+      InvalidAction: the form is `value` or `object` and the turn is not valid JSON, or the form is `object` and the
+        turn is not a JSON object.
     """
     text = without_thinking(completion).strip()
     if form.kind == "text":
@@ -254,10 +258,10 @@ def action_of(form: ActionForm, completion: str) -> dict[str, Any]:
 
 
 def text_of(observation: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
-    """Returns an observation as text or messages; None if it has no content.
+    """Returns an observation as text or messages; None if the observation has no content.
 
-    `metadata` and fields that are null or empty are ignored. If exactly one field remains, its value is returned: a
-    list of messages as messages, any other value as text. Several fields are returned as a JSON object.
+    `metadata` and fields that are null or empty are ignored. If exactly one field remains, the value of this field is
+    returned: a list of messages as messages, any other value as text. Several fields are returned as a JSON object.
     """
     kept = {
         name: value for name, value in observation.items() if name != "metadata" and value not in (None, "", [], {})

@@ -1,7 +1,8 @@
-"""Exchanges messages with an OpenEnv server: its schemas over HTTP, and a WebSocket session for each trajectory.
+"""Exchanges messages with an OpenEnv server: reads the schemas of the server over HTTP, and opens a WebSocket session
+for each trajectory.
 
-The client of the package `openenv` is not used. It depends on about 100 other packages. It also replaces a lost
-connection by a new session, and the next step would then run in an environment that was never reset.
+The client of the package `openenv` is not used. The package depends on about 100 other packages. The client also
+replaces a lost connection by a new session. The next step would then run in an environment that was never reset.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ _SERVER_STOPS = (1001, 1012)  # WebSocket codes of a server that ends or restart
 
 
 class InvalidAction(Exception):
-    """A turn is not an action, or does not match the schema of the server. The message gives the reason. The session
-    continues."""
+    """A turn is not an action, or does not match the schema of the server. The error message gives the reason. The
+    session continues."""
 
 
 class ServerFull(EnvironmentMisconfigured):
-    """The server has as many sessions as it allows."""
+    """The server already has its maximum number of sessions."""
 
 
 def checked_url(url: Any) -> str:
@@ -118,7 +119,8 @@ def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ask(url: str, path: str, content: Any = None) -> Any:
-    """Sends one request over HTTP, with JSON `content` if it is given, and returns the JSON of the answer."""
+    """Sends one request over HTTP, and returns the parsed JSON of the answer. If `content` is not None, the request
+    contains `content` as JSON."""
     data = None if content is None else json.dumps(content).encode()
     kind: type[UserError] = UserError
     request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
@@ -156,11 +158,11 @@ def _is_here(url: str) -> bool:
 
 
 class Session:
-    """A WebSocket session, which is one environment of the server. It ends when the connection is closed.
+    """A WebSocket session, which is one environment of the server. The session ends when the connection is closed.
 
-    Attempts to open the session are repeated for the time that `deadline.patience` returns. No call has a time limit
-    here, because `EnvironmentPool` stops the process of a trajectory at its time limit. A lost connection is not
-    replaced by a new one.
+    Attempts to open the session are repeated for the time that `deadline.patience` returns. `call` has no time limit of
+    its own: `EnvironmentPool` stops the process of a trajectory whose call exceeds the time limit. A lost connection is
+    not replaced by a new one.
 
     Raises:
       EnvironmentUnavailable: the server cannot be reached.
@@ -181,7 +183,7 @@ class Session:
             pause = min(2 * pause, PAUSES[1])
 
     def _connect(self, seconds: float | None) -> None:
-        """Opens the connection in at most `seconds`."""
+        """Opens the connection in at most `seconds`, or without a time limit if `seconds` is None."""
         from websockets.exceptions import InvalidStatus, WebSocketException
         from websockets.sync.client import connect
 
@@ -210,8 +212,8 @@ class Session:
           InvalidAction: the action of a step does not fit the server's schema.
           EnvironmentUnavailable: the connection is lost.
           ServerFull: the server has no free session.
-          UserError: the server has closed the session, has refused it, or has failed. After all errors except
-            InvalidAction, the session is closed.
+          UserError: the server has closed the session, has refused the message, or has sent an invalid answer. After
+            all errors except InvalidAction, the session is closed.
         """
         try:
             return self._call(what, data)
@@ -264,7 +266,7 @@ class Session:
 
 
 def _invalid_fields(errors: Any) -> str:
-    """Returns a description of the fields of an action that the server has refused."""
+    """Describes the fields of an action that are not valid, given the errors in the server's answer."""
     if not isinstance(errors, list):
         return ""
     fields = [error for error in errors if isinstance(error, Mapping)]

@@ -1,4 +1,4 @@
-"""Defines the interface of objects that run many environments, and the outcomes of their calls."""
+"""Defines the interface of objects that run many environments, and the outcomes of calls to these environments."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:  # worker processes import this module, and `types` imports ja
 
 
 class Outcome(NamedTuple):
-    """What an environment answered to `reset`, `step` or `finish`, or why it did not answer.
+    """What an environment answered to `reset`, `step` or `finish`, or why the environment did not answer.
 
     Attributes:
       number: the number of the trajectory.
-      observation, reward, done, info: as in `EnvStepResult`. The outcome of `reset` has only an observation, and that
-        of `finish` only a reward.
+      observation, reward, done, info: as in `EnvStepResult`. The outcome of `reset` has only an observation, and the
+        outcome of `finish` has only a reward.
       failure: why there is no answer; None if there is an answer. After a failure the environment is stopped, and the
         trajectory is unscored.
     """
@@ -32,9 +32,11 @@ class Outcome(NamedTuple):
 
 @runtime_checkable
 class Environments(Protocol):
-    """Runs one environment per trajectory. Calls return immediately; `outcomes` returns their results later.
+    """Runs one environment per trajectory. The methods `reset`, `step` and `finish` return immediately; `outcomes`
+    returns the outcomes of these calls later.
 
-    The caller identifies each trajectory by a number of its choice. A trajectory has at most one unanswered call.
+    The caller identifies each trajectory by a number that the caller chooses. A trajectory has at most one unanswered
+    call.
     """
 
     @property
@@ -42,18 +44,18 @@ class Environments(Protocol):
         """JSON schemas of the tools of these environments, as chat templates take them; empty without tools."""
 
     def reset(self, number: int, columns: Mapping[str, Any]) -> None:
-        """Makes the environment of a trajectory and starts its `reset` with the columns of the trajectory's data
-        row."""
+        """Makes the environment of a trajectory and starts `reset` of this environment with the columns of the
+        trajectory's data row."""
 
     def step(self, number: int, completion: str) -> None:
-        """Starts one step of a trajectory."""
+        """Starts one step of a trajectory's environment. `completion` is the text of the turn."""
 
     def outcomes(self, wait: bool) -> list[Outcome]:
         """Returns the outcomes that are ready. If `wait` is True and a call is unanswered, waits for at least one
         outcome."""
 
     def finish(self, number: int) -> None:
-        """Requests the end of a trajectory. Its environment is freed afterwards.
+        """Requests the end of a trajectory. Afterwards the trajectory has no environment.
 
         The outcome has the reward that the environment gives at the end (`get_reward` of TRL), or 0. This reward is
         added to the rewards of the steps.

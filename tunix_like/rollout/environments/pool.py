@@ -1,8 +1,8 @@
 """Runs each environment in a separate process, with deadlines and a memory limit.
 
-The program in `fork_server.py` loads the user's module once and forks the processes. Starting an interpreter for each
-trajectory would take longer than most episodes. An environment that hangs, exits or exceeds the memory limit is killed
-with all processes that it started. Only the trajectory of this environment fails.
+The program in `fork_server.py` loads the user's module once, and forks one process per trajectory. Starting an
+interpreter for each trajectory would take longer than most episodes. An environment that hangs, exits or exceeds the
+memory limit is killed with all processes that it started. Only the trajectory of this environment fails.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _EXIT_SECONDS = 1.0  # maximum wait for an exit status after a socket was closed
 
 
 class EnvironmentPool:
-    """Implements `Environments` with one process per trajectory. It is not thread-safe.
+    """Implements `Environments` with one process per trajectory. This class is not thread-safe.
 
     The processes start at the first `reset` and are forked from a fresh interpreter that has loaded the user's module.
     Time during which `outcomes` is not called does not count towards the deadlines.
@@ -55,7 +55,7 @@ class EnvironmentPool:
         environment above the limit is stopped (Linux only).
 
     Raises:
-      UserError: a name is unknown, or the arguments cannot be used.
+      UserError: a name is unknown, or `arguments` cannot be used.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class EnvironmentPool:
             self._select(self._until_next())
 
     def close(self) -> None:
-        """Stops all environments and the server, and drops unanswered calls."""
+        """Stops all environments and the fork server, and drops unanswered calls."""
         for caller in self._callers.values():
             caller.close()
         for held in (self._callers, self._serials, self._running, self._requests, self._ready):
@@ -190,7 +190,7 @@ class EnvironmentPool:
         self._send_orders()
 
     def _look(self) -> None:
-        """Reads answers, and stops processes that exceed a deadline or the memory limit."""
+        """Reads the answers to running calls. Stops processes that exceed a deadline or the memory limit."""
         self._look_at_server()
         now = time.monotonic()
         unattended = self._looked if now - self._looked > 10 * POLL_SECONDS else now
@@ -227,7 +227,7 @@ class EnvironmentPool:
             caller.deadline = min(caller.deadline, time.monotonic() + _EXIT_SECONDS)
 
     def _is_over(self, caller: Caller) -> bool:
-        """Stops an environment if it is over the memory limit; returns whether it was stopped."""
+        """Stops an environment that exceeds the memory limit. Returns whether the environment was stopped."""
         if caller.pid is None or memory_of(caller.pid) <= self.memory_bytes:
             return False
         limit = f"environment.memory_gb={self.memory_bytes / 1e9:g} GB"
@@ -242,8 +242,8 @@ class EnvironmentPool:
             self._fail(caller, "timeout", f"{caller.what} did not return within {limit}.")
 
     def _fail(self, caller: Caller, kind: FailureKind, reason: str, whole: bool = False) -> None:
-        """Stops an environment and records its failure. If `whole` is False, the name of the environment is put before
-        the reason."""
+        """Stops an environment and records the failure. If `whole` is False, the text of the failure begins with the
+        environment's name."""
         text = reason if whole else f"Environment '{self.name}': {reason}"
         self._drop(caller)
         self._ready.append(Outcome(caller.number, failure=Failure(kind, text[:LONGEST_REASON])))
@@ -278,8 +278,8 @@ class EnvironmentPool:
         return self._server
 
     def _load(self, server: WorkerProcess) -> Failure | None:
-        """Reads the first message of the server. Returns why the server cannot be used, or None if no problem is
-        known."""
+        """Reads the first message of the fork server, if it has arrived. Returns why the fork server cannot be used, or
+        None if no problem is known."""
         alive = server.alive  # read before `pump`, so that a message written just before an exit is not missed
         answer = server.pump()
         if answer is not None and "tools" in answer:
@@ -293,7 +293,8 @@ class EnvironmentPool:
         return None
 
     def _look_at_server(self) -> None:
-        """Reads the messages of the server, and replaces it if it has ended or does not answer."""
+        """Reads the messages of the fork server. Stops the fork server if it has failed, has ended or does not
+        answer."""
         server = self._server
         if server is None:
             return
@@ -313,7 +314,7 @@ class EnvironmentPool:
             self._lose_server(f"the process that starts environments did not answer within {PATIENCE:g} s")
 
     def _told(self, server: WorkerProcess, answer: Mapping[str, Any]) -> None:
-        """Updates the state of the pool after a message of the server."""
+        """Updates the state of the pool after the message `answer` of the fork server."""
         for what in ("begun", "stopped"):
             if what in answer:
                 self._unanswered.pop((what, answer[what]), None)
@@ -334,7 +335,7 @@ class EnvironmentPool:
             caller.ended = how
 
     def _lose_server(self, why: str) -> None:
-        """Fails the trajectories of a server that has ended. Waiting calls of `reset` start another server."""
+        """Stops the fork server. Running calls fail now, and other trajectories fail at their next call."""
         self._stop_server()
         for caller in list(self._serials.values()):
             caller.ended = f"ended, because {why},"
@@ -351,7 +352,7 @@ class EnvironmentPool:
         self._server, self._loaded = None, False
 
     def _until_next(self) -> float:
-        """Returns the maximum seconds to wait for an event."""
+        """Returns the time in seconds until the next deadline, but at most `POLL_SECONDS`."""
         deadlines = [caller.deadline for caller in self._running.values()]
         return max(0.0, min([POLL_SECONDS, *(deadline - time.monotonic() for deadline in deadlines)]))
 
@@ -367,8 +368,8 @@ class EnvironmentPool:
 
 
 def _traceback(server: WorkerProcess, how: str) -> str:
-    """Returns the last traceback that `faulthandler` printed at a crash. The traceback may come from another
-    environment, because all environments share one output stream."""
+    """Returns the last traceback that `faulthandler` printed; empty if `how` names no signal. The traceback may come
+    from another environment, because all environments share one output stream."""
     start = server.last_output.rfind("Fatal Python error") if "by signal" in how else -1
     return "" if start < 0 else f" The last crash printed:\n{server.last_output[start:]}"
 
@@ -380,9 +381,10 @@ def _how(status: int) -> str:
 
 
 def _stop_all(servers: list[WorkerProcess]) -> None:
-    """Ends servers and all their environments.
+    """Ends fork servers and all environments of these fork servers.
 
-    A server kills its environments when its socket is closed. Processes that still run after that are killed here.
+    A fork server kills its environments when its socket is closed. Any process that still runs afterwards is killed
+    here.
     """
     while servers:
         server = servers.pop()

@@ -1,4 +1,4 @@
-"""Reads processes and their memory from `/proc` (Linux). On other systems no process is found."""
+"""Reads the tree of processes and their memory from `/proc` (Linux). On other systems the functions find no process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def children_of(pid: int) -> Iterator[int]:
-    """Yields the child processes of a process."""
+    """Yields the ids of the child processes of a process."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
@@ -19,14 +19,14 @@ def children_of(pid: int) -> Iterator[int]:
 
 
 def descendants_of(pid: int) -> Iterator[int]:
-    """Yields all descendants of a process, each after its own descendants."""
+    """Yields the ids of all descendants of a process. The descendants of each process come before this process."""
     for child in children_of(pid):
         yield from descendants_of(child)
         yield child
 
 
 def members_of(session: int) -> Iterator[int]:
-    """Yields the processes of a session."""
+    """Yields the ids of the processes in the session with the id `session`."""
     with contextlib.suppress(OSError):
         for entry in os.listdir("/proc"):
             if entry.isdecimal() and _session(entry) == session:
@@ -34,7 +34,7 @@ def members_of(session: int) -> Iterator[int]:
 
 
 def memory_of(pid: int) -> int:
-    """Returns the resident memory of a process and all its descendants, in bytes; 0 if it is not known."""
+    """Returns the resident memory of a process and all its descendants, in bytes; 0 if the memory is not known."""
     return _resident(pid) + sum(map(_resident, descendants_of(pid)))
 
 

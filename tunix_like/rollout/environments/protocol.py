@@ -19,8 +19,8 @@ class EnvStepResult(NamedTuple):
       observation: text or chat messages for the next turn; None or an empty text adds only the start of the next turn.
       reward: added to the reward of the trajectory.
       done: whether the trajectory is over.
-      info: values by name. A number becomes a metric: the mean, over trajectories, of its last value. Other values are
-        ignored.
+      info: values by name. A number becomes a metric: the mean over trajectories of the last value in each trajectory.
+        Other values are ignored.
     """
 
     observation: str | Sequence[Message] | None = None
@@ -31,7 +31,7 @@ class EnvStepResult(NamedTuple):
 
 @runtime_checkable
 class Environment(Protocol):
-    """The environment of one trajectory: it answers the turns of the policy and gives rewards.
+    """The environment of one trajectory, which answers the turns of the policy and gives rewards.
 
     A factory (a class or a function without required parameters) makes one object per trajectory. Environments of
     google-tunix (`BaseTaskEnv`) and of TRL (`environment_factory`) are accepted too (see `adapters.py`).
@@ -43,7 +43,7 @@ class Environment(Protocol):
         Returns:
           the first observation, which is added to the row's prompt. Text is appended to the last message (or to the
           text prompt). Messages are appended as messages. None adds nothing. The first observation must be the same for
-          all trajectories of a row, because they share the prompt.
+          all trajectories of a row, because these trajectories share the prompt.
         """
 
     def step(self, completion: str) -> EnvStepResult:

@@ -50,8 +50,8 @@ def resolve(name: str) -> Callable[..., Any]:
       name: a registered name, `path/to/file.py:Class`, or `package.module:Class`.
 
     Raises:
-      UserError: the name is unknown, the file or module is missing or fails to load, it does not define the class, or
-        the class cannot be an environment (see `adapters.check_class`).
+      UserError: the name is unknown, the file or module is missing, fails to load or does not define the class, or the
+        class cannot be an environment (see `adapters.check_class`).
     """
     if ":" in name:
         factory = load_function(name, "Environment")
@@ -67,7 +67,7 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def resolve_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
-    """Returns the functions for the names of `environment.tools`, and checks that they can be tools.
+    """Returns the functions for the names of `environment.tools`, and checks that these functions can be tools.
 
     Raises:
       UserError: a file, module or function is missing or fails to load, or a function cannot be a tool (see
@@ -82,7 +82,8 @@ def resolve_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
 
 
 def environment_place(name: str, factory: Callable[..., Any], what: str = "Environment") -> str:
-    """Returns the location from which `EnvironmentPool` imports an environment, or a tool (`what` is "Tool").
+    """Returns the location from which `EnvironmentPool` imports an environment or a tool. `what` is "Environment" or
+    "Tool".
 
     Raises:
       UserError: another process cannot import `factory`.

@@ -1,4 +1,5 @@
-"""Checks what a user's environment returned, and cuts observations that are far beyond any token limit.
+"""Checks what a user's environment returned, and cuts observations to `MOST_CHARACTERS` characters, which is far more
+than any token limit.
 
 This module runs in the worker processes too and does not import jax.
 """
@@ -28,7 +29,7 @@ MOST_INFO = 100
 
 
 def checked_step(value: Any, where: str) -> EnvStepResult:
-    """Checks and converts the value that a user's method returned for a step. Only the numbers in its `info` are kept.
+    """Checks and converts the value that a user's method returned for a step. Only the numbers in `info` are kept.
 
     Args:
       value: an `EnvStepResult`, a tuple `(observation, reward, done)` or `(observation, reward, done, info)`, or an
@@ -58,12 +59,14 @@ def checked_step(value: Any, where: str) -> EnvStepResult:
 
 
 def checked_observation(value: Any, where: str) -> str | Sequence[Message] | None:
-    """Checks an observation: a text, a list of messages or None. Text is cut to `MOST_CHARACTERS` characters in total.
+    """Checks an observation: a text, a list of messages or None. The texts are cut to `MOST_CHARACTERS` characters in
+    total.
 
-    Only entries of messages that are strings are kept. Characters that UTF-8 cannot represent become "?".
+    In a message, only entries whose key and value are strings are kept. Characters that UTF-8 cannot represent become
+    "?".
 
     Raises:
-      UserError: the value is not a text, a list of messages or None.
+      UserError: the value is not a text, a list of messages or None, or has more than `MOST_MESSAGES` messages.
     """
     if value is None:
         return None
@@ -95,7 +98,7 @@ def checked_number(value: Any, where: str) -> float:
     """Converts a value to a float, and checks that it is finite and at most `LARGEST` in absolute value.
 
     Raises:
-      UserError: the value is not such a number.
+      UserError: the value is not a number, is not finite or is too large.
     """
     number = _number(value)
     if number is None:
@@ -126,7 +129,11 @@ def _checked_flag(value: Any, where: str) -> bool:
 
 
 def _checked_info(value: Any, where: str) -> dict[str, float]:
-    """Returns the finite numbers of `info`. Other values are left out."""
+    """Returns the finite numbers of `info`, at most `MOST_INFO`. Other values are left out.
+
+    Raises:
+      UserError: `info` is neither a dict nor None.
+    """
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -146,7 +153,7 @@ def _text(value: str, most: int) -> str:
 
 
 def show(value: Any) -> str:
-    """Formats a value for a message, in at most 200 characters."""
+    """Formats a value for an error message, in about 200 characters."""
     try:
         text = repr(value[:200] if isinstance(value, str | bytes) else value)
     except Exception:  # raised by the user's __repr__

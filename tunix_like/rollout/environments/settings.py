@@ -1,5 +1,4 @@
-"""Checks that settings of environments have an effect. The check is for environments that are passed to a learner as
-Python objects."""
+"""Checks that configured settings have an effect on environments that are passed to a learner as Python objects."""
 
 from __future__ import annotations
 
@@ -10,11 +9,11 @@ from tunix_like.rollout.environments.pool import EnvironmentPool
 
 
 def check_effect(config: EnvironmentConfig, environments: Environments, made: bool) -> None:
-    """Checks that all keys that are set in a config have an effect on the environments.
+    """Checks that all keys that are set in `config` have an effect on `environments`.
 
     Args:
-      made: whether the learner made the environments itself, from a class or from functions. False if it was given an
-        `Environments` object, as in a run from a YAML file.
+      made: whether the learner made the environments itself, from a class or from functions. False if the learner was
+        given an `Environments` object, as in a run from a YAML file.
 
     Raises:
       UserError: a key has no effect.

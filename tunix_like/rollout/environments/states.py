@@ -1,4 +1,4 @@
-"""The state of a trajectory while it is sampled."""
+"""The state of a trajectory during sampling."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class State:
         return Episode(self.messages, self.turns, self.limited, self.cut, reward, self.info, failure, rewritten)
 
     def note(self, observation: Any) -> None:
-        """Adds an observation to the messages. The role of an added message is never "assistant", because only turns of
-        the policy have this role."""
+        """Adds an observation to `messages`. The role "assistant" is replaced by "environment" in these messages, so
+        only turns of the policy have the role "assistant"."""
         if isinstance(observation, str) and observation:
             self.messages.append({"role": "user", "content": _shown(observation)})
         elif observation:
@@ -52,5 +52,5 @@ class State:
 
 
 def _shown(text: str) -> str:
-    """Shortens a text of an environment to `MOST_SHOWN` characters, for the messages of `Episode`."""
+    """Shortens a text of an environment to `MOST_SHOWN` characters, for `Episode.messages`."""
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ... ({len(text) - MOST_SHOWN} characters omitted)"

@@ -1,9 +1,10 @@
 """Finds the text that a chat template adds after the end of an assistant's turn, by rendering a known conversation.
 
 New messages are rendered after a short conversation whose last answer is known. The text after the end of that answer
-is the addition. A trajectory keeps its earlier tokens as they were sampled, and the addition is appended to them. It is
-therefore allowed that a template renders earlier turns differently once messages follow (Qwen3 removes their `<think>`
-blocks). The addition, however, must depend on the new messages only. This is checked once for each role.
+is the addition. A trajectory keeps its earlier tokens as they were sampled, and the addition is appended to these
+tokens. Therefore a template may render earlier turns differently when messages follow (Qwen3 removes their `<think>`
+blocks). The addition, however, must depend on the new messages only. `TemplateDifference.check` checks this requirement
+once for each role.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ _PROBE = "Text of a message"
 
 
 class TemplateDifference:
-    """The additions of one chat template.
+    """Computes the additions of one chat template. An addition is the text that the template adds for new messages.
 
     Attributes:
       end, end_id: the end-of-sequence token that the template writes at the end of an assistant's turn, and its id; an
-        empty text and None if the template writes no such token. The policy samples this token, so it is not part of an
-        addition.
+        empty text and None if the template writes no such token. The policy samples this token, so this token is not
+        part of an addition.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> None:
         """Finds the end of an assistant's turn, and checks that the template supports user messages.
 
-        If there are tools, also checks that it supports tools and tool messages.
+        If there are tools, also checks that the template supports tools and tool messages.
 
         Args:
           eos_ids: ids of the tokens that end a turn.
@@ -66,7 +67,8 @@ class TemplateDifference:
 
     def additions(self, new: Sequence[Sequence[Message]]) -> Iterator[str | UserError]:
         """Yields the text that the template adds for new messages and for the start of the next assistant's turn.
-        Yields an error for messages on which the template fails. Sends one request to the template process.
+        Yields an error instead if the template fails on the new messages of a trajectory. Sends one request to the
+        process that renders chat templates.
 
         Args:
           new: the messages of each trajectory, with roles that `check` accepted. Control tokens in the messages are
@@ -116,7 +118,7 @@ class TemplateDifference:
 
     def _end_of_turn(self, ends: Sequence[str]) -> tuple[str, str]:
         """Returns the end-of-sequence token that the template writes after an answer, and the text from the end of the
-        answer to the end of this token. Both are empty if there is no such token."""
+        answer to the end of this token. Returns two empty texts if there is no such token."""
         answer: Message = {"role": "assistant", "content": _ANSWERS[0]}
         (text,) = self._tokenizer.render_guarded([[_QUESTION, answer]], False, **self._variables(True))
         if isinstance(text, UserError):
@@ -134,8 +136,8 @@ class TemplateDifference:
     def _after(
         self, cases: Sequence[tuple[Sequence[Message], str, Sequence[Message]]], variables: Mapping[str, Any]
     ) -> Iterator[str | UserError]:
-        """Yields the text that the template writes after the turn `answer`, for each (history, answer, new
-        messages)."""
+        """Yields, for each of `cases`, the text that the template writes after the end of the assistant's turn, or an
+        error. A case is (history, text of the assistant's turn, new messages)."""
         chats = [[*history, {"role": "assistant", "content": answer}, *new] for history, answer, new in cases]
         rendered = self._tokenizer.render_guarded(chats, True, **variables)
         for (_, answer, _), text in zip(cases, rendered, strict=True):

@@ -20,9 +20,9 @@ class ToolCall(NamedTuple):
     """One call of a tool.
 
     Attributes:
-      name: the tool; "" if it could not be read.
+      name: the name of the tool; "" if the name could not be read.
       arguments: the arguments by name of the parameter.
-      error: why the call is malformed; None if it is valid.
+      error: why the call is malformed; None if the call is valid.
     """
 
     name: str
@@ -38,8 +38,8 @@ def without_thinking(text: str) -> str:
 
 
 def tool_calls(text: str) -> list[ToolCall]:
-    """Returns the tool calls in a turn, in their order. The list is empty if there are none. This function never
-    raises.
+    """Returns the tool calls in the text of a turn, in their order. Returns an empty list if there are none. This
+    function raises no exception.
 
     Two forms are read. Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` once per call,
     anywhere in the turn. In Llama 3, the whole turn consists of one object `{"name": ..., "parameters": {...}}` per
@@ -62,7 +62,8 @@ def _hermes_call(body: str) -> ToolCall:
 
 
 def _llama_calls(text: str) -> list[ToolCall]:
-    """Reads a turn that consists of JSON objects with a name and parameters; any other turn has no calls."""
+    """Returns the tool calls of a turn that consists of JSON objects with a name and parameters. Returns an empty list
+    for any other turn."""
     marked = _LLAMA_TAG in text
     text = text.rpartition(_LLAMA_TAG)[2].strip()
     if not text.startswith("{"):

@@ -26,7 +26,7 @@ class Tools:
     def step(self, completion: str) -> EnvStepResult:
         """Runs the tool calls of a turn in their order, and returns one message for each call.
 
-        A turn without a tool call is the final answer. A call that fails gives a message that begins with "error:".
+        A turn without a tool call is the final answer. The message for a call that fails begins with "error:".
         """
         calls = tool_calls(completion)
         messages = [self._message(call) for call in calls]
@@ -55,7 +55,7 @@ class Tools:
 
 
 def schemas_of(functions: Sequence[Callable[..., Any]]) -> dict[str, Mapping[str, Any]]:
-    """Returns the schemas of functions, by the name of the function.
+    """Returns the schemas of functions that are tools, by name of the function.
 
     Raises:
       UserError: a function cannot be a tool, or two functions have the same name.
@@ -71,26 +71,29 @@ def schemas_of(functions: Sequence[Callable[..., Any]]) -> dict[str, Mapping[str
 
 
 def tool_methods(kind: type) -> dict[str, Callable[..., Any]]:
-    """Returns the methods of a class that are tools for TRL: all public methods except `reset` and `get_reward`."""
+    """Returns the methods of a class that TRL uses as tools, by name: all public methods except `reset` and
+    `get_reward`."""
     members = inspect.getmembers(kind, predicate=inspect.isfunction)
     return {name: method for name, method in members if not name.startswith("_") and name not in _NOT_TOOLS}
 
 
 def method_schemas(kind: type) -> dict[str, Mapping[str, Any]]:
-    """Returns the schemas of the tools of a class by name. Raises the errors of `schema_of`."""
+    """Returns the schemas of the methods of a class that are tools, by name of the method. Raises the errors of
+    `schema_of`."""
     return {name: schema_of(method, f"{kind.__name__}.{name}") for name, method in tool_methods(kind).items()}
 
 
 class ToolObject:
-    """The environment of one trajectory, for an object of TRL's `environment_factory`."""
+    """The environment of one trajectory whose tools are the methods of an object that TRL's `environment_factory`
+    makes."""
 
     def __init__(self, environment: Any, schemas: Mapping[str, Mapping[str, Any]]):
         self.environment, self.name = environment, type(environment).__name__
         self.tools = Tools({name: getattr(environment, name) for name in schemas}, schemas)
 
     def reset(self, columns: Mapping[str, Any]) -> Any:
-        """Resets the object. Its `reset` gets the columns that it accepts; with `**kwargs` it gets all columns, as in
-        TRL."""
+        """Resets the object. The object's `reset` gets the columns for which it has parameters. A `reset` with
+        `**kwargs` gets all columns, as in TRL."""
         reset = self.environment.reset
         return checked_observation(reset(**accepted(reset, columns, f"{self.name}.reset")), f"{self.name}.reset")
 
@@ -98,7 +101,7 @@ class ToolObject:
         return self.tools.step(completion)
 
     def finish(self) -> float:
-        """Returns the reward of the object, or 0 if it has no `get_reward`."""
+        """Returns the reward of the object, or 0 if the object has no method `get_reward`."""
         reward = getattr(self.environment, "get_reward", None)
         return checked_number(reward(), f"{self.name}.get_reward: reward") if callable(reward) else 0.0
 
@@ -121,7 +124,7 @@ class ToolFunctions:
 
 
 def accepted(function: Callable[..., Any], columns: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns the columns that a method accepts as arguments. A method with `**kwargs` accepts all columns.
+    """Returns the columns for which a method has parameters. A method with `**kwargs` accepts all columns.
 
     Raises:
       UserError: the method requires a column that the rows do not have.

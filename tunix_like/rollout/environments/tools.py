@@ -28,11 +28,12 @@ _PARAMETER = re.compile(r"^(\s*)(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 def schema_of(function: Any, name: str | None = None) -> dict[str, Any]:
     """Returns the description of a tool in the form that chat templates take.
 
-    It has the form `{"type": "function", "function": {"name", "description", "parameters": JSON schema}}`, as in
-    `transformers.utils.get_json_schema`. The descriptions are read from the docstring, which must be in Google style.
+    The description has the form `{"type": "function", "function": {"name", "description", "parameters": JSON schema}}`,
+    as in `transformers.utils.get_json_schema`. The descriptions are read from the docstring, which must be in Google
+    style.
 
     Args:
-      name: the name of the tool in messages, e.g. `MyEnv.search`. If None, the name of the function is used.
+      name: the name of the tool in error messages, e.g. `MyEnv.search`. If None, the name of the function is used.
 
     Raises:
       UserError: the docstring, a type hint or the description of a parameter is missing, a type has no JSON form, or
@@ -78,7 +79,7 @@ def schema_of(function: Any, name: str | None = None) -> dict[str, Any]:
 
 
 def argument_problem(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """Returns a description of what is wrong with the arguments of a call, or None. `schema` is a result of
+    """Returns what is wrong with the arguments of a call, as text; None if nothing is wrong. `schema` is a result of
     `schema_of`."""
     parameters = schema["function"]["parameters"]
     known = parameters["properties"]
@@ -188,8 +189,7 @@ def _listed(kinds: str | list[str]) -> list[str]:
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Returns the description of a function and the descriptions of its parameters, from a docstring in Google
-    style."""
+    """Reads the description of a function and the descriptions of its parameters from a docstring in Google style."""
     parts = _SECTION.split(f"\n{text.strip()}\n")
     described: dict[str, str] = {}
     for title, body in zip(parts[1::2], parts[2::2], strict=True):

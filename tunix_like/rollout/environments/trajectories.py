@@ -1,4 +1,4 @@
-"""Connects the sampler with environments: turns go to the environments, and their answers become tokens."""
+"""Connects the sampler with environments: sends turns to the environments, and converts the observations to tokens."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Player:
       eos_ids: ids of the tokens that end a turn.
 
     Attributes:
-      seconds: time in seconds for which trajectories have waited for environments. The caller sets it to 0.
-      playing: the trajectories of the current rollout.
+      seconds: time in seconds for which trajectories have waited for environments. The caller sets this time to 0.
+      playing: the trajectories of the current rollout; None between rollouts.
       overtime: whether a call has exceeded its time limit. After that, `EnvironmentMisconfigured` does not stop the
         run: a server without a free session raises this error too, and the server may still be busy with the call.
       conversations: renders the conversations with `environment.history=template`; None before the first call of
@@ -63,8 +63,7 @@ class Player:
         return self.config.history == "template"
 
     def bridge(self, prompt: Any) -> Bridge:
-        """Returns the bridge for trajectories with this prompt. The prompt is text or messages that are not rendered
-        yet.
+        """Returns the `Bridge` for trajectories with the prompt `prompt`: text, or messages that are not rendered yet.
 
         Raises:
           UserError: the chat template cannot be used for several turns; see `make_bridge` and `Conversations`.
@@ -90,13 +89,13 @@ class Player:
         return self._bridges[chat]
 
     def check_prompt(self, prompt: Any) -> None:
-        """Checks that trajectories with this prompt can have several turns. Raises the errors of `bridge`."""
+        """Checks that trajectories with the prompt `prompt` can have several turns. Raises the errors of `bridge`."""
         self.bridge(prompt)
 
     def check(self, rows: Any) -> str | Sequence[Message] | None:
-        """Checks that trajectories with prompts like that of the first data row can have several turns.
+        """Checks that trajectories with the prompt of the first data row can have several turns.
 
-        Returns the first observation of this row.
+        Returns the first observation of this data row; None if there are no rows.
 
         Raises:
           UserError: the chat template cannot be used for several turns, or the environment fails.
@@ -110,13 +109,13 @@ class Player:
         """Resets `size` environments for each problem.
 
         Raises:
-          UserError: the first observations of a problem differ.
+          UserError: the first observations of the trajectories of one problem differ.
         """
         return Trajectories(self, problems, size, max_prompt_length)
 
 
 class Trajectories:
-    """The environments of one rollout. It is the `Responder` for the completions of the rollout.
+    """The environments of one rollout. This object is the `Responder` for the completions of the rollout.
 
     With several processes, each process runs the environments of its share of the problems, and the processes exchange
     the replies.
@@ -195,7 +194,8 @@ class Trajectories:
         """Checks that the user's engine has applied `opening` and `Reply.restart` to all rows.
 
         Raises:
-          UserError: a row does not have the expected number of segments, or does not begin with its opening.
+          UserError: a row does not have the expected number of segments, or does not begin with the tokens of
+            `opening`.
         """
         starts = [[0]] * out.lengths.size if out.segment_start is None else segment_starts(out)
         for number, state in self._states.items():
@@ -209,7 +209,7 @@ class Trajectories:
                 )
 
     def episodes(self) -> list[Episode]:
-        """Ends all trajectories and returns their episodes, group after group.
+        """Ends all trajectories and returns the `Episode` of each trajectory, in the order of the problems.
 
         Raises:
           EngineLost: a service of the environments was unavailable for all trajectories.
@@ -241,7 +241,7 @@ class Trajectories:
         ]
 
     def _open(self, max_prompt_length: int) -> list[Any]:
-        """Resets the environments of this process, and returns the prompts of its problems (see `_opened`)."""
+        """Resets the environments of this process. Returns the result of `_opened` for each problem of this process."""
         for group in self._own:
             for number in self._numbers(group):
                 self._unanswered.add(number)
@@ -257,10 +257,10 @@ class Trajectories:
         return [self._opened(group, first, max_prompt_length) for group in self._own]
 
     def _opened(self, group: int, first: Mapping[int, Any], most: int) -> tuple[str, list[int]] | None:
-        """Returns the prompt of a problem with its first observation. Returns None if there is no observation, or if
-        this prompt is too long.
+        """Appends the first observation to the prompt of the problem `group`. Returns the new prompt as text and
+        tokens. Returns None if there is no first observation, or if the new prompt has more than `most` tokens.
 
-        If the prompt is too long, the trajectories of the problem are unscored.
+        If the new prompt has more than `most` tokens, the trajectories of the problem are unscored.
         """
         problem = self._given[group]
         seen = [first[number] for number in self._numbers(group) if number in first]
@@ -285,8 +285,8 @@ class Trajectories:
         return prompt.text, prompt.tokens
 
     def _converse(self) -> None:
-        """Begins the conversations. If later turns change the last tokens of a prompt, these tokens become part of the
-        rows."""
+        """Begins the conversation of each trajectory. If later turns can change the last tokens of a prompt, these
+        tokens are moved from the prompt to the rows."""
         kept = spread(range(len(self.problems)), self._begun)
         self._openings = [list(each.tokens[size:]) for each, size in zip(self.problems, kept, strict=True)]
         self.problems = [
@@ -294,8 +294,8 @@ class Trajectories:
         ]
 
     def _begun(self, groups: Sequence[int]) -> list[int]:
-        """Begins the conversations of these problems. Returns for each prompt the number of tokens that later turns do
-        not change."""
+        """Begins the conversations of the problems `groups`. Returns for each problem the number of tokens at the start
+        of the prompt that later turns do not change."""
         for group in groups:
             self.player.bridge(self._given[group].source)
         assert self.player.conversations is not None or not groups, "made with the bridge"
@@ -316,7 +316,7 @@ class Trajectories:
             self.player.overtime |= outcome.failure.kind == "timeout"
 
     def _answered(self, outcomes: Sequence[Outcome]) -> list[Reply]:
-        """Returns the replies to the turns that these outcomes answer."""
+        """Returns the replies to the turns that `outcomes` answer."""
         replies, going = [], []
         for outcome in outcomes:
             was_over = self._states[outcome.number].over
@@ -352,7 +352,8 @@ class Trajectories:
         return replies
 
     def _continued(self, outcomes: Sequence[Outcome], bridged: Sequence[Bridged]) -> list[Continued]:
-        """Returns how the rows of trajectories continue, given the tokens of their observations."""
+        """Returns for each outcome how the row of its trajectory continues. `bridged` has the tokens of the
+        observations."""
         found = [Continued(each.tokens, problem=each.problem) for each in bridged]
         if self.player.conversations is None:
             return found
@@ -373,7 +374,7 @@ class Trajectories:
         return Reply(*divmod(number, self.size), None)
 
     def _end(self, number: int) -> None:
-        """Ends a trajectory if it is not over."""
+        """Ends a trajectory if the trajectory is not over."""
         state = self._states[number]
         if state.over:
             return

@@ -1,5 +1,5 @@
-"""Plays environments of the package `verifiers`. The harness of an environment sends chat requests, and turns of the
-policy answer these requests.
+"""Runs environments of the package `verifiers`. The harness of an environment sends chat requests, and each request is
+answered with a turn of the policy.
 
 The harness is the code of an environment that decides which conversation the model sees. A turn is therefore the answer
 to a request of the harness, and an observation is the next request.
@@ -37,10 +37,11 @@ class _Episode:
 
     Attributes:
       id: number of the episode in the process. Numbers of episodes are unique; numbers of trajectories are reused.
-      calls: the unanswered requests. The policy answers the first of them.
-      deadline: time by which the next request or the end must arrive; None while the policy is sampling.
-      closing: whether further requests are refused.
-      end: the outcome of an episode that ended while the policy was sampling; otherwise None.
+      calls: the unanswered requests. The policy answers the first of these requests.
+      deadline: time (`time.monotonic`) by which the next request or the end of the episode must arrive; None while the
+        policy is sampling.
+      closing: whether further requests of the episode are refused.
+      end: the outcome of the episode if it ended while the policy was sampling; otherwise None.
     """
 
     id: int
@@ -54,7 +55,7 @@ class VerifiersEnvironments:
     """Implements `Environments` with episodes of one environment of `verifiers`. The episodes run in a separate
     process.
 
-    The observation of an outcome has the new messages of a request. The whole request is in `calls`.
+    The observation of an outcome has only the new messages of a request. `calls` has the whole request.
 
     Args:
       settings: see `verifiers_worker.load`.
@@ -64,8 +65,8 @@ class VerifiersEnvironments:
 
     Attributes:
       calls: the latest request of each trajectory, by number of the trajectory.
-      tokens: number of tokens of the prompt and of the turn, by number of the trajectory. The next `step` sends them
-        with its answer.
+      tokens: lengths of the prompt and of the turn in tokens, by number of the trajectory. The next `step` sends these
+        two lengths with its answer.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -87,7 +88,8 @@ class VerifiersEnvironments:
         self._ready: list[Outcome] = []
 
     def reset(self, number: int, columns: Mapping[str, Any]) -> None:
-        """Queues an episode with the task in the column `task`. The observation of its outcome is the first request."""
+        """Queues an episode with the task in the column `task`. The first request of the episode becomes the
+        observation of the outcome."""
         self.calls.pop(number, None)
         task = columns.get(TASK_COLUMN)
         if isinstance(task, Mapping):
@@ -96,10 +98,11 @@ class VerifiersEnvironments:
             self._ready.append(_failed(number, "error", f"the row has no column '{TASK_COLUMN}'."))
 
     def step(self, number: int, completion: str, reason: str = "stop") -> None:
-        """Answers the request of a trajectory.
+        """Answers the first unanswered request of a trajectory with the turn `completion`.
 
         Args:
-          reason: "stop", or "length" if the token limit ended the turn. After "length", later requests are refused.
+          reason: "stop", or "length" if the token limit ended the turn. After "length", later requests of the
+            trajectory are refused.
         """
         episode = self._episodes.get(number)
         if episode is None:
@@ -130,7 +133,7 @@ class VerifiersEnvironments:
             self._refuse(episode)
 
     def outcomes(self, wait: bool) -> list[Outcome]:
-        """See `Environments`."""
+        """See `Environments.outcomes`."""
         self._take(0.0)
         self._expire()
         if self._waiting and not self._episodes:
@@ -144,7 +147,7 @@ class VerifiersEnvironments:
         return ready
 
     def cancel(self, number: int) -> None:
-        """Drops the episode of a trajectory."""
+        """Cancels the episode of a trajectory. The trajectory gets no outcome."""
         if (episode := self._episodes.get(number)) is not None:
             self._send({"kind": "cancel", "episode": episode.id})
             self._cancelled[episode.id] = time.monotonic() + SECONDS_TO_END
@@ -161,8 +164,8 @@ class VerifiersEnvironments:
         return [each.deadline for each in self._episodes.values() if each.deadline is not None]
 
     def _settle(self) -> None:
-        """Waits until the process has ended all episodes that were cancelled, so that new episodes do not wait for
-        these episodes."""
+        """Waits until the process has ended all cancelled episodes. Otherwise new episodes would wait for these
+        episodes."""
         while self._cancelled:
             self._take(max(0.0, min(self._cancelled.values()) - time.monotonic()))
             self._expire()
@@ -181,7 +184,7 @@ class VerifiersEnvironments:
             self._send({"kind": "run", "episode": episode.id, "task": task})
 
     def _take(self, seconds: float) -> None:
-        """Processes the messages that have arrived. Waits up to `seconds` for the first message."""
+        """Handles the messages that the process has sent. Waits up to `seconds` for the first message."""
         try:
             while self._process is not None and (message := self._process.next(seconds)) is not None:
                 seconds = 0.0
@@ -220,13 +223,14 @@ class VerifiersEnvironments:
         self._ready.append(Outcome(number, observation=call.latest))
 
     def _refuse(self, episode: _Episode) -> None:
-        """Stops an episode and refuses its unanswered requests. The episode is scored in its current state."""
+        """Stops an episode and refuses its unanswered requests. The reward of the episode is computed from its current
+        state."""
         self._send({"kind": "stop", "episode": episode.id})
         while episode.calls:
             self._send(refusal_of(episode.calls.popleft().id, 400, FULL))
 
     def _end(self, number: int, message: Mapping[str, Any]) -> None:
-        """Records the end of an episode."""
+        """Records the end of the episode that `message` reports."""
         episode = self._episodes[number]
         outcome = Outcome(number, reward=message["reward"] or 0.0, done=not episode.closing, info=message["metrics"])
         if (problem := message.get("error")) is not None:
@@ -238,7 +242,8 @@ class VerifiersEnvironments:
             self._drop(number)
 
     def _expire(self) -> None:
-        """Cancels the episodes whose deadline has passed. A process that does not cancel them in time is killed."""
+        """Cancels the episodes whose deadline has passed. Kills the process if it does not end a cancelled episode
+        within `SECONDS_TO_END`."""
         now = time.monotonic()
         for number, episode in list(self._episodes.items()):
             if episode.deadline is not None and episode.deadline <= now:
@@ -250,7 +255,7 @@ class VerifiersEnvironments:
             self._lose("its process does not answer, so it was started again")
 
     def _lose(self, why: str) -> None:
-        """Kills the process. All its episodes fail."""
+        """Kills the process. All episodes of this process fail with the reason `why`."""
         process, self._process = self._process, None
         if process is not None:
             _kill(process)

@@ -26,7 +26,7 @@ class Call(NamedTuple):
     """A request of a harness.
 
     Attributes:
-      id: number of the request.
+      id: number of the request in the process of the harness.
       variables: variables of the chat template, including `tools`.
       stream: whether the answer is sent as a stream of events.
     """
@@ -38,7 +38,8 @@ class Call(NamedTuple):
 
     @staticmethod
     def of(id: int, body: Mapping[str, Any]) -> Call:
-        """Makes a call from the body of a request. Raises RequestError if the request is not supported in training."""
+        """Makes a `Call` from the JSON body of a request. Raises RequestError if the request is not supported in
+        training."""
         for name, values in NEUTRAL.items():
             if body.get(name) not in values:
                 raise RequestError(f"{name}: got {str(body[name])[:80]}; it is not supported in training", name)
@@ -57,11 +58,11 @@ class Call(NamedTuple):
 
 
 def answer_of(call: Call, text: str, reason: str, tokens: tuple[int, int]) -> dict[str, Any]:
-    """Returns the message with the answer to a call.
+    """Returns the message that tells the process of the harness to answer a request.
 
     Args:
-      text: a turn of the policy; tool calls in it are parsed if the call has tools.
-      reason: "stop" or "length".
+      text: a turn of the policy; tool calls in this text are parsed if the request has tools.
+      reason: "stop", or "length" if the token limit ended the turn.
       tokens: number of tokens of the prompt and of the turn.
     """
     content, calls = parsed_calls(text) if "tools" in call.variables else (text, [])
@@ -87,7 +88,8 @@ def answer_of(call: Call, text: str, reason: str, tokens: tuple[int, int]) -> di
 
 
 def refusal_of(call: int, status: int, reason: str) -> dict[str, Any]:
-    """Returns the message that refuses a call."""
+    """Returns the message that tells the process of the harness to answer the request number `call` with an error.
+    `status` is the HTTP status."""
     return _message(call, status, {"error": {"message": reason, "type": "invalid_request_error", "code": status}})
 
 

@@ -1,5 +1,5 @@
-"""Plays trajectories of `verifiers`: converts the requests of a harness to tokens, and answers them with turns of the
-policy.
+"""Plays trajectories of `verifiers`: converts the requests of a harness to tokens, and answers the requests with turns
+of the policy.
 
 At each turn the model sees exactly what the chat template renders for the request. If the rendering begins with the
 tokens that the model has seen and sampled so far, only the remaining tokens are appended to the row. Otherwise the row
@@ -52,7 +52,7 @@ class VerifiersPlayer(Player):
         return True
 
     def check_prompt(self, prompt: Any) -> None:
-        """Does nothing, because the harness writes the messages after a turn."""
+        """Does nothing. The harness writes the messages after a turn, so the chat template is not checked."""
 
     def check(self, rows: Any) -> None:
         """Checks that the first data row can be played: runs its episode up to the first request of the harness.
@@ -81,9 +81,9 @@ class VerifiersPlayer(Player):
         return VerifiersTrajectories(self, problems, size, max_prompt_length)
 
     def tokens(self, calls: Sequence[Call], further: Sequence[Message] = ()) -> list[list[int] | str]:
-        """Renders requests, each followed by the messages `further`.
+        """Renders the messages of each request, followed by the messages `further`.
 
-        Returns the token ids of each request, or the reason why it cannot be rendered.
+        Returns the token ids of each request, or the reason why the request cannot be rendered.
         """
         found: dict[int, list[int] | str] = {}
         by_variables: dict[str, list[int]] = {}
@@ -105,14 +105,14 @@ class VerifiersPlayer(Player):
 
 
 class VerifiersTrajectories(Trajectories):
-    """The trajectories of one rollout."""
+    """The trajectories of one rollout with environments of `verifiers`."""
 
     player: VerifiersPlayer
     _environments: VerifiersEnvironments
 
     def submit(self, turns: Sequence[Turn]) -> None:
-        """Answers the requests with turns. The harness also gets a truncated turn, and its later requests are
-        refused."""
+        """Answers requests of harnesses with turns. A truncated turn is also sent to the harness, and later requests of
+        the harness are refused."""
         for turn in turns:
             number = turn.group * self.size + turn.sample
             if turn.group in self._own:
@@ -124,11 +124,11 @@ class VerifiersTrajectories(Trajectories):
         super().submit(turns)
 
     def _opened(self, group: int, first: Mapping[int, Any], most: int) -> tuple[str, list[int]] | None:
-        """Returns the first request of a problem as text and tokens. Returns None if there is no request, or if it is
-        too long.
+        """Returns the first request of a problem as text and tokens. Returns None if no request can be rendered, or if
+        the first request has more than `most` tokens.
 
-        A trajectory is unscored if its first request is too long, or differs from the first request of the other
-        trajectories.
+        A trajectory is unscored if its first request is missing, cannot be rendered, has more than `most` tokens or
+        differs from the first requests of the other trajectories.
         """
         for number in first:
             if number in self._numbers(group) and number not in self._environments.calls:
@@ -159,7 +159,8 @@ class VerifiersTrajectories(Trajectories):
         self._states[number].failure = Failure("error", reason)
 
     def _begun(self, groups: Sequence[int]) -> list[int]:
-        """Begins the conversations. Returns for each prompt the number of tokens that later turns do not change."""
+        """Begins the conversations of the problems `groups`. Returns for each problem the number of tokens at the start
+        of the prompt that later turns do not change."""
         calls: dict[int, Call] = {}
         for group in groups:
             good = [number for number in self._numbers(group) if self._states[number].failure is None]
@@ -193,14 +194,15 @@ class VerifiersTrajectories(Trajectories):
 def _common(tokens: Sequence[int], later: Sequence[int] | str) -> int:
     """Returns the number of tokens that a prompt and the rendering `later` have in common at their start.
 
-    Returns the length of the prompt if this number is 0 or not known.
+    Returns the length of the prompt instead if this number is 0, or if `later` is a text because of an error.
     """
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, later, strict=False))
     return sum(1 for _ in same) or len(tokens)
 
 
 def _continued(conversation: Conversation, ids: list[int] | str) -> Continued:
-    """Returns how a row continues so that the model sees the tokens `ids`."""
+    """Returns how a row continues so that the model sees the tokens `ids`. If `ids` is a text, the row cannot continue,
+    and the text is the reason."""
     if isinstance(ids, str):
         return Continued(None, problem=ids)
     seen, kept = conversation.tokens, conversation.prompt
