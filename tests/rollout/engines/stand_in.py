@@ -1,4 +1,4 @@
-"""A server with vLLM's routes over HTTP, which samples with this library's own decoder and can be told to fail."""
+"""A stand-in server with vLLM's HTTP routes. It samples with this library's decoder, and faults can be injected."""
 
 import asyncio
 import json
@@ -69,7 +69,7 @@ class StandIn:
         assert ready.wait(10)
 
     def stop(self):
-        """As after SIGKILL: connections end, and the port is free."""
+        """Stops the server as SIGKILL does: connections end, and the port is free."""
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
