@@ -230,7 +230,7 @@ def test_random_numbers_depend_on_number_sample_position_and_key(endless):
     np.testing.assert_array_equal(same.tokens[2], endless.tokens[0])
     rows = [tuple(row) for row in np.concatenate([same.tokens, other.tokens]).reshape(-1, 12).tolist()]
     assert len(set(rows)) == len(rows)
-    uniform = SamplingParams(temperature=1e6)  # every token as likely: a number used twice would be a token used twice
+    uniform = SamplingParams(temperature=1e6)  # all tokens are equally likely: a reused number would repeat a token
     flat = sample(prompts=(A, A, A), numbers=(0, 1, 3), sampling=uniform).tokens
     assert (np.diff(flat, axis=-1) != 0).mean() > 0.8, "positions"
     assert (flat[0] != flat[1]).mean() > 0.7, "numbers"

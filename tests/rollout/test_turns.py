@@ -161,7 +161,7 @@ def test_cache_of_several_turns_equals_the_full_forward_pass(monkeypatch, model)
 
 
 @pytest.mark.slow
-def test_blocked_attention_appends_the_same_keys(monkeypatch, steps):
+def test_blocked_attention_gives_the_same_rows(monkeypatch, steps):
     jax.clear_caches()
     monkeypatch.setattr(attention, "SCORES", 0)
     found = play(Scripted())
@@ -191,7 +191,7 @@ def test_tokens_do_not_depend_on_the_schedule(monkeypatch, steps, rows, seed):
 
 def test_without_replies_it_equals_the_one_turn_sampler():
     found, single = play(Scripted(most_turns=1)), play(None)
-    for name in ("tokens", "lengths", "finished", "token_mask"):  # of every other group; the rest has one turn more
+    for name in ("tokens", "lengths", "finished", "token_mask"):  # every other group; the rest has one turn more
         np.testing.assert_array_equal(getattr(found, name)[::2], getattr(single, name)[::2], err_msg=name)
     np.testing.assert_allclose(found.logprobs[::2], single.logprobs[::2], atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""What a user's environment may return, and the message for everything else."""
+"""Tests which values the environment of a user may return, and the error messages for all others."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_long_observations_are_cut():
 
 @given(st.text() | st.lists(st.fixed_dictionaries({"role": st.text(), "content": st.text()})))
 def test_text_can_be_encoded(observation):
-    """Lone surrogates, which UTF-8 does not have, are replaced; other text is unchanged."""
+    """Lone surrogates, which UTF-8 cannot encode, are replaced. Other text is unchanged."""
     checked = checked_observation(observation, "E")
     for text, original in zip(
         [checked] if isinstance(checked, str) else [m["content"] for m in checked],

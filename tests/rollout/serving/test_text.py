@@ -59,7 +59,7 @@ def test_text_of_parts_equals_the_decoded_whole_text(name, data):
     backend, size = BACKENDS[name]
     decode = lambda ids: backend.decode(list(ids), skip_special_tokens=True)  # noqa: E731
     tokens = data.draw(st.lists(st.integers(0, size - 1), max_size=30))
-    if name == "bytes":  # bytes that are no text are replaced, more of them at once than one by one
+    if name == "bytes":  # the number of replacement characters depends on how bytes are grouped
         text = data.draw(st.text(max_size=30))
         tokens = backend.encode(text).ids
     cuts = data.draw(st.lists(st.integers(0, 30), max_size=8))
