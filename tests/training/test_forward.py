@@ -105,8 +105,8 @@ def test_shared_bin_equals_separate_bins(monkeypatch):
 
 
 def test_remat_recomputes_layers_and_chunks_use_a_loop():
-    """Remat and chunks change no value. With them each layer is recomputed, also for prompts, and log-probabilities are
-    computed in a loop."""
+    """Counts primitives of the traced programs. With remat each of the two layers is recomputed, also for prompts. With
+    chunks log-probabilities are computed in a loop."""
     chunk = chunk_of(packed_as(WHOLE), 0, 0)
     everyone = jnp.arange(PROMPTS)
 
