@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for side in options.side:
             try:
                 found[f"{program}, {side}"] = compile_side(pythons[side], side, program, work)
-            except RuntimeError as error:  # the other programs are still worth something
+            except RuntimeError as error:  # the results of the other programs are still useful
                 failed = True
                 print(error, flush=True)
     print("\n".join(table(work, found)), flush=True)
