@@ -38,7 +38,7 @@ STAGES = {
     "memory": 0.13,
     "maze": 1.0,
 }
-"""Stages in their order, and the limit of each as a part of the whole time; the last one has what is left."""
+"""Stages in their order, and the limit of each as a share of the whole time. The last stage gets the remaining time."""
 
 SHORTEST = 2.0
 """A stage is skipped if fewer seconds are left."""
@@ -48,7 +48,7 @@ GRACE = {"maze": 45.0}
 USUAL_GRACE = 3.0
 
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-"""Flags of the CPU compiler for tiny models, of which the compilations take nearly all of the time."""
+"""Flags of the CPU compiler for tiny models, whose compilations take nearly all of the time."""
 
 ONE_DEVICE = {
     "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
@@ -56,7 +56,7 @@ ONE_DEVICE = {
     "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
     "TPU_PROCESS_BOUNDS": "1,1,1",
 }
-"""Variables that leave a process one device of a host with several."""
+"""Variables that restrict a process to one device of a host with several."""
 
 MAZE = {
     "qwen3_0.6b": ["examples/maxrl_paper/maze17.yaml"],

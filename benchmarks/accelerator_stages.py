@@ -45,7 +45,7 @@ DEVICE_KINDS = {
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H200": "h200",
 }
-"""Kind in `accelerators.KINDS` by the beginning of jax's name of a device; the longest one counts."""
+"""Kind in `accelerators.KINDS` by the prefix of jax's name of a device. The longest matching prefix is used."""
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 
@@ -337,9 +337,9 @@ def step(size: Size, report: Report, out: Path) -> None:
 
 
 def memory(size: Size, report: Report, out: Path) -> None:
-    """Reports the measured peak of decoding and of an update beside the estimate and the compiler's figure.
+    """Reports the measured peak of decoding and of an update, with the estimate and the compiler's value.
 
-    The rollout is first: the device keeps one mark of its highest use, and an update needs more.
+    The rollout is first, because the device keeps one maximum of its use, and an update needs more.
     """
     kind = kind_of(merged(out / "machine.jsonl"))
     plan = plan_of(size.small)

@@ -65,7 +65,8 @@ TABLE = (
     Row("tiny", "step_full", 1.5),
 )
 IMPORTS = {"import tunix_like": ("import tunix", 0.3), "from tunix_like import GRPOLearner": ("import tunix", None)}
-"""Ours to the peer's statement, and the most seconds wanted of ours; with None, half of the peer's."""
+"""This library's statement and the peer's, and the most seconds wanted of this library's; with None, half of the
+peer's."""
 
 HEADER = (
     f"{'case':<24}{'peer s':>8}{'ours s':>8}{'ratio':>7}{'min..max':>15}{'wanted':>9}{'peer tok/s':>12}"

@@ -22,7 +22,7 @@ MEAN_SHARE = 55 / 128
 """Mean length of EOS-spread completions, as a share of the longest."""
 
 START = 1
-"""Last prompt token where the weights count: completions are START + 1, START + 2, ..."""
+"""Last prompt token for weights that count: completions are START + 1, START + 2, ..."""
 
 
 @dataclasses.dataclass(frozen=True)

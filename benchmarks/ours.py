@@ -39,7 +39,7 @@ from tunix_like.types import Completions, Request, Sample
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 STEP_METRICS = ("train/time/", "train/perf/", "train/logprob_gap/")
-"""Beginnings of the names of a step's metrics that are reported with its time."""
+"""Prefixes of the names of a step's metrics that are reported with its time."""
 
 LEARNING_RATE = 1e-6
 FOREVER = 10**6

@@ -1,8 +1,8 @@
-"""The peer's side of a case, run inside the peer's own environment: google-tunix 0.1.7 through its public classes.
+"""The peer's side of a case, run in the peer's environment: google-tunix 0.1.7 through its public classes.
 
-Its rollouts are those of its vanilla engine, which its learner uses; its update is what its learner hands to its
-trainer; its step is its learner's training loop. Its defaults stand, but for what makes the work the same: no warm-up
-and no clipping, the same estimate of the KL, float32.
+Its rollouts are those of its vanilla engine, which its learner uses. Its update is the one that its learner passes to
+its trainer. Its step is its learner's training loop. Its defaults are kept, except for settings that make the work of
+both sides equal: no warm-up and no clipping, the same estimate of the KL, float32.
 """
 
 from __future__ import annotations

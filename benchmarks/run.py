@@ -27,9 +27,9 @@ HEADER = (
     f"{'case':<28}{'median s':>9}{'min':>9}{'max':>9}{'tokens/s':>10}{'x floor':>9}{'compile s':>10}{'programs':>9}"
     f"{'later':>6}{'peak MB':>9}{'case MB':>9}{'predicted':>10}{'ratio':>7}"
 )
-"""`tokens/s` counts completion tokens up to each end; `programs` were compiled by the first repeat, `later` after.
-`peak MB` is of the whole process; `case MB` without what it held besides the case's arrays (`ours.Memory`), which is
-to be compared with `predicted`."""
+"""`tokens/s` counts completion tokens up to each end; `programs` were compiled by the first repeat, `later` after it.
+`peak MB` is of the whole process; `case MB` excludes memory besides the case's arrays (`ours.Memory`), and is to be
+compared with `predicted`."""
 
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def test_counts_follow_the_distribution(logits, params):
 
 
 @pytest.mark.parametrize("size", [5, BLOCK, 3 * BLOCK, 1000])
-def test_an_even_grid_draws_each_token_in_proportion(size):
+def test_even_grid_samples_tokens_in_proportion(size):
     """With `u = (i + 1/2) / N` the count of a token is `N p` to within 1 (2 with rounding at the borders of blocks),
     and tokens ascend."""
     rng = np.random.default_rng(size)
@@ -127,7 +127,7 @@ def test_an_even_grid_draws_each_token_in_proportion(size):
     assert counts[weights == 0].sum() == 0
 
 
-def test_a_token_of_weight_zero_is_never_drawn():
+def test_token_of_weight_zero_is_never_sampled():
     """Uses both ends of the unit interval. One case has a few tokens among zeros, with weights that differ by 1e30. The
     other has many tokens followed by zeros, whose running sum may end below their sum because of rounding."""
     rng = np.random.default_rng(0)

@@ -43,7 +43,7 @@ def test_invalid_devices_are_rejected(text, said):
     assert "\n" not in str(found.value)
 
 
-def test_the_shapes_of_slices_have_their_numbers_of_chips():
+def test_shapes_of_slices_match_their_numbers_of_chips():
     for kind in KINDS.values():
         assert all(math.prod(map(int, shape.split("x"))) == size for size, shape in kind.slices.items())
         assert (kind.backend == "tpu") == bool(kind.slices) == (kind.clock is not None)
@@ -57,7 +57,7 @@ def test_the_next_larger_slice():
     assert at_least(h100, 8.1) == "16xh100"
 
 
-def test_the_environment_keeps_what_the_user_set(monkeypatch):
+def test_environment_variables_of_the_user_are_kept(monkeypatch):
     monkeypatch.setattr(os, "environ", {"TPU_STDERR_LOG_LEVEL": "0"})
     accelerators.prepare()
     assert os.environ["JAX_PLATFORMS"] == "cpu" and os.environ["TPU_STDERR_LOG_LEVEL"] == "0"

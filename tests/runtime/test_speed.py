@@ -40,7 +40,7 @@ def test_operations_count_a_prompt_once_and_no_padding():
     assert forward_operations(CONFIG, prompt, np.array([[7, 11, 0]])) == both
 
 
-def test_compilations_are_counted_where_they_happen():
+def test_only_new_compilations_are_counted():
     count = speed.Compilations()
     run = jax.jit(lambda x: x * 3 + 1)
     run(np.arange(3.0))

@@ -31,7 +31,7 @@ LENGTHS = np.array([[5, 1, 3, 2], [1, 1, 1, 1], [4, 5, 2, 1]], np.int32)
 """In bins of 5: `5 | 3 2 | 1`, all four in one, and `5 | 4 1 | 2`."""
 MASK = np.arange(STEPS) < LENGTHS[..., None]
 WHOLE = Layout(PROMPTS, PROMPTS, SIZE, True)
-"""One set of one chunk, whatever the rows."""
+"""One set of one chunk for all rows."""
 LAYOUTS = (
     Layout(1, 1, SIZE, False),  # one chunk per group
     Layout(1, 1, 1, False),  # one chunk per bin
@@ -139,7 +139,7 @@ keep_gradient = optax.GradientTransformation(
     init=lambda params: jax.tree.map(jnp.zeros_like, params),
     update=lambda grads, state, params: (jax.tree.map(jnp.zeros_like, grads), grads),
 )
-"""Changes nothing and hands the gradient out as its state, so that no rounding of an update blurs it."""
+"""Does not change the parameters and returns the gradient as its state, so that it is not rounded by an update."""
 
 TRACES: collections.Counter[str] = collections.Counter()
 

@@ -45,8 +45,8 @@ TWO_TURNS = World(
     np.array([1, 3, 3, 3, 4, 4, 4], np.int32),
     np.array([[True] + [False] * 3, *[[True, False, True, False]] * 3, *[[True, False, False, True]] * 3]),
 )
-"""Turns of one token. 0 ends the trajectory; the environment answers 1 with the token 2, and 2 with 0 and 1; then the
-policy samples another token. So what the environment says depends on the policy."""
+"""Turns of one token. 0 ends the trajectory; the environment replies to 1 with the token 2, and to 2 with 0 and 1; then
+the policy samples another token. Thus the environment's tokens depend on the policy."""
 WORLDS = {"one turn": ONE_TURN, "two turns": TWO_TURNS}
 BINARY = np.array([0, 1, 0, 0, 1, 0, 0], np.float32)
 REAL = np.array([-0.9, 1.0, -0.6, 0.0, 1.4, 0.0, -1.1], np.float32)

@@ -76,7 +76,7 @@ def test_entropies_of_a_chunk():
         np.testing.assert_allclose(np.asarray(mine)[mask], np.asarray(chunk.rows_of(plain))[mask], rtol=0, atol=1e-5)
 
 
-def test_completions_of_a_bin_do_not_see_each_other():
+def test_completions_of_a_bin_do_not_attend_to_each_other():
     """Other tokens in one completion, or none at all, change no bit of the completions before and after it."""
     packed = packed_as(WHOLE)
     before = np.asarray(logprobs_of(PARAMS, BATCH, packed))

@@ -167,7 +167,7 @@ def test_resumed_run_is_bitwise_equal(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_mesh_trains_like_one_device():
+def test_mesh_training_equals_one_device():
     one, many = learner(), learner(mesh=build_mesh(MeshConfig(shape=[8, 1])))
     expected, found = (collect(each, batch_size=8) for each in (one, many))
     assert [row["train/turns/rewritten"] for row in found] == [row["train/turns/rewritten"] for row in expected]

@@ -176,7 +176,7 @@ def test_invalid_reward_stops_at_step_1_with_completions_saved(kind, tmp_path):
     assert metric_rows(tmp_path / "run") == []
 
 
-def test_some_unscored_completions_are_left_out():
+def test_unscored_completions_are_excluded():
     """None and NaN are not zeros: such completions are excluded from the group's statistics, are counted, and have no
     weight in the loss."""
     kept = []

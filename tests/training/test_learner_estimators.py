@@ -52,7 +52,7 @@ def test_estimators_without_module_or_hash(monkeypatch):
         assert make(algo, learner=CustomLearner, max_steps=1).train(ROWS, batch_size=4)["step"] == 1
 
 
-def test_own_functions_share_no_program(monkeypatch):
+def test_user_defined_estimators_are_traced_by_each_learner(monkeypatch):
     """A user's function may read state that has changed since. A second learner traces it again."""
     monkeypatch.setattr("tunix_like.algorithms.registry.ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
     factor = [1.0]

@@ -183,8 +183,8 @@ UPDATES = {
 
 
 BARRIERS_REMOVED = jax.version.__version_info__ < (0, 11)
-"""Whether XLA:CPU removes optimization barriers. The constants of `memory.py` were measured with jax 0.10.2, where it
-does: it then keeps the arrays of recomputed layers, and dequantises all matrices at the start."""
+"""Whether XLA:CPU removes optimization barriers. The constants of `memory.py` were measured with jax 0.10.2, which
+does. It then keeps the arrays of recomputed layers, and dequantises all matrices at the start."""
 
 
 def assert_estimate(name: str, estimate: int, compiled: int, rel: float) -> None:

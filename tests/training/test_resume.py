@@ -38,7 +38,7 @@ OPTIONS = {
     "opo": {"entropy_coef": 0.01},
     "reinforce_pp": {"sampler_is": "token"},
 }
-"""Every learner with its own estimator, and each with another of the options that bring state or draws of their own."""
+"""Every learner with its estimator, each with another option that adds state or random numbers."""
 
 
 def zero_or_one(prompts, completions, **columns):

@@ -34,7 +34,7 @@ def on_host(params):
     return jax.tree.map(np.array, params)
 
 
-def test_the_weights_that_sample_are_one_update_older():
+def test_sampling_weights_are_one_update_older():
     """This holds from the second step on. The weights of the sampler are on separate devices."""
     learner, placed, trained = stale(max_steps=4), [], []
     place = learner.engine.place
@@ -216,7 +216,7 @@ def test_end_of_a_run_cancels_sampling_ahead():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_rewritten_histories(rate):
+def test_staleness_with_rewritten_histories(rate):
     """Tests `environment.history=template` with completions of the previous weights. With a rate of 0 these equal the
     current ones."""
     mesh = build_mesh(MeshConfig(), jax.devices()[:-SAMPLING])

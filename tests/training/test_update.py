@@ -275,7 +275,7 @@ def test_gradient_of_an_empty_batch_is_zero():
 
 SAMPLED = MASK & (np.random.default_rng(5).random(MASK.shape) < 0.6)
 SAMPLED[0, 1] = False
-"""Masks some tokens of each completion and all of one, as for tokens that an environment wrote."""
+"""The sampled tokens: some tokens of each completion, and none of one. The others are those of an environment."""
 
 
 class PerToken(Reinforce):

@@ -64,7 +64,7 @@ def test_server_that_another_run_uses_raises(serve, connect):
 
 
 @pytest.mark.slow
-def test_the_error_says_why_no_server_has_the_weights(serve, connect):
+def test_error_of_a_weight_update_names_the_reason(serve, connect):
     """The error is of the type that saves the run. Afterwards the previous weights are sent to the servers again."""
     server = serve()
     engine = connect(server, wait_for_servers_seconds=5.0)

@@ -304,7 +304,7 @@ UNFIT = {
 
 
 @pytest.mark.parametrize(("settings", "message"), UNFIT.values(), ids=UNFIT)
-def test_servers_that_cannot_be_used(serve, connect, settings, message):
+def test_unusable_servers_are_rejected(serve, connect, settings, message):
     server = serve(**settings)
     with pytest.raises(
         UserError, match=rf"^rollout.urls: the server {server.url} cannot be used: .*{message}"
@@ -320,13 +320,13 @@ def test_server_with_another_tokenizer_is_rejected(serve, connect):
         connect(server)
 
 
-def test_a_server_with_a_key(serve, connect, monkeypatch):
+def test_key_of_the_environment_variable_is_sent(serve, connect, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     learner = make(reward=varied, engine=connect(serve(key="secret")), max_steps=1)
     assert np.isfinite(collect(learner, batch_size=4)[0]["train/loss"])
 
 
-def test_an_unreachable_server(connect):
+def test_unreachable_server_is_rejected(connect):
     with pytest.raises(
         UserError, match=r"http://127.0.0.1:9 cannot be used: cannot connect \(.*\)\. Start it, or remove it"
     ):

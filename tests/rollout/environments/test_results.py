@@ -30,7 +30,7 @@ MESSAGE = {"role": "user", "content": "hello"}
         types.SimpleNamespace(observation="a", reward=np.array(1.5), done=True, info={"n": 2, "flag": 1}),
     ],
 )
-def test_accepted_forms(value):
+def test_valid_results_are_accepted(value):
     assert checked_step(value, "Env.step") == EnvStepResult("a", 1.5, True, {"n": 2.0, "flag": 1.0})
 
 
@@ -65,7 +65,7 @@ def test_defaults():
         (("a", 1.0, False, [1]), "info is [1], of type list; it must be a dict"),
     ],
 )
-def test_refused_forms(value, message):
+def test_invalid_results_are_rejected(value, message):
     with pytest.raises(UserError) as caught:
         checked_step(value, "Env.step")
     assert message in str(caught.value) and str(caught.value).startswith("Env.step")

@@ -33,7 +33,7 @@ def test_the_shipped_environments_are_registered():
 
 
 @pytest.mark.parametrize("name", ["guess", "maze_steps", "calculator"])
-def test_a_process_that_loads_one_does_not_import_jax(name):
+def test_loading_an_environment_does_not_import_jax(name):
     code = (
         "import sys; from tunix_like.rollout.environments.fork_server import load; "
         f"load(['tunix_like.rollout.environments.{name}:' + {resolve(name).__name__!r}]); "

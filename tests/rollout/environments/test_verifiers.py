@@ -128,7 +128,7 @@ def said(answer: dict[str, Any]) -> str:
 
 @pytest.fixture
 def opened(monkeypatch):
-    """`opened(harness, rows, size)` begins trajectories of rows with these columns."""
+    """`opened(harness, rows, size)` starts trajectories of rows with these columns."""
 
     def begin(harness, rows=({"word": "ab"},), size=2, **settings) -> Trajectories:
         monkeypatch.setattr(Process, "harness", staticmethod(harness))
@@ -369,7 +369,7 @@ def test_unsupported_requests_are_rejected(fields, named):
         Call.of(0, chat("ab") | fields)
 
 
-def test_the_form_of_answers():
+def test_fields_of_answers():
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     call = Call.of(3, chat("ab", temperature=0.3, max_tokens=4, tools=[tool]))
     text = 'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'

@@ -236,7 +236,7 @@ OTHERS = {"prompt": "abc>", "max_tokens": 4}
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {}, "stream": True}, "stream"),
     ],
 )
-def test_bad_requests_are_refused(address, path, body, part):
+def test_invalid_requests_are_rejected(address, path, body, part):
     answer = httpx.post(
         f"{address}{path}", content=json.dumps(body), headers={"content-type": "application/json"}, timeout=60
     )
@@ -415,7 +415,7 @@ def test_tool_calls_are_parsed(caller):
     assert none.choices[0].message.tool_calls is None and none.usage == client.chat.completions.create(**given).usage
 
 
-def test_the_conversation_goes_on_after_a_tool(caller):
+def test_conversation_continues_after_a_tool_result(caller):
     client, _ = caller
     (choice,) = client.chat.completions.create(model=NAME, messages=QUESTION, tools=[TOOL]).choices
     (call,) = choice.message.tool_calls
@@ -456,7 +456,7 @@ def test_a_streamed_chat_with_tools(caller, monkeypatch):
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "JSON"),
     ],
 )
-def test_bad_chats_are_refused(caller, changed, part):
+def test_invalid_chats_are_rejected(caller, changed, part):
     with pytest.raises(openai.BadRequestError) as error:
         caller[0].chat.completions.create(**({"model": NAME, "messages": QUESTION} | changed))
     assert part in str(error.value)
