@@ -36,7 +36,7 @@ LOOP = "_decode_fn"
 
 
 def shard(x: Any, axes: tuple[str | None, ...]) -> Any:
-    """Constrains activations as the peer's `shard` does on a TPU. The peer's function has no effect on a host without a TPU."""
+    """Constrains activations as the peer's `shard` does on a TPU; on a host without a TPU the peer's has no effect."""
     mesh = pxla.thread_resources.env.physical_mesh
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.peer_compiled`: compiles google-tunix 0.1.7 and this library with one TPU compiler, without a TPU.
+"""`python -m benchmarks.peer_compiled`: compiles google-tunix 0.1.7 and this library for a TPU, without a TPU.
 
 Both compile their own update (by default 64 completions of 384 + 768 tokens; here 8 prompts x 8) and their own decoding
 (128 rows, one token of each) for v5e-8 with XLA:TPU, at Qwen3-1.7B's widths with `--layers` layers. It prints
