@@ -1,1 +1,2 @@
-"""Measurements that the documentation quotes; run from the root of the repository, see README.md here."""
+"""Measurements that the documentation quotes. They run from the root of the repository; see README.md in this
+folder."""

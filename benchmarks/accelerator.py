@@ -1,8 +1,9 @@
-"""`python -m benchmarks.accelerator --minutes N --out DIR`: all measurements on a GPU or TPU at hand for minutes.
+"""`python -m benchmarks.accelerator --minutes N --out DIR`: all measurements on a GPU or TPU that is available for
+minutes.
 
-The stages run one after the other on one device, each in a process of its own with its own time limit. Nothing is
-downloaded; random weights have the shapes of Qwen3-0.6B. `DIR/results.jsonl` gets a line per stage as soon as it ends,
-also if it failed or ran out of time, with what it had measured until then. `DIR/report.md` is written at the end and on
+The stages run one after the other on one device, each in a separate process with a time limit. Nothing is downloaded;
+random weights have the shapes of Qwen3-0.6B. `DIR/results.jsonl` gets a line per stage as soon as it ends, also if it
+failed or exceeded its limit, with what it had measured until then. `DIR/report.md` is written at the end and on
 interruption. The same command with the same DIR repeats the stages that did not succeed and continues the maze run.
 `--size tiny` runs all stages with a tiny model on the CPU.
 """
@@ -37,7 +38,7 @@ STAGES = {
     "memory": 0.13,
     "maze": 1.0,
 }
-"""Stages in their order, and the limit of each as a part of the whole time; the last one has what is left."""
+"""Stages in their order, and the limit of each as a share of the whole time. The last stage gets the remaining time."""
 
 SHORTEST = 2.0
 """A stage is skipped if fewer seconds are left."""
@@ -47,7 +48,7 @@ GRACE = {"maze": 45.0}
 USUAL_GRACE = 3.0
 
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-"""Flags of the CPU compiler for tiny models, of which the compilations take nearly all of the time."""
+"""Flags of the CPU compiler for tiny models, whose compilations take nearly all of the time."""
 
 ONE_DEVICE = {
     "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
@@ -55,7 +56,7 @@ ONE_DEVICE = {
     "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
     "TPU_PROCESS_BOUNDS": "1,1,1",
 }
-"""Variables that leave a process one device of a host with several."""
+"""Variables that restrict a process to one device of a host with several."""
 
 MAZE = {
     "qwen3_0.6b": ["examples/maxrl_paper/maze17.yaml"],
@@ -87,7 +88,8 @@ class Battery:
     stopped: bool = False
 
     def stop(self, number: int, frame: Any) -> None:
-        """Handles a signal. It raises nothing, because a stage that is just being started would then be lost."""
+        """Handles a signal. It raises nothing, because an exception during the start of a stage would lose the
+        stage."""
         self.stopped = True
 
     @property
@@ -143,7 +145,7 @@ def run_stage(battery: Battery, stage: str) -> dict[str, Any]:
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that it ends with all processes that it started
+            start_new_session=True,  # so that all processes that it started end with it
         )
         status = _wait(process, limit, battery)
         _stop(process, GRACE.get(stage, USUAL_GRACE))
@@ -164,12 +166,12 @@ def _wait(process: subprocess.Popen[bytes], limit: float, battery: Battery) -> s
 
 
 def _stop(process: subprocess.Popen[bytes], grace: float) -> None:
-    """Asks a process to stop, and kills it and all that it started after `grace` seconds."""
+    """Asks a process to stop. Kills it and all processes that it started after `grace` seconds."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(grace)
-    with contextlib.suppress(ProcessLookupError):  # nothing is left of it
+    with contextlib.suppress(ProcessLookupError):  # the process has ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
@@ -183,17 +185,17 @@ def _error(status: str, limit: float, log: Path) -> str:
 
 
 def merged(file: Path) -> dict[str, Any]:
-    """Returns what a stage has reported: its lines are objects, and later keys replace earlier ones."""
+    """Returns what a stage has reported. Its lines are objects, and later keys replace earlier ones."""
     found: dict[str, Any] = {}
     if file.exists():
         for text in file.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # the last line of a killed process may be cut
+            with contextlib.suppress(json.JSONDecodeError):  # the last line of a killed process may be incomplete
                 found |= json.loads(text)
     return found
 
 
 def progress_of_maze(folder: Path) -> dict[str, Any]:
-    """Returns how far the maze run is: its newest step, step time and evaluation."""
+    """Returns the progress of the maze run: its newest step, step time and evaluation."""
     file, found = folder / "metrics.jsonl", {}
     if not file.exists():
         return {}

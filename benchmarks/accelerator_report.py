@@ -1,4 +1,4 @@
-"""The report of `benchmarks.accelerator`: a table of the stages, and what each has found beside what was wanted."""
+"""The report of `benchmarks.accelerator`: a table of the stages, and their results with the wanted ranges."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def shown(value: Any) -> str:
 
 
 def wanted(line: Mapping[str, Any], name: str, value: Any) -> str:
-    """Returns the wanted range of a value and whether it is met; empty for other values, and on the CPU."""
+    """Returns the wanted range of a value and whether it is met. The result is empty for other values, and on the
+    CPU."""
     limits = WANTED.get(f"{line['stage']}.{name}")
     if limits is None or line["size"] == "tiny" or not isinstance(value, float):
         return ""

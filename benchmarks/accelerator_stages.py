@@ -1,7 +1,7 @@
-"""The stages of `benchmarks.accelerator`, each run in a process of its own: `STAGE SIZE DIR`.
+"""The stages of `benchmarks.accelerator`, each run in a separate process: `STAGE SIZE DIR`.
 
-What a stage finds is appended to `DIR/STAGE.jsonl` as soon as it is known, so that a stage that is stopped at its limit
-keeps what it has measured.
+The results of a stage are appended to `DIR/STAGE.jsonl` as soon as they are known, so that a stage that is stopped at
+its limit keeps what it has measured.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DEVICE_KINDS = {
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H200": "h200",
 }
-"""Kind in `accelerators.KINDS` by the beginning of jax's name of a device; the longest one counts."""
+"""Kind in `accelerators.KINDS` by the prefix of jax's name of a device. The longest matching prefix is used."""
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 
@@ -95,7 +95,7 @@ Report = Callable[[Mapping[str, Any]], None]
 
 
 class Repeats(Gate):
-    """A gate in the same process: lets a case run one repeat, which compiles, and `number` more, and keeps these."""
+    """A gate in the same process. It lets a case run one repeat, which compiles, and `number` more, and keeps these."""
 
     def __init__(self, number: int) -> None:
         self._left, self._compilations, self.rows = number, list[float](), list[dict[str, Any]]()
@@ -124,12 +124,13 @@ def repeats_of(case: Case, number: int) -> Repeats:
     gate = Repeats(number)
     with contextlib.suppress(Finished):
         ours.run_case(case, gate, None)
-    gc.collect()  # the weights, for the next case in this process
+    gc.collect()  # the weights are kept for the next case in this process
     return gate
 
 
 def kind_of(measured: Mapping[str, Any]) -> Accelerator:
-    """Returns the figures of this device: its data sheet's, else those that the stage `machine` has measured."""
+    """Returns the peak values of this device: those of its data sheet, or those that the stage `machine` has
+    measured."""
     name = jax.devices()[0].device_kind
     known = [prefix for prefix in DEVICE_KINDS if name.startswith(prefix)]
     if known:
@@ -168,7 +169,7 @@ def machine(size: Size, report: Report, out: Path) -> None:
     array = jnp.ones(size.copied // 4, jnp.float32)
     seconds = best_seconds(jax.jit(lambda x: x + 1), array)
     report({"copy_bytes": 2 * array.nbytes / seconds})
-    matrix = jnp.full((size.matmul, size.matmul), 1 / size.matmul, jnp.bfloat16)  # its powers are itself
+    matrix = jnp.full((size.matmul, size.matmul), 1 / size.matmul, jnp.bfloat16)  # a matrix whose powers equal itself
     seconds = best_seconds(jax.jit(lambda x: x @ matrix), matrix)
     rate = 2.0 * size.matmul**3 / seconds
     report({"matmul_operations": rate})
@@ -179,7 +180,7 @@ def machine(size: Size, report: Report, out: Path) -> None:
 
 
 def parity(size: Size, report: Report, out: Path) -> None:
-    """Reports how far bfloat16, the attention kernel and the sampler are from what they stand for.
+    """Reports the errors of bfloat16, of the attention kernel and of the sampler against their references.
 
     Raises:
       RuntimeError: a part failed; the others are reported.
@@ -189,7 +190,7 @@ def parity(size: Size, report: Report, out: Path) -> None:
         name = part.__name__.strip("_")
         try:
             report({name: part(size.small)})
-        except Exception as error:  # the other parts may still work
+        except Exception as error:  # the other parts may still succeed
             failed.append(name)
             report({name: {"error": f"{type(error).__name__}: {error}"[:500]}})
     if failed:
@@ -286,7 +287,7 @@ def timed(case: Case, report: Report, key: str) -> tuple[float, Repeats]:
 
 
 def compare(report: Report, seconds: float, found: Mapping[str, Any]) -> None:
-    """Reports a prediction beside the measured seconds."""
+    """Reports a prediction together with the measured seconds."""
     ratio = {} if "predicted_seconds" not in found else {"over_predicted": seconds / found["predicted_seconds"]}
     report({"model": {**found, **ratio}})
 
@@ -305,7 +306,7 @@ def decode(size: Size, report: Report, out: Path) -> None:
 
     The share is the time to read the weights for every token, and the keys and values that are there, over the time.
     """
-    # All rows are of full length here: a quarter of the tokens keeps three repeats within the stage's limit.
+    # All rows have full length here. With a quarter of the tokens, three repeats stay within the stage's limit.
     shape = {"prompts": size.case.prompts // 2, "length": size.case.length // 2}
     case = dataclasses.replace(size.case, kind="rollout", **shape)
     kind = kind_of(merged(out / "machine.jsonl"))
@@ -336,9 +337,9 @@ def step(size: Size, report: Report, out: Path) -> None:
 
 
 def memory(size: Size, report: Report, out: Path) -> None:
-    """Reports the measured peak of decoding and of an update beside the estimate and the compiler's figure.
+    """Reports the measured peak of decoding and of an update, with the estimate and the compiler's value.
 
-    The rollout is first: the device keeps one mark of its highest use, and an update needs more.
+    The rollout is first, because the device keeps one maximum of its use, and an update needs more.
     """
     kind = kind_of(merged(out / "machine.jsonl"))
     plan = plan_of(size.small)

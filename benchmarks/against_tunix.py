@@ -1,10 +1,10 @@
-"""`python -m benchmarks.against_tunix`: this library beside google-tunix, in one run.
+"""`python -m benchmarks.against_tunix`: compares this library with google-tunix in one run.
 
-Makes a separate virtual environment for the peer when there is none, gives both sides the same weights, prompts,
-lengths, dtype (float32) and optimizer, and lets them take turns: two processes wait, one computes. A ratio is of useful
-tokens (completion tokens up to each end) per second, repeat by repeat, because sampled lengths differ from side to
-side; where the completions are given it is the ratio of times. Before a case is timed, both must say the same about the
-model's logits; where one update is timed, both gradients must have the same norm.
+Creates a separate virtual environment for the peer if there is none, gives both sides the same weights, prompts,
+lengths, dtype (float32) and optimizer, and runs them alternately: two processes exist, and one of them computes. A
+ratio is of useful tokens (completion tokens up to each end) per second, repeat by repeat, because sampled lengths
+differ between the sides. Where the completions are given it is the ratio of times. Before a case is timed, both sides
+must compute the same logits of the model; where one update is timed, both gradients must have the same norm.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.worker import ROOT, Series, Worker, count, median
 
 VERSION = "0.1.7"
 REQUIREMENTS = ("torch==2.13.0", f"google-tunix=={VERSION}")
-"""Torch first: the peer needs it and would bring another one."""
+"""Torch is installed first, because the peer needs it and would install another version."""
 
 VENV = Path.home() / ".cache" / "tunix_like" / f"tunix-{VERSION}"
 PEER = "benchmarks.peer_tunix"
@@ -35,7 +35,8 @@ PEER = "benchmarks.peer_tunix"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A case of a size, with the least wanted of it: times as fast, and the peer's peak memory over ours."""
+    """A case of a size, with its targets: the least speed relative to the peer, and the least ratio of the peer's peak
+    memory to this library's."""
 
     size: str
     case: str
@@ -64,7 +65,8 @@ TABLE = (
     Row("tiny", "step_full", 1.5),
 )
 IMPORTS = {"import tunix_like": ("import tunix", 0.3), "from tunix_like import GRPOLearner": ("import tunix", None)}
-"""Ours to the peer's statement, and the most seconds wanted of ours; with None, half of the peer's."""
+"""This library's statement and the peer's, and the most seconds wanted of this library's; with None, half of the
+peer's."""
 
 HEADER = (
     f"{'case':<24}{'peer s':>8}{'ours s':>8}{'ratio':>7}{'min..max':>15}{'wanted':>9}{'peer tok/s':>12}"
@@ -82,10 +84,10 @@ def python_of(venv: Path) -> Path:
 
 
 def prepare(venv: Path) -> Path:
-    """The peer's interpreter; its environment is made if it does not have the peer.
+    """Returns the peer's interpreter. Creates its environment if it does not contain the peer.
 
     Raises:
-      subprocess.CalledProcessError: the environment cannot be made (no package index, no space).
+      subprocess.CalledProcessError: the environment cannot be created (no package index, no space).
     """
     ask = [str(python_of(venv)), "-c", "import importlib.metadata as m; print(m.version('google-tunix'))"]
     if python_of(venv).exists():
@@ -99,10 +101,10 @@ def prepare(venv: Path) -> Path:
 
 
 def compare(case: Case, python: Path, folder: Path, repeats: int) -> dict[str, Any]:
-    """Both sides of a case, in turn; who begins a round changes from round to round.
+    """Runs both sides of a case alternately. The side that starts a round changes from round to round.
 
     Raises:
-      RuntimeError: a side failed, or the two do not do the same.
+      RuntimeError: a side failed, or the two sides do not compute the same.
     """
     with Worker(case, folder, PEER, str(python)) as peer, Worker(case, folder) as ours:
         sides = (Series(peer), Series(ours))
@@ -119,7 +121,7 @@ def compare(case: Case, python: Path, folder: Path, repeats: int) -> dict[str, A
 
 
 def check_model(case: Case, python: Path, folder: Path) -> None:
-    """Both sides' logits of a few tokens.
+    """Compares the logits of a few tokens of both sides.
 
     Raises:
       RuntimeError: they differ.
@@ -149,7 +151,8 @@ def line(row: Row, found: dict[str, Any]) -> str:
 
 
 def compare_imports(python: Path, repeats: int) -> dict[str, Any]:
-    """Seconds of a statement in a fresh interpreter, less those of an empty one, in turn on both sides."""
+    """Returns the seconds of a statement in a fresh interpreter, minus those of an empty one, alternately for both
+    sides."""
 
     def seconds(interpreter: str, statement: str) -> float:
         start = time.perf_counter()
@@ -159,7 +162,7 @@ def compare_imports(python: Path, repeats: int) -> dict[str, Any]:
     rows = {}
     for statement, (theirs, most) in IMPORTS.items():
         pairs = []
-        for _ in range(repeats + 1):  # the first reads from the disk
+        for _ in range(repeats + 1):  # the first run reads from the disk
             peer = seconds(str(python), theirs) - seconds(str(python), "pass")
             pairs.append((peer, seconds(sys.executable, statement) - seconds(sys.executable, "pass")))
         peer, ours = (median(values) for values in zip(*pairs[1:], strict=True))
@@ -196,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 write_model(case, Path(folder))
                 check_model(case, python, Path(folder))
                 result = compare(case, python, Path(folder), options.repeats)
-        except RuntimeError as error:  # one case out of memory must not lose the others
+        except RuntimeError as error:  # a case out of memory must not discard the others
             failed = True
             print(f"{row.name:<24}{error}", flush=True)
             continue

@@ -22,7 +22,7 @@ MEAN_SHARE = 55 / 128
 """Mean length of EOS-spread completions, as a share of the longest."""
 
 START = 1
-"""Last prompt token where the weights count: completions are START + 1, START + 2, ..."""
+"""Last prompt token for weights that count: completions are START + 1, START + 2, ..."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Model:
     vocab: int
 
     def hf_config(self) -> dict[str, Any]:
-        """Its Hugging Face `config.json`. The peer rotates with base 1e6 whatever the config says, hence 1e6."""
+        """Returns its Hugging Face `config.json`. The base of the rotations is 1e6, because the peer ignores the
+        config's value."""
         return {
             "model_type": "qwen3",
             "vocab_size": self.vocab,
@@ -56,7 +57,7 @@ class Model:
 
     @property
     def layer_matrices(self) -> int:
-        """Entries of the matrices that a token is multiplied with in the layers."""
+        """Returns the number of matrix entries that a token is multiplied with in the layers."""
         attention = self.width * self.head * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.width * self.inner)
 
@@ -106,7 +107,7 @@ class Case:
 
     @property
     def max_tokens(self) -> int:
-        """Completion tokens that the sampler must be ready for."""
+        """Returns the completion tokens that the sampler must have space for."""
         return self.length if self.room is None else self.room - self.prompt_length
 
     def eos_ids(self) -> list[int]:
@@ -118,7 +119,8 @@ class Case:
         return (1 + np.random.default_rng(1).permutation(self.model.vocab - 1)[:count]).tolist()
 
     def batch(self) -> Batch:
-        """The same for both sides. Token 0 is left out: the peer takes it for padding."""
+        """Returns the batch, which is the same for both sides. Token 0 is not used, because the peer treats it as
+        padding."""
         rng = np.random.default_rng(2)
         prompts = rng.integers(1, self.model.vocab, (self.prompts, self.prompt_length), np.int32)
         shape = (self.prompts, self.group)
@@ -129,7 +131,7 @@ class Case:
         if self.spread:
             lengths = np.minimum(rng.geometric(_hazard(self.length), shape), self.length).astype(np.int32)
         completions[np.arange(self.length) >= lengths[..., None]] = 0
-        # All different, so that no group is without a signal that one side might leave out.
+        # All rewards differ, so that every group has a signal and neither side can omit one.
         return Batch(prompts, completions, lengths, rng.permutation(self.rows).astype(np.float32))
 
     def to_json(self) -> str:
@@ -191,7 +193,8 @@ def make_case(name: str, size: str) -> Case:
 
 
 def _hazard(longest: int) -> float:
-    """The chance to end at a token for which geometric lengths, cut at `longest`, have the mean we want."""
+    """Returns the probability of an end at each token for which geometric lengths, cut at `longest`, have the wanted
+    mean."""
     low, high = 1e-9, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -201,14 +204,14 @@ def _hazard(longest: int) -> float:
 
 
 def floating_operations(case: Case, lengths: np.ndarray) -> float:
-    """Multiplications and additions that the case cannot do without, each prompt computed once: matrix products and
-    attention over the tokens that are seen, logits where a token is predicted. The backward pass counts twice the
+    """Returns the multiplications and additions that the case requires, with each prompt computed once: matrix products
+    and attention over the visible tokens, and logits where a token is predicted. The backward pass counts twice the
     forward pass; a reference is one forward pass."""
     model = case.model
-    per_pair = 4 * model.layers * model.heads * model.head  # scores and their sum over values
+    per_pair = 4 * model.layers * model.heads * model.head  # scores and their weighted sum over values
     s, n = case.prompt_length, lengths.astype(np.float64)
     prompt = case.prompts * (2.0 * model.layer_matrices * s + per_pair * s * (s + 1) / 2)
-    # Token j of a completion (j < n - 1: the last one is never an input) sees the prompt and j + 1 tokens.
+    # Token j of a completion (j < n - 1: the last one is never an input) attends to the prompt and j + 1 tokens.
     pairs = (n - 1) * s + (n - 1) * n / 2
     completions = 2.0 * model.layer_matrices * (n - 1) + per_pair * pairs + 2.0 * model.width * model.vocab * n
     forward = prompt + completions.sum()
@@ -216,7 +219,7 @@ def floating_operations(case: Case, lengths: np.ndarray) -> float:
 
 
 def write_model(case: Case, folder: Path) -> None:
-    """A Hugging Face folder with the case's weights, which both sides load."""
+    """Writes a Hugging Face folder with the case's weights, which both sides load."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -249,10 +252,10 @@ def _random_weights(model: Model) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _counting_weights(model: Model) -> dict[str, np.ndarray]:
-    """Weights under which token `t` is followed by `t + 1` almost surely; they cost what any weights cost.
+    """Returns weights with which token `t` is followed by `t + 1` almost surely, at the cost of any other weights.
 
     The embedding of `t` is `cos(a t), sin(a t)` for many angles `a`, and a constant. Only the first layer's MLP writes
-    to the residual stream: its gate reads the constant, so that it is linear, and it turns the embedding by one step.
+    to the residual stream: its gate reads the constant, so that it is linear, and it rotates the embedding by one step.
     The scale of the embedding makes the score of `t + 1` larger than any other by far more than the noise of sampling.
     """
     width, inner = model.width, model.inner
@@ -261,7 +264,7 @@ def _counting_weights(model: Model) -> dict[str, np.ndarray]:
     turns = np.arange(model.vocab)[:, None] * angles
     embedding = np.zeros((model.vocab, width))
     embedding[:, :count], embedding[:, count : 2 * count], embedding[:, -1] = np.cos(turns), np.sin(turns), 1.0
-    normed = math.sqrt(width / (count + 1))  # the constant's value behind the norm, and the scale of all others
+    normed = math.sqrt(width / (count + 1))  # the constant's value after the norm, and the scale of all others
     gate, up, down = np.zeros((inner, width)), np.zeros((inner, width)), np.zeros((width, inner))
     gate[:, -1] = 1.0
     up[: 2 * count, : 2 * count] = np.eye(2 * count)

@@ -1,4 +1,4 @@
-"""The work that `benchmarks.peer_compiled` has two libraries compile, and the costs of a compiled program.
+"""The programs that `benchmarks.peer_compiled` compiles with two libraries, and the costs of a compiled program.
 
 Of this library it imports only the description of devices and the reader of compiled programs, which need no other
 package, because it also runs in the peer's environment.

@@ -32,11 +32,11 @@ from tunix.sft.peft_trainer import PeftTrainer  # noqa: E402
 PAD, EOS = 0, 1
 AXES = ("fsdp", "tp")
 LOOP = "_decode_fn"
-"""The name of the loop over tokens, that of the jitted function around it."""
+"""The name of the loop over tokens, which is the name of the jitted function that contains it."""
 
 
 def shard(x: Any, axes: tuple[str | None, ...]) -> Any:
-    """Constrains activations as the peer's `shard` does on a TPU; that one does nothing if the host has none."""
+    """Constrains activations as the peer's `shard` does on a TPU; on a host without a TPU the peer's has no effect."""
     mesh = pxla.thread_resources.env.physical_mesh
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
 
@@ -129,7 +129,7 @@ def update(work: Work) -> dict[str, Any]:
 
 
 class Tokenizer:
-    """What the peer's sampler asks of a tokenizer while it decodes."""
+    """The part of a tokenizer that the peer's sampler uses while it decodes."""
 
     def pad_id(self) -> int:
         return PAD

@@ -1,11 +1,11 @@
-"""How noisy the gradient of one group is, by estimator, pass rate p, group size G and K. Exact: no sampling.
+"""Computes the exact variance of the gradient of one group, by estimator, pass rate p, group size G and K.
 
     python -m benchmarks.gradient_variance [--json FILE]
 
 The gradient estimate of one group is `g = (1/G) sum_i A_i S_i`, `S_i` the gradient of log pi(y_i) by the logits. Its
 variance is the trace of its covariance. Rewards are 0/1, so that an estimator is two functions of the number of
 successes `c ~ Bin(G, p)`, `A_succ(c)` and `A_fail(c)`, taken from the library's own estimators. Given `c`, successes
-are independent draws among the successful answers, failures among the others. With
+are independent samples among the successful answers, failures among the others. With
 
     mean of S over successes  (1-p) d        trace of its covariance there  v_succ
     mean of S over failures     -p  d        trace of its covariance there  v_fail         d = grad p / (p (1-p))
@@ -15,13 +15,14 @@ the expected gradient is `E[h] d`, and
 
     variance = E[ c A_succ^2 v_succ + (G-c) A_fail^2 v_fail ] / G^2  +  |d|^2 Var[h].
 
-The first part is the noise of WHICH answers were drawn, the second that of HOW MANY succeeded. Policies:
+The first part is the variance due to which answers were sampled, the second that due to the number of successes.
+Policies:
 
 - `two-arm`: one logit, p = sigmoid(theta). All successes are the same answer: v_succ = v_fail = 0, |d| = 1.
 - `20-arm`: softmax of 20 equal logits, 20 p of them successful: v_succ = 1 - 1/(20 p), v_fail = 1 - 1/(20 (1-p)),
   |d|^2 = 1 / (20 p (1-p)).
-- `many-arm`: the same with ever more arms, every completion another one: v_succ, v_fail -> 1 and |d| -> 0. Only ratios
-  of two variances exist there.
+- `many-arm`: the limit of many arms, in which all completions differ: v_succ, v_fail -> 1 and |d| -> 0. Only ratios of
+  two variances exist.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ from tunix_like.algorithms.population_weights import advantages_of, binomial_pmf
 PASS_RATES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
 GROUP_SIZES = (8, 16, 64)
 MIDDLE_ORDER = 4
-"""The K at which the max@K estimators stand beside the others."""
+"""The K at which the max@K estimators are compared with the others."""
 
 
 def orders(size: int) -> list[int]:
-    """The K studied at one group size; the last is the largest that L2O has."""
+    """Returns the values of K at one group size. The last is the largest that L2O has."""
     return [k for k in (2, MIDDLE_ORDER, 8) if k < size - 1] + [size - 1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What of a policy the variance depends on at one pass rate: `v_succ`, `v_fail` and `|d|^2`."""
+    """The values of a policy that the variance depends on at one pass rate: `v_succ`, `v_fail` and `|d|^2`."""
 
     name: str
     within_success: float
@@ -62,7 +63,7 @@ class Policy:
 
 
 def policies(p: float, arms: int = 20) -> tuple[Policy, ...]:
-    """The three policies at pass rate `p`; `p * arms` must be a whole number of arms."""
+    """Returns the three policies at pass rate `p`; `p * arms` must be an integer."""
     good = round(p * arms)
     if not math.isclose(good, p * arms) or not 0 < good < arms:
         raise ValueError(f"p = {p} of {arms} arms is no whole number of them between 1 and {arms - 1}")
@@ -76,14 +77,15 @@ def policies(p: float, arms: int = 20) -> tuple[Policy, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
-    """Of the gradient estimate of one group: the trace of its covariance and the squared norm of its expectation."""
+    """Moments of the gradient estimate of one group: the trace of its covariance and the squared norm of its
+    expectation."""
 
     variance: float
     signal: float
 
 
 def moments(success: Float[np.ndarray, "C"], failure: Float[np.ndarray, "C"], p: float, policy: Policy) -> Moments:
-    """The formula of this module's head.
+    """Computes the formula of the module's docstring.
 
     Args:
       success: `A_succ(c)` for `c = 0..G` (any number at `c = 0`).
@@ -103,8 +105,8 @@ def plain_leave_one_out(size: int, k: int) -> tuple[Float[np.ndarray, "C"], Floa
     """`A_succ(c)`, `A_fail(c)` of PKPO's `s_loo` (arXiv 2505.15201, eq. 29), times G for the mean over the group.
 
     The paper subtracts from `S(i, k, group) = (k/G) q_i` the average of `S(j, k, group without i)` over `j != i`, which
-    is `k/(G-1) V_k(-i)`. Times G: `k (q_i - G/(G-1) V_k(-i))`: the Leave-Two-Out advantage but for the factor
-    `G/(G-1)`, which keeps it from summing to zero.
+    is `k/(G-1) V_k(-i)`. Times G: `k (q_i - G/(G-1) V_k(-i))`: the Leave-Two-Out advantage except for the factor
+    `G/(G-1)`, because of which it does not sum to zero.
     """
     pairs = []
     for c in range(size + 1):
@@ -118,7 +120,8 @@ def plain_leave_one_out(size: int, k: int) -> tuple[Float[np.ndarray, "C"], Floa
 
 
 def advantage_pairs(size: int) -> dict[str, tuple[Float[np.ndarray, "C"], Float[np.ndarray, "C"]]]:
-    """`A_succ(c)` and `A_fail(c)` of every estimator at one group size, from the functions that a run trains with."""
+    """Returns `A_succ(c)` and `A_fail(c)` of every estimator at one group size, from the functions that a run trains
+    with."""
     chosen = {name: GroupEstimator(name, {}) for name in ("rloo", "grpo", "maxrl")}
     chosen |= {f"{name} k={k}": GroupEstimator(name, {"k": k}) for name in ("maxpo", "pkpo") for k in orders(size)}
     groups = (np.arange(size)[None] < np.arange(size + 1)[:, None]).astype(np.float64)
@@ -128,7 +131,7 @@ def advantage_pairs(size: int) -> dict[str, tuple[Float[np.ndarray, "C"], Float[
 
 
 def study(pass_rates: Sequence[float], sizes: Sequence[int], arms: int = 20) -> list[dict[str, Any]]:
-    """One row for every estimator, policy, p and G: `variance`, and `signal`, the squared norm of its own expected
+    """Returns a row for every estimator, policy, p and G: `variance`, and `signal`, the squared norm of its expected
     gradient."""
     rows = []
     for size in sizes:
@@ -143,7 +146,7 @@ def study(pass_rates: Sequence[float], sizes: Sequence[int], arms: int = 20) -> 
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, aligned so that it reads in a terminal too."""
+    """Returns a Markdown table, aligned so that it is readable in a terminal."""
     widths = [max(len(line[column]) for line in (header, *rows)) for column in range(len(header))]
     rule = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
     first, *others = (
@@ -173,7 +176,7 @@ class Results:
         return [self.found[policy, p, size, estimator]["variance"] for p in self.rates]
 
     def ratios(self, estimator: str, middle_only: bool = False) -> str:
-        """Variances over those of s_loo-1 (`pkpo`) at the same K, that is with the same expected gradient."""
+        """Returns variances over those of s_loo-1 (`pkpo`) at the same K, that is with the same expected gradient."""
         lines = []
         for size in self.sizes:
             for k in [MIDDLE_ORDER] if middle_only else orders(size):
@@ -184,7 +187,7 @@ class Results:
         return table(["G", "K", "policy", *self.header], lines)
 
     def noise_to_signal(self) -> str:
-        """Variance over the squared norm of the estimator's own expected gradient."""
+        """Returns the variance over the squared norm of the estimator's expected gradient."""
         k = f" k={MIDDLE_ORDER}"
         lines = []
         for size in self.sizes:
@@ -196,7 +199,7 @@ class Results:
 
 
 def report(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """The printed tables, each with its title."""
+    """Returns the printed tables, each with its title."""
     results = Results(rows)
     return {
         "Variance of L2O (maxpo) over that of s_loo-1 (pkpo)": results.ratios("maxpo"),

@@ -3,7 +3,7 @@
     python -m benchmarks.old_weights [--ages N ...] [--seeds N] [--json FILE]
 
 The task is `examples/debug/reverse_text.yaml` with strings of up to six letters. The sampler gets the weights that the
-trainer had `age` steps before; before step `age` it gets the first ones. A run takes 15 seconds on two idle cores.
+trainer had `age` steps before; before step `age` it gets the initial ones. A run takes 15 seconds on two idle cores.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def delayed(collect: Callable[..., Any], age: int) -> Callable[..., Any]:
 
 
 def trained(age: int, mode: str, seed: int, folder: Path, overrides: Sequence[str] = ()) -> dict[str, float]:
-    """Trains one run; returns held-out pass@1 before and after, and means of the metrics over its steps."""
+    """Trains one run. Returns held-out pass@1 before and after, and means of the metrics over its steps."""
     collect = Collector.__call__
     Collector.__call__ = delayed(collect, age)  # type: ignore[method-assign]
     try:

@@ -1,7 +1,7 @@
-"""This library's side of a case: builds it from the public classes and runs repeats until told to stop.
+"""This library's side of a case: builds it from the public classes and runs repeats until it is told to stop.
 
-What is called of the library: `load_model`, `Sampler.generate`, a `Learner` for whole steps, the same with a stand-in
-for its sampler for updates, and `SFTTrainer` for the update of single completions, which no learner takes.
+It uses `load_model`, `Sampler.generate`, a `Learner` for whole steps, the same with a stand-in for its sampler for
+updates, and `SFTTrainer` for the update of single completions, which learners do not support.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from tunix_like.types import Completions, Request, Sample
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 STEP_METRICS = ("train/time/", "train/perf/", "train/logprob_gap/")
-"""Beginnings of the names of a step's metrics that are reported with its time."""
+"""Prefixes of the names of a step's metrics that are reported with its time."""
 
 LEARNING_RATE = 1e-6
 FOREVER = 10**6
 
 
 class Memory:
-    """The predicted peak of a case beside what was measured of it.
+    """Compares the predicted peak memory of a case with the measured one.
 
-    On a device that counts its own bytes the two are comparable as they are. On the CPU the process also holds an
-    interpreter, libraries and compiled programs. So the first repeat, which compiles, is left out: after it the
-    system's mark of the highest resident memory is set back, and what is resident besides the living arrays is taken
-    for the base. `measured_mb` is the mark of the later repeats less that base.
+    On a device that counts its own bytes the two are directly comparable. On the CPU the process also contains an
+    interpreter, libraries and compiled programs, so the first repeat, which compiles, is excluded. After it the
+    system's maximum of the resident memory is reset, and the resident memory besides the live arrays is the base.
+    `measured_mb` is the maximum of the later repeats minus that base.
     """
 
     def __init__(self, *phases: Phase):
@@ -60,7 +60,8 @@ class Memory:
         self.highest = 0.0
 
     def read(self) -> dict[str, float]:
-        """What to report at the end of a repeat; `peak_mb` is that of all repeats, as without this class."""
+        """Returns the values to report at the end of a repeat. `peak_mb` is that of all repeats, as without this
+        class."""
         peak = peak_memory_mb()
         self.highest = max(self.highest, peak)
         known = {"peak_mb": self.highest, "predicted_mb": self.predicted}
@@ -76,8 +77,8 @@ class Memory:
 
 
 def _settled_mb() -> float:
-    """Resident memory once what was let go of is gone: the compiler's, by request, and the last program's, which the
-    runtime frees a while after its results are there."""
+    """Returns the resident memory after freed memory is released: the compiler's on request, and the last program's,
+    which the runtime releases some time after its results exist."""
     ctypes.CDLL(None).malloc_trim(0)
     found = []
     for _ in range(10):
@@ -88,7 +89,7 @@ def _settled_mb() -> float:
 
 
 def run_case(case: Case, gate: Gate, folder: Path | None) -> None:
-    """Repeats the case until the gate raises `Finished`; without a folder the weights are drawn here."""
+    """Repeats the case until the gate raises `Finished`. Without a folder the weights are random."""
     if case.kind == "matmul":
         return _matmul(case, gate)
     if folder is None:
@@ -117,7 +118,7 @@ def _rollout(case: Case, model: Decoder, gate: Gate) -> None:
 
 
 class _Given:
-    """An engine whose completions are given."""
+    """An engine that returns given completions."""
 
     max_prompt_length = 1 << 30
 
@@ -147,7 +148,7 @@ def _step(case: Case, model: Decoder, gate: Gate) -> None:
 
 
 def _learn(case: Case, model: Decoder, gate: Gate, given: _Given | None) -> None:
-    """Whole steps of a GRPO learner; the prompts of each are the same."""
+    """Runs whole steps of a GRPO learner. The prompts of each step are the same."""
     batch = case.batch()
 
     def reward(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
@@ -168,7 +169,7 @@ def _learn(case: Case, model: Decoder, gate: Gate, given: _Given | None) -> None
             max_tokens_to_generate=case.max_tokens,
             eos_tokens=[min(i, case.model.vocab - 1) for i in case.eos_ids()],
         ),
-        # an update alone is given completions that nobody sampled, with log-probabilities of no model
+        # An update alone is given completions that were not sampled, with log-probabilities of no model.
         training_config=RLTrainingConfig(
             max_steps=FOREVER, actor_optimizer=optax.adamw(LEARNING_RATE), max_logprob_gap=None
         ),
@@ -185,10 +186,10 @@ def _learn(case: Case, model: Decoder, gate: Gate, given: _Given | None) -> None
 
 
 def _update_single(case: Case, model: Decoder, gate: Gate) -> None:
-    """One completion a prompt: the same compiled step, fed by the supervised trainer."""
+    """Runs an update with one completion per prompt: the same compiled step, called by the supervised trainer."""
     batch = case.batch()
     rows = [
-        {"prompt": _text(prompt), "answer": _text(completion[0, : length[0] - 1])}  # the end token is the trainer's
+        {"prompt": _text(prompt), "answer": _text(completion[0, : length[0] - 1])}  # the trainer adds the end token
         for prompt, completion, length in zip(batch.prompts, batch.completions, batch.lengths, strict=True)
     ]
     trainer = tunix_like.SFTTrainer(
@@ -213,7 +214,7 @@ def _update_single(case: Case, model: Decoder, gate: Gate) -> None:
 
 
 def _logits(case: Case, model: Decoder, gate: Gate) -> None:
-    """A few numbers of the logits, to see that two libraries hold the same model."""
+    """Returns a few logits, to check that two libraries have the same model."""
     tokens = jnp.asarray(case.batch().prompts[:1])
     gate.begin()
     while True:
@@ -222,7 +223,7 @@ def _logits(case: Case, model: Decoder, gate: Gate) -> None:
 
 
 def _matmul(case: Case, gate: Gate) -> None:
-    """A square matrix product in the dtype that a model would compute in; twice as wide on an accelerator."""
+    """Runs a square matrix product in the compute dtype of a model, with twice the width on an accelerator."""
     size = case.length * (1 if jax.default_backend() == "cpu" else 2)
     left = jnp.ones((size, size), default_dtype())
     multiply = jax.jit(lambda x: x @ x)
@@ -233,7 +234,7 @@ def _matmul(case: Case, gate: Gate) -> None:
 
 
 def _tokenizer(vocab: int) -> Tokenizer:
-    """Words `t0`, `t1`, ... for the ids."""
+    """Returns a tokenizer with words `t0`, `t1`, ... for the ids."""
     words = tokenizers.models.WordLevel({f"t{i}": i for i in range(vocab)}, unk_token="t0")
     backend = tokenizers.Tokenizer(words)
     backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()

@@ -1,10 +1,11 @@
-"""`python -m benchmarks.peer_compiled`: google-tunix 0.1.7 and this library under the same TPU compiler, without a TPU.
+"""`python -m benchmarks.peer_compiled`: compiles google-tunix 0.1.7 and this library for a TPU, without a TPU.
 
 Both compile their own update (by default 64 completions of 384 + 768 tokens; here 8 prompts x 8) and their own decoding
-(128 rows, one token of each) for v5e-8 with XLA:TPU, at Qwen3-1.7B's widths with `--layers` layers. Printed are the
-memory of a device, the compiler's cycles with the trip counts of loops, the bytes that a device receives by kind of
-collective, and the seconds to compile, which are only comparable on an idle machine. Needs this library's extra `tpu`;
-an environment for the peer is made if there is none. Four programs, each compiled once: some minutes each on 2 cores.
+(128 rows, one token of each) for v5e-8 with XLA:TPU, at Qwen3-1.7B's widths with `--layers` layers. It prints
+the memory of a device, the compiler's cycles with the trip counts of loops, the bytes that a device receives by kind of
+collective, and the seconds to compile, which are only comparable on an idle machine. It needs this library's extra
+`tpu`. An environment for the peer is created if there is none. Each of the four programs is compiled once, which takes
+some minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def prepare_peer(venv: Path) -> Path:
 
 
 def compile_side(python: str, side: str, program: str, work: Work) -> dict[str, Any]:
-    """Compiles a program of a side in a process of its own and returns its costs.
+    """Compiles a program of a side in a separate process and returns its costs.
 
     Raises:
-      RuntimeError: the process failed; the message has the end of what it printed.
+      RuntimeError: the process failed; the message has the end of its output.
     """
     with tempfile.TemporaryDirectory(prefix="compiled_") as folder:
         out = Path(folder) / "found.json"
@@ -143,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for side in options.side:
             try:
                 found[f"{program}, {side}"] = compile_side(pythons[side], side, program, work)
-            except RuntimeError as error:  # the other programs are still worth something
+            except RuntimeError as error:  # the results of the other programs are still useful
                 failed = True
                 print(error, flush=True)
     print("\n".join(table(work, found)), flush=True)

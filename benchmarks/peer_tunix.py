@@ -1,8 +1,8 @@
-"""The peer's side of a case, run inside the peer's own environment: google-tunix 0.1.7 through its public classes.
+"""The peer's side of a case, run in the peer's environment: google-tunix 0.1.7 through its public classes.
 
-Its rollouts are those of its vanilla engine, which its learner uses; its update is what its learner hands to its
-trainer; its step is its learner's training loop. Its defaults stand, but for what makes the work the same: no warm-up
-and no clipping, the same estimate of the KL, float32.
+Its rollouts are those of its vanilla engine, which its learner uses. Its update is the one that its learner passes to
+its trainer. Its step is its learner's training loop. Its defaults are kept, except for settings that make the work of
+both sides equal: no warm-up and no clipping, the same estimate of the KL, float32.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FOREVER = 10**6
 
 
 class WordTokenizer:
-    """Words `t0`, `t1`, ... for the ids; 0 is padding, and no token begins a prompt."""
+    """A tokenizer with words `t0`, `t1`, ... for the ids. 0 is padding, and no token starts a prompt."""
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return [int(word[1:]) for word in text.split()]
@@ -92,7 +92,8 @@ def _rollout_config(case: Case, **more: Any) -> RolloutConfig:
 
 
 def _useful(case: Case, tokens: Sequence[np.ndarray]) -> int:
-    """Sampled tokens; the end token of a completion, which is cut off in the peer's output, is one of them."""
+    """Returns the number of sampled tokens. It includes the end token of a completion, which the peer's output does not
+    contain."""
     return sum(min(len(row) + 1, case.max_tokens) for row in tokens)
 
 
@@ -108,7 +109,7 @@ def _rollout(case: Case, mesh: Mesh, gate: Gate, folder: Path) -> None:
 
 
 def _learner(case: Case, mesh: Mesh, folder: Path, lengths: list[int]) -> GRPOLearner:
-    """A learner as its users make one; `lengths` gets the useful tokens of every batch that is scored."""
+    """Returns a learner as its users create one. `lengths` gets the useful tokens of every batch that is scored."""
     micro = case.peer_prompts
     training = RLTrainingConfig(
         actor_optimizer=optax.adamw(LEARNING_RATE),
@@ -140,7 +141,7 @@ def _learner(case: Case, mesh: Mesh, folder: Path, lengths: list[int]) -> GRPOLe
 
 
 def _gradient_norm(learner: GRPOLearner) -> dict[str, float]:
-    """Of the first update, once the trainer has logged it (it does so one step late)."""
+    """Returns the norm of the first update's gradient, after the trainer has logged it (one step late)."""
     log = learner.rl_cluster.actor_trainer.metrics_logger
     if not log.metric_exists("actor", "grad_norm", "train"):
         return {}
@@ -171,7 +172,7 @@ def _update(case: Case, mesh: Mesh, gate: Gate, folder: Path) -> None:
     tokens = int(lengths.sum())
     gate.begin()
     while True:
-        for one in examples:  # as its learner's loop does, a call for each micro-batch
+        for one in examples:  # as in its learner's loop, one call for each micro-batch
             learner.rl_cluster.update_actor([one], None)
         gate.end(tokens, **_gradient_norm(learner))
 
@@ -182,7 +183,7 @@ def _step(case: Case, mesh: Mesh, gate: Gate, folder: Path) -> None:
     prompts = np.array(_texts(case))
 
     def batches() -> Iterator[dict[str, np.ndarray]]:
-        """The learner asks for the next batch when the step before is over."""
+        """Yields batches. The learner asks for the next batch when the previous step is complete."""
         yield {"prompts": prompts}
         while True:
             gate.end(lengths[-1], **_gradient_norm(learner))

@@ -1,7 +1,8 @@
-"""`python -m benchmarks.run`: this library's time and memory in every case, and its distance to the arithmetic.
+"""`python -m benchmarks.run`: this library's time and memory in every case, and its ratio to the arithmetic lower
+bound.
 
-Each case runs in a process of its own, one after the other. The floor of a case is the arithmetic it cannot do without
-(`cases.floating_operations`) at the rate of a plain matrix product measured in the same run; no program reaches it.
+The cases run one after the other, each in a separate process. The lower bound of a case is its required arithmetic
+(`cases.floating_operations`) at the rate of a plain matrix product measured in the same run. No program reaches it.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ HEADER = (
     f"{'case':<28}{'median s':>9}{'min':>9}{'max':>9}{'tokens/s':>10}{'x floor':>9}{'compile s':>10}{'programs':>9}"
     f"{'later':>6}{'peak MB':>9}{'case MB':>9}{'predicted':>10}{'ratio':>7}"
 )
-"""`tokens/s` counts completion tokens up to each end; `programs` were compiled by the first repeat, `later` after.
-`peak MB` is of the whole process; `case MB` without what it held besides the case's arrays (`ours.Memory`), which is
-to be compared with `predicted`."""
+"""`tokens/s` counts completion tokens up to each end; `programs` were compiled by the first repeat, `later` after it.
+`peak MB` is of the whole process; `case MB` excludes memory besides the case's arrays (`ours.Memory`), and is to be
+compared with `predicted`."""
 
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
-    """Runs one case in a process of its own; the first repeat, which compiles, is not among those counted."""
+    """Runs one case in a separate process. The first repeat, which compiles, is not counted."""
     with _model_folder(case) as folder, Worker(case, folder) as worker:
         series = Series(worker)
         for _ in range(repeats):
@@ -42,7 +43,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _model_folder(case: Case) -> Iterator[Path | None]:
-    """Only weights that count have to be read; random ones are drawn by the worker."""
+    """Yields the model folder of a case with counting weights, or None. The worker creates random weights itself."""
     if not case.counting:
         yield None
         return
@@ -52,7 +53,7 @@ def _model_folder(case: Case) -> Iterator[Path | None]:
 
 
 def matmul_rate(repeats: int) -> float:
-    """Operations per second of a matrix product: the best of the repeats."""
+    """Returns the operations per second of a matrix product: the best of the repeats."""
     with Worker(Case(MODELS["tiny"], "matmul", length=4096), None) as worker:
         series = Series(worker)
         for _ in range(repeats):
@@ -61,7 +62,8 @@ def matmul_rate(repeats: int) -> float:
 
 
 def floor_seconds(case: Case, tokens: float, rate: float) -> float:
-    """Arithmetic of the case at `rate`; sampled lengths are known by their sum only and are taken as equal."""
+    """Returns the seconds of a case's arithmetic at `rate`. Only the sum of sampled lengths is known, so they are
+    assumed to be equal."""
     lengths = case.batch().lengths if case.kind == "update" else np.full(case.rows, tokens / case.rows)
     return floating_operations(case, lengths) / rate
 
@@ -98,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         label = f"{options.size}/{name}"
         try:
             row = measure(case, options.repeats)
-        except RuntimeError as error:  # one case out of memory must not lose the others
+        except RuntimeError as error:  # a case out of memory must not discard the others
             failed = True
             print(f"{label:<28}{error}", flush=True)
             continue
@@ -113,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Describes the machine of the measurement."""
     info = Path("/proc/cpuinfo")
     names = [row.split(":", 1)[1].strip() for row in info.read_text().splitlines() if row.startswith("model name")]
     return {"cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(), "python": sys.version}

@@ -1,9 +1,10 @@
-"""`python -m benchmarks.serving`: tokens per second of the server, beside the in-process sampler with as many rows.
+"""`python -m benchmarks.serving`: tokens per second of the server, compared with the in-process sampler with as many
+rows.
 
-Both sample the same completions, greedily and alternately: the sampler in one call; the server for clients that each
-send the next request when they have an answer. The model counts: after token `i` comes `i + 1`, up to the end token, so
-the last token of a prompt sets the length of its completion. Its arithmetic is that of any other model of its size. The
-server runs in a thread of this process, the clients in a process of their own.
+Both sample the same completions, greedily and alternately: the sampler in one call, and the server for clients that
+each send the next request when they have an answer. The model counts: token `i` is followed by `i + 1`, up to the end
+token, so the last token of a prompt determines the length of its completion. Its arithmetic is that of any other model
+of its size. The server runs in a thread of this process, the clients in a separate process.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def make_prompts(count: int) -> list[list[int]]:
 
 
 class Running:
-    """A server in a thread, warmed up, until `close`."""
+    """A server in a thread, warmed up, that runs until `close`."""
 
     def __init__(self, weights: Weights, rows: int):
         slots = Slots(weights, rows, PROMPT + LONGEST + 1)
@@ -89,7 +90,7 @@ class Running:
 
 
 def run_clients(address: str, prompts: list[list[int]], count: int, orders: Connection) -> None:
-    """The process of the clients: for each order, sends all prompts and answers with the number of tokens."""
+    """Runs in the process of the clients. For each order, it sends all prompts and returns the number of tokens."""
 
     async def everything() -> int:
         left, tokens = list(reversed(prompts)), 0

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.staleness`: the time of a step that is sampled during the update before it.
+"""`python -m benchmarks.staleness`: the time of a step whose completions are sampled during the previous update.
 
-Eight devices of the CPU, four of which train and four sample. They share the cores of the machine, so the real work is
-small, and both phases are prolonged by the same time in which nothing is computed: a simulated equal split. Runs with
-`rollout.max_staleness` 0 and 1 alternate.
+There are eight devices on the CPU, four for training and four for sampling. They share the cores of the machine, so the
+real work is small, and both phases are extended by the same time without computation: a simulated equal split. Runs
+with `rollout.max_staleness` 0 and 1 alternate.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def learner(staleness: int, seconds: float, steps: int) -> tuple[MaxRLLearner, l
 
 
 def measure(seconds: float, steps: int, repeats: int) -> dict[str, list[float]]:
-    """Returns the median seconds of a step of each run, by staleness; the first two steps of a run are left out."""
+    """Returns the median seconds of a step of each run, by staleness. The first two steps of a run are excluded."""
     found: dict[str, list[float]] = {"0": [], "1": []}
     for repeat in range(repeats + 1):
         for staleness in (0, 1):
             made, rows = learner(staleness, seconds, steps)
             made.train(ROWS, batch_size=4)
-            if repeat:  # the first run of each compiles
+            if repeat:  # the first run of each side compiles
                 found[str(staleness)].append(statistics.median(row["train/step_time_sec"] for row in rows[2:]))
     return found
 

@@ -1,9 +1,10 @@
-"""`python -m benchmarks.turns`: the time of completions of several turns, beside one turn and beside prefilling again.
+"""`python -m benchmarks.turns`: the time of completions of several turns, compared with one turn and with repeated
+prefill.
 
 Three sides sample the same number of tokens per completion, alternately: one turn; several turns, whose replies are
 appended to the cache; and several turns where the prompt of each turn is the whole history, which is prefilled again.
-The model counts: after token `i` comes `i + 1`, so that every turn has the same length. Its arithmetic is that of any
-other model of its size.
+The model counts: token `i` is followed by `i + 1`, so that every turn has the same length. Its arithmetic is that of
+any other model of its size.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Appends:
 
 
 def reply() -> list[int]:
-    """An observation, whose last token makes the next turn begin at token 0."""
+    """Returns an observation whose last token makes the next turn start at token 0."""
     return [*range(TURN, TURN + REPLY - 1), TURN - 1]
 
 
@@ -73,7 +74,7 @@ def counting_model() -> tuple[Any, Any]:
     )
     graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
     params = nnx.to_pure_dict(state)
-    for layer in params["layers"].values():  # the layers compute as always, and add nothing
+    for layer in params["layers"].values():  # the layers are computed as usual and add zero
         for part, name in (("self_attn", "o_proj"), ("mlp", "down_proj")):
             layer[part][name]["kernel"] = np.zeros_like(layer[part][name]["kernel"])
     embedding, head = np.zeros((VOCABULARY, WIDTH), np.float32), np.zeros((WIDTH, VOCABULARY), np.float32)

@@ -1,8 +1,8 @@
-"""One case in one process, commanded over stdin and stdout: both ends of the line.
+"""Runs one case in a process that is controlled over standard input and output. The module contains both ends.
 
-A process of its own makes its peak memory the case's; the command to start a repeat comes from outside, so that two
-libraries can take turns and only one computes at a time. It imports nothing but the standard library before a case
-runs, because it also serves in the peer's environment.
+A separate process has the peak memory of the case only. The command to start a repeat comes from the other end, so that
+two libraries alternate and only one computes at a time. Before a case runs, only the standard library is imported,
+because the module also runs in the peer's environment.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class Finished(Exception):
-    """The other end wants no further repeat."""
+    """The other end requests no further repeat."""
 
 
 class Gate:
-    """The worker's end: `begin` once everything is built, then `end` after each repeat."""
+    """The worker's end: `begin` when everything is built, then `end` after each repeat."""
 
     def __init__(self) -> None:
-        # Whatever a library prints must not get into the line.
+        # Output of libraries must not be mixed with the messages.
         self._out = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
         self._compilations: list[float] = []
@@ -47,17 +47,17 @@ class Gate:
             self._compilations.append(duration_secs)
 
     def begin(self) -> None:
-        """Says that the case is built; returns when the first repeat is to start. What was compiled so far made the
-        model and is not counted."""
+        """Reports that the case is built. Returns when the first repeat must start. Earlier compilations belong to the
+        creation of the model and are not counted."""
         self._compilations.clear()
         self._send({"base_mb": peak_memory_mb()})
         self._wait()
 
     def end(self, tokens: int, **more: float) -> None:
-        """Reports the repeat that is over, of so many useful tokens; returns when the next is to start.
+        """Reports a completed repeat and its number of useful tokens. Returns when the next must start.
 
         Raises:
-          Finished: there is no next.
+          Finished: there is no next repeat.
         """
         seconds = time.perf_counter() - self._started
         compiled = {"compile_s": sum(self._compilations), "programs": len(self._compilations)}
@@ -76,28 +76,28 @@ class Gate:
 
 
 def peak_memory_mb() -> float:
-    """Returns the peak memory of this process: that of the device if it reports one, else resident memory."""
+    """Returns the peak memory of this process: that of the device if it reports one, otherwise resident memory."""
     import jax
 
     stats = jax.local_devices()[0].memory_stats()
     if stats is not None:
         return stats["peak_bytes_in_use"] / 1e6
     status = Path("/proc/self/status")
-    if status.exists():  # `ru_maxrss` below also counts what the starting process held
+    if status.exists():  # `ru_maxrss` below also counts the memory of the parent process
         lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
         return int(lines["VmHWM"].split()[0]) * 1024 / 1e6
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
 def serve(run_case: Callable[..., None]) -> None:
-    """The main function of a worker: `CASE_AS_JSON [MODEL_FOLDER]` on its command line."""
+    """The main function of a worker, with `CASE_AS_JSON [MODEL_FOLDER]` on its command line."""
     arguments = sys.argv[1:]
     with contextlib.suppress(Finished):
         run_case(Case.from_json(arguments[0]), Gate(), Path(arguments[1]) if len(arguments) > 1 else None)
 
 
 class Worker:
-    """The commanding end: starts `python -m module` on a case and asks for repeats.
+    """The controlling end: starts `python -m module` on a case and requests repeats.
 
     Raises:
       RuntimeError: the process died; the message has the end of what it printed.
@@ -120,7 +120,7 @@ class Worker:
 
     def repeat(self) -> dict[str, float]:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the reading says why
+        with contextlib.suppress(BrokenPipeError):  # the read reports the reason
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
         return self._read()
@@ -149,14 +149,14 @@ def command(case: Case, folder: Path | None, module: str, python: str) -> Sequen
 
 
 def count(text: str) -> int:
-    """A number of repeats, from the command line."""
+    """Parses a number of repeats from the command line."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got '{text}'")
     return int(text)
 
 
 class Series:
-    """The repeats of one worker: the first is the warm-up, with its compilations."""
+    """The repeats of one worker. The first is the warm-up, which compiles."""
 
     def __init__(self, worker: Worker):
         self.worker = worker
@@ -167,7 +167,7 @@ class Series:
         self.repeats.append(self.worker.repeat())
 
     def rates(self) -> list[float]:
-        """Useful tokens per second of each repeat."""
+        """Returns the useful tokens per second of each repeat."""
         return [repeat["tokens"] / repeat["seconds"] for repeat in self.repeats]
 
     def summary(self) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""What leaving out the groups without a signal saves: the update with half of the groups constant over the full one.
+"""Measures the time saved by omitting groups without a signal: updates with half of the groups constant and full ones.
 
     python -m benchmarks.zero_signal [--repeats N] [--json FILE]
 
 Both kinds of batch go through one compiled step, alternately, as in a training step: choose the completions that can
 change the gradient, pack them, update. A group is constant when all its rewards are equal; its advantages are exactly 0
-under GRPO. The aim is a ratio of medians of at most 0.65.
+under GRPO. The target is a ratio of medians of at most 0.65.
 
-Beside the wall time stands the processor time of the whole process, which a shared machine disturbs less.
+The processor time of the whole process is reported too, because other load on the machine affects it less.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MODEL = DecoderConfig(
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is updated: the model, `prompts` groups of `size` completions, and their lengths in tokens."""
+    """The update's configuration: the model, `prompts` groups of `size` completions, and their lengths in tokens."""
 
     model: DecoderConfig = MODEL
     prompts: int = 8
@@ -56,8 +56,8 @@ class Setting:
 
 
 def make_batch(setting: Setting, constant: int) -> GroupBatch:
-    """Random tokens, every row at full length; rewards of 0 and 1 alternately, but equal ones in the `constant` first
-    groups."""
+    """Returns random tokens with every row at full length. Rewards are 0 and 1 alternately, but equal in the `constant`
+    first groups."""
     rng = np.random.default_rng(0)
     groups, size, steps = setting.prompts, setting.size, setting.completion_length
     rewards = np.tile(np.arange(size) % 2, (groups, 1)).astype(np.float32)
@@ -75,7 +75,8 @@ def make_batch(setting: Setting, constant: int) -> GroupBatch:
 
 
 class Timed(NamedTuple):
-    """One update: its wall and its processor time in seconds, and the completions that went through the model."""
+    """An update: its wall time and processor time in seconds, and the number of completions that went through the
+    model."""
 
     wall: float
     processor: float
@@ -83,7 +84,7 @@ class Timed(NamedTuple):
 
 
 def make_update(setting: Setting) -> tuple[Callable[[GroupBatch], Timed], list[int]]:
-    """The update of a batch, and a list that grows by one with every compilation."""
+    """Returns the update of a batch, and a list that gets one entry for every compilation."""
     compilations: list[int] = []
     objective = build_objective(GRPOConfig(num_generations=setting.size), setting.completion_length, 1)
     optimizer = build_optimizer(OptimizerConfig(), None)
@@ -110,7 +111,7 @@ def make_update(setting: Setting) -> tuple[Callable[[GroupBatch], Timed], list[i
 
 
 def measure(setting: Setting, repeats: int) -> dict[str, Any]:
-    """Full and half-constant updates alternately, the first of each (which compiles) not counted."""
+    """Runs full and half-constant updates alternately. The first of each, which compiles, is not counted."""
     update, compilations = make_update(setting)
     batches = {"full": make_batch(setting, 0), "half": make_batch(setting, setting.prompts // 2)}
     computed = {name: update(batch).computed for name, batch in batches.items()}

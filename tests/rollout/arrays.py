@@ -1,4 +1,4 @@
-"""Calls of engines with arrays instead of requests and samples."""
+"""Helpers that call engines with arrays instead of requests and samples."""
 
 from tunix_like.rollout.requests import collect
 from tunix_like.rollout.rollouts import with_width

@@ -1,4 +1,5 @@
-"""What a step trains on, against slow loops and without a model: shaped rewards, dynamic sampling group by group."""
+"""Tests the selection of training samples against Python loops, without a model: shaped rewards and dynamic
+sampling."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ SIZE, LIMIT = 4, 6
 
 
 def slow_shape(total, length, algo, threshold):
-    """One completion's reward, as the sheet says it."""
+    """Computes the shaped reward of one completion, following the formulas."""
     if math.isnan(total):
         return total
     if algo.overlong == "penalty":
@@ -50,8 +51,8 @@ REWARDS = st.sampled_from([0.0, 0.1, 0.7 + 0.2 + 0.1, 1.0, 1.5, 2.0, 3.0, -1.0, 
 
 @given(SHAPES, st.lists(st.tuples(REWARDS, st.integers(0, LIMIT)), min_size=SIZE, max_size=SIZE), st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_shaped_rewards_by_a_loop(shaping, completions, high):
-    """The penalty in tokens first, then success of what is left; what could not be scored stays so."""
+def test_shaped_rewards_equal_those_of_a_loop(shaping, completions, high):
+    """The length penalty is applied first, then the success threshold. A missing score stays missing."""
     algo, threshold = AlgorithmConfig(**shaping), 1.0 if high else 0.3
     total, lengths = (
         np.array([column], kind) for column, kind in zip(zip(*completions, strict=True), (float, int), strict=True)
@@ -62,9 +63,10 @@ def test_shaped_rewards_by_a_loop(shaping, completions, high):
     assert np.array_equal(total[0], [reward for reward, _ in completions], equal_nan=True), "its argument stays"
 
 
-def test_the_penalty_in_numbers():
-    """A buffer of 4 tokens before 6: 0 up to 2 tokens, then a quarter each, the whole of it at the limit; order:
-    1.5 less 0.5 is a success of threshold 1, 1.5 less 0.75 is none."""
+def test_values_of_the_length_penalty():
+    """With a buffer of 4 tokens before a limit of 6, the penalty is 0 up to 2 tokens and then grows by a quarter per
+    token, to 1 at the limit. The penalty precedes the threshold of 1: a reward of 1.5 less 0.5 is a success, 1.5 less
+    0.75 is not."""
     lengths = np.arange(7)[None]
     algo = AlgorithmConfig(overlong="penalty", overlong_buffer=4)
     total = np.full((1, 7), 1.5)
@@ -86,12 +88,12 @@ GROUPS = {
 
 
 def given_rewards(prompts, completions, rewards):
-    """Every row says what its group's completions get."""
+    """A reward function: each row contains the rewards of its group's completions."""
     return [row[i % SIZE] for i, row in enumerate(rewards)]
 
 
 class FakeEngine:
-    """Completions that depend on the problem's number alone, as the real one's do."""
+    """Returns completions that depend only on the problem's number, as those of the real engine do."""
 
     max_prompt_length, row_steps = 8, 0
 
@@ -114,8 +116,8 @@ class FakeEngine:
 
 
 def make(kinds, batch_size, algo, rollouts=None, sources=None, functions=None):
-    """A collector over one prompt for each of `kinds`, in order; `sources` are their `data_source`, of which "own" is
-    of maxrl."""
+    """Returns a collector with one prompt for each of `kinds`, in order. `sources` are the values of their column
+    `data_source`; "own" belongs to maxrl."""
     algo = resolve(algo, type(algo))
     lengths = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=LIMIT)
     task = Task(algo, lengths, functions or [("given", given_rewards, 1.0)], 1.0)
@@ -130,7 +132,7 @@ def make(kinds, batch_size, algo, rollouts=None, sources=None, functions=None):
 
 
 def slow_steps(kinds, batch_size, cap, teaching):
-    """What every step should train on and how often it drew, by a loop over groups."""
+    """Computes, by a loop over groups, which groups each step trains on and how many batches it samples."""
     steps, place = [], 0
     while place + batch_size <= len(kinds):
         drawn, extra = list(range(place, place + batch_size)), 0
@@ -147,7 +149,7 @@ def slow_steps(kinds, batch_size, cap, teaching):
 
 
 def silent(name):
-    """The collector tells a clock when a part is done; nothing here looks at it."""
+    """Replaces the clock of the collector. Its measurements are not used here."""
 
 
 ESTIMATORS = {
@@ -164,11 +166,11 @@ ESTIMATORS = {
     st.sampled_from(sorted(ESTIMATORS)),
 )
 @settings(max_examples=60, deadline=None)
-def test_dynamic_sampling_by_a_loop(kinds, batch_size, cap, name):
-    """Whole groups, in the order they were drawn; constant ones only to fill up; the problems' numbers go on through
-    all that was drawn; metrics speak of everything drawn; the end of the data ends it."""
+def test_dynamic_sampling_equals_a_loop_over_groups(kinds, batch_size, cap, name):
+    """Groups are used whole and in the order in which they were sampled. Groups without signal only fill up a step.
+    Problem numbers and metrics cover everything that was sampled. The end of the data ends the collection."""
     config, params, teaching = ESTIMATORS[name]
-    kinds = ["mixed", *kinds[1:]]  # something must be scored in the first batch
+    kinds = ["mixed", *kinds[1:]]  # the first batch must contain a scored completion
     algo = config(num_generations=SIZE, dynamic_sampling=True, max_extra_batches=cap, **params)
     collector = make(kinds, batch_size, algo)
     for expected, extra, beyond, drawn in slow_steps(kinds, batch_size, cap, teaching):
@@ -211,8 +213,9 @@ def test_without_dynamic_sampling_one_batch_is_one_step():
     assert collector(1, None, silent) is None
 
 
-def test_the_cap_is_said_once_and_has_a_default(caplog):
-    """Four further batches where nothing is set; then the step goes on with what there is."""
+def test_cap_of_extra_batches_has_a_default_and_is_logged_once(caplog):
+    """The default cap is four extra batches. At the cap the step continues with the groups that it has, and one warning
+    is logged."""
     algo = RLOOConfig(num_generations=SIZE, dynamic_sampling=True)
     collector = make(["lost", "mixed"] + ["lost"] * 28, 2, algo)
     for step in (1, 2, 3):
@@ -224,8 +227,8 @@ def test_the_cap_is_said_once_and_has_a_default(caplog):
     assert "step 1: dynamic sampling found 1 of 2 groups with different rewards after 4 extra batch(es)" in caplog.text
 
 
-def test_what_is_decided_on_are_the_shaped_rewards():
-    """Rewards that differ but are all no success are no signal once they are binarized."""
+def test_dynamic_sampling_selects_by_shaped_rewards():
+    """Different rewards that are all below the threshold give no signal once they are binarized."""
     kinds = ["uneven", "mixed", "uneven", "mixed"]
     for binarize, numbers in ((False, [0, 1]), (True, [1, 3])):
         algo = MaxRLConfig(num_generations=SIZE, dynamic_sampling=True, binarize=binarize)
@@ -234,8 +237,8 @@ def test_what_is_decided_on_are_the_shaped_rewards():
         np.testing.assert_array_equal(batch.rewards, [GROUPS[kinds[n]] for n in numbers])
 
 
-def test_extra_batches_that_cannot_be_scored_are_no_mistake():
-    """Only a first batch without any score is refused: then the reward function is at fault."""
+def test_unscored_extra_batches_are_not_an_error():
+    """Only a first batch without any score is an error, because it indicates a fault of the reward function."""
     algo = RLOOConfig(num_generations=SIZE, dynamic_sampling=True)
     rollout, _, _, _ = make(["mixed", "lost", "unscored", "unscored", "mixed", "lost"], 2, algo)(1, None, silent)
     assert [problem.number for problem in rollout.problems] == [0, 4]
@@ -245,8 +248,9 @@ def test_extra_batches_that_cannot_be_scored_are_no_mistake():
         make(["mixed", "mixed"], 3, algo)(1, None, silent)
 
 
-def test_masked_completions_and_sources():
-    """overlong=mask marks what was cut and leaves the rewards alone; the column data_source picks the estimator."""
+def test_overlong_mask_and_estimator_by_source():
+    """overlong=mask marks truncated completions and keeps their rewards. The column data_source selects the
+    estimator."""
     batch = make(["mixed"] * 3, 3, MaxRLConfig(num_generations=SIZE, overlong="mask"))(1, None, silent).batch
     np.testing.assert_array_equal(batch.trained, batch.completion_lengths < LIMIT)
     assert not batch.trained.all() and batch.scored.all() and batch.rewards.sum() == 6
@@ -255,8 +259,9 @@ def test_masked_completions_and_sources():
     assert collector(1, None, silent).batch.estimator_ids.tolist() == [1, 0, 1]
 
 
-def test_a_reward_that_an_estimator_does_not_take(tmp_path):
-    """Named by prompt, completion and functions; groups of another estimator may have it. The completions are kept."""
+def test_reward_that_the_estimator_does_not_accept_raises(tmp_path):
+    """The message names the prompt, the completion and the reward functions. Groups of another estimator may have such
+    a reward. The completions are written to a file."""
     minus = [("given", given_rewards, 1.0), ("price", lambda completions: [0.5] * len(completions), -2.0)]
     algo = RLOOConfig(num_generations=SIZE)
     batch = make(["won", "mixed"], 2, algo, sources=["own", "other"], functions=minus)(1, None, silent).batch

@@ -1,4 +1,5 @@
-"""Drawn tokens against the exact distribution: by counting, by an even grid of uniform numbers, and by a plain sort."""
+"""Tests sampled tokens against the exact distribution: by counts, by an even grid of uniform numbers, and by a plain
+sort."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ LARGE = (1.5 * np.random.default_rng(0).normal(size=3000)).astype(np.float32)
 
 @functools.partial(jax.jit, static_argnames=("params", "count"))
 def draw(logits, key, params: SamplingParams, count: int):
-    """How often each token is chosen from one row of logits in `count` draws."""
+    """Returns how often each token is sampled from one row of logits in `count` draws."""
 
     def some(total, key):
         rows = 2000
@@ -48,8 +49,8 @@ def softmax(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
 
 
 def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
-    """Chi-square of counts against probabilities, rare tokens pooled until 20 are expected; in standard deviations, by
-    the cube root of Wilson and Hilferty."""
+    """Returns the chi-square statistic of counts against probabilities, in standard deviations by the cube root
+    transform of Wilson and Hilferty. Rare tokens are pooled until 20 are expected."""
     order = np.argsort(probs)
     pooled: list[tuple[float, float]] = []
     seen = expected = 0.0
@@ -66,7 +67,7 @@ def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
 
 
 def nucleus(probs: np.ndarray, top_p: float) -> np.ndarray:
-    """The smallest set of most probable tokens with at least `top_p` of the mass, by a sort."""
+    """Returns the smallest set of most probable tokens with at least `top_p` of the mass, by a sort."""
     order = np.argsort(-probs, kind="stable")
     enough = int(np.searchsorted(np.cumsum(probs[order]), top_p * probs.sum()))
     return np.isin(np.arange(len(probs)), order[: enough + 1])
@@ -81,7 +82,7 @@ def most_probable(probs: np.ndarray, k: int) -> np.ndarray:
 
 
 def distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """What is drawn from: temperature, then the k most probable, then their nucleus."""
+    """Returns the sampling distribution: temperature, then the k most probable tokens, then their nucleus."""
     probs = softmax(logits, params.temperature)
     if params.top_k is not None:
         probs = kept(probs, most_probable(probs, params.top_k))
@@ -102,7 +103,7 @@ def distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     ],
     ids=lambda value: str(value) if isinstance(value, SamplingParams) else f"V={len(value)}",
 )
-def test_counts_are_those_of_the_distribution(logits, params):
+def test_counts_follow_the_distribution(logits, params):
     probs = distribution(logits, params)
     counts = np.asarray(draw(jnp.asarray(logits), jax.random.key(1), params, 20_000))
     assert counts.sum() == 20_000
@@ -111,9 +112,9 @@ def test_counts_are_those_of_the_distribution(logits, params):
 
 
 @pytest.mark.parametrize("size", [5, BLOCK, 3 * BLOCK, 1000])
-def test_an_even_grid_draws_each_token_in_proportion(size):
-    """With `u = (i + 1/2) / N` the count of a token is `N p` to within 1 (2 with rounding at the blocks' borders), and
-    tokens ascend."""
+def test_even_grid_samples_tokens_in_proportion(size):
+    """With `u = (i + 1/2) / N` the count of a token is `N p` to within 1 (2 with rounding at the borders of blocks),
+    and tokens ascend."""
     rng = np.random.default_rng(size)
     weights = rng.uniform(size=size) * (rng.uniform(size=size) < 0.7)
     count = 20_000
@@ -126,9 +127,9 @@ def test_an_even_grid_draws_each_token_in_proportion(size):
     assert counts[weights == 0].sum() == 0
 
 
-def test_a_token_of_weight_zero_is_never_drawn():
-    """At both ends of the unit interval: a few tokens among zeros with weights that differ by 1e30, and many tokens
-    with zeros behind them, whose running sum may by rounding end below their sum."""
+def test_token_of_weight_zero_is_never_sampled():
+    """Uses both ends of the unit interval. One case has a few tokens among zeros, with weights that differ by 1e30. The
+    other has many tokens followed by zeros, whose running sum may end below their sum because of rounding."""
     rng = np.random.default_rng(0)
     sparse = np.zeros((90, 600), np.float32)
     for row, alive in zip(sparse, [1, 2, 5] * 30, strict=True):
@@ -141,7 +142,7 @@ def test_a_token_of_weight_zero_is_never_drawn():
 
 
 def test_rounding_at_the_border_of_a_block_draws_no_zero():
-    """`u` falls on the very end of the first block, and taking the second one's sum off again overshoots it."""
+    """`u` is exactly the end of the first block, and subtracting the sum of the second block again overshoots it."""
     sums = np.random.default_rng(0).uniform(0.1, 1, (20_000, 3)).astype(np.float32)
     first, second = sums[:, 0], sums[:, 1]
     total = first + second + sums[:, 2]
@@ -155,7 +156,7 @@ def test_rounding_at_the_border_of_a_block_draws_no_zero():
 
 
 def rows_of_logits() -> np.ndarray:
-    """`[40, 300]`: flat and peaked."""
+    """Returns `[40, 300]` logits, flat and peaked."""
     rng = np.random.default_rng(3)
     return (rng.normal(size=(40, 300)) * rng.uniform(0.1, 6, (40, 1))).astype(np.float32)
 
@@ -166,20 +167,20 @@ def test_top_p_keeps_exactly_the_smallest_set(top_p):
     found = np.asarray(keep_top_p(jnp.asarray(probs), top_p))
     for row, out in zip(probs.astype(np.float64), found, strict=True):
         border = np.cumsum(np.sort(row)[::-1]) - top_p * row.sum()
-        if np.abs(border).min() > 1e-5:  # else float32 may take the border for either side
+        if np.abs(border).min() > 1e-5:  # otherwise float32 may put the token at the border on either side
             np.testing.assert_array_equal(out > 0, nucleus(row, top_p))
         np.testing.assert_array_equal(out[out > 0], row[out > 0].astype(np.float32))
 
 
-def test_top_p_of_few_tokens():
-    """Ties with the last one stay, a total below one is taken as it is, and zeros stay zero."""
+def test_top_p_keeps_ties_and_zeros():
+    """Ties with the last token are kept, a total below one is used unchanged, and zeros stay zero."""
     probs = jnp.asarray([[0.5, 0.2, 0.2, 0.1], [0.1, 0.4, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]])
     found = keep_top_p(probs, 0.6)
     np.testing.assert_array_equal(found > 0, [[1, 1, 1, 0], [0, 1, 0, 0], [0, 1, 0, 0]])
     assert (np.asarray(keep_top_p(probs, 1e-6)) > 0).sum(axis=1).tolist() == [1, 1, 1]
 
 
-def test_top_p_tells_neighbouring_floats_apart():
+def test_top_p_distinguishes_adjacent_floats():
     below = np.nextafter(np.float32(0.3), np.float32(0))
     probs = jnp.asarray([[0.4, 0.3, below, 0.0], [below, 0.3, below, 0.1]], jnp.float32)
     np.testing.assert_array_equal(keep_top_p(probs, 0.65) > 0, [[1, 1, 0, 0], [1, 1, 1, 0]])
@@ -205,8 +206,8 @@ def test_greedy_is_the_argmax():
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.6)], ids=str)
 @pytest.mark.parametrize("shape", [[1, 1, 8], [2, 2, 2]], ids=str)
-def test_a_device_chooses_from_its_part_of_the_vocabulary(shape, params):
-    """The same tokens as one device. Devices exchange single numbers per row, never logits."""
+def test_sharded_vocabulary_samples_the_same_tokens(shape, params):
+    """The tokens equal those of one device. Devices exchange single numbers per row, never logits."""
     rng = np.random.default_rng(5)
     logits, uniform = (2 * rng.normal(size=(40, 4800))).astype(np.float32), rng.uniform(size=40).astype(np.float32)
     mesh = build_mesh(MeshConfig(shape=shape, axis_names=["data", "fsdp", "tp"]))
@@ -225,8 +226,8 @@ def test_a_device_chooses_from_its_part_of_the_vocabulary(shape, params):
 
 
 @pytest.mark.parametrize("params", [SamplingParams(0.6), SamplingParams(0.6, top_p=0.5, top_k=4)], ids=str)
-def test_log_probabilities_are_of_the_whole_vocabulary(params):
-    """At the temperature, and not cut by top-k or top-p: what the trainer computes."""
+def test_log_probabilities_cover_the_whole_vocabulary(params):
+    """They are computed at the temperature and not restricted by top-k or top-p, as the trainer computes them."""
     logits = rows_of_logits()
     uniform = jnp.asarray(np.random.default_rng(4).uniform(size=40), jnp.float32)
     tokens, logprobs = choose(jnp.asarray(logits), uniform, params)
@@ -235,8 +236,8 @@ def test_log_probabilities_are_of_the_whole_vocabulary(params):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_parameters_of_each_row(seed):
-    """Rows with parameters of their own, against `choose` with the parameters of one row for all."""
+def test_parameters_by_row_equal_common_parameters(seed):
+    """Rows with their own parameters equal `choose` with one row's parameters for all."""
     rng = np.random.default_rng(seed)
     rows = [(0.0, 1.0, None), (1.0, 1.0, None), (0.7, 0.6, None), (1.3, 1.0, 7), (1.0, 0.9, 30), (2.0, 0.05, 1)]
     rows = [rows[index] for index in rng.integers(0, len(rows), 24)]
@@ -254,8 +255,8 @@ def test_parameters_of_each_row(seed):
         np.testing.assert_allclose(logprobs[row], expected[1][row], rtol=0, atol=1e-5)
 
 
-def test_top_k_of_each_row_is_that_of_all_rows():
-    """With ties, with as many kept as there are, and with zeros."""
+def test_top_k_by_row_equals_common_top_k():
+    """Cases with ties, with k equal to the number of tokens, and with zeros."""
     rng = np.random.default_rng(0)
     probs = jnp.asarray(rng.integers(0, 6, (40, 50)) * rng.random((40, 1)), jnp.float32)
     sizes = rng.integers(1, 51, 40)

@@ -1,4 +1,4 @@
-"""Rows that a reply restarts: each segment is the prompt and its own tokens, and nothing else changes.
+"""Tests rows that a reply restarts: each segment is the prompt and its own tokens, and the rest of a row is unchanged.
 
 The full forward pass over each segment is the oracle.
 """
@@ -22,7 +22,7 @@ from tunix_like.types import Completions, Reply
 
 
 class Restarting(Scripted):
-    """Restarts two of three rows, some of them twice, also without a token."""
+    """Restarts two of three rows, some of them twice, and some without an additional token."""
 
     def restarts(self, group: int, sample: int, turn: int) -> bool:
         return (group + sample + turn) % 3 > 0
@@ -36,7 +36,7 @@ class Restarting(Scripted):
 
 
 class Opening(Restarting):
-    """Tokens before the first turn, in some groups."""
+    """Adds tokens before the first turn, in some groups."""
 
     def opening(self, group: int) -> list[int]:
         return [2, 4, 6][: group % 4]
@@ -51,7 +51,7 @@ class Always(Restarting):
 
 
 def segment_logprobs(found: Completions, model: str) -> np.ndarray:
-    """By the plain model: one row for each segment of each completion."""
+    """Returns log-probabilities of the plain model, computed with one row for each segment of each completion."""
     graphdef, params = MODELS[model]
     places = [
         (p, i, int(start))
@@ -77,7 +77,7 @@ def steps() -> tuple[Completions, Restarting]:
     return play(responder), responder
 
 
-def test_a_row_keeps_all_its_tokens_and_says_where_segments_start(steps):
+def test_row_keeps_all_tokens_and_records_segment_starts(steps):
     found, responder = steps
     several = 0
     for index in np.ndindex(*found.lengths.shape):
@@ -95,8 +95,8 @@ def test_a_row_keeps_all_its_tokens_and_says_where_segments_start(steps):
 
 
 @pytest.mark.parametrize("rows", others_slow([None, 5], None))
-def test_an_opening_stands_before_the_first_turn(rows):
-    """Also of completions that start when others are done; it is not sampled."""
+def test_opening_precedes_the_first_turn(rows):
+    """This includes completions that start after others have ended. The opening is not sampled."""
     found, responder = play(Opening(), max_concurrent_rows=rows), Opening()
     for p, i in np.ndindex(*found.lengths.shape):
         opening = responder.opening(p)
@@ -114,7 +114,7 @@ def test_an_opening_stands_before_the_first_turn(rows):
 
 
 @pytest.mark.parametrize("model", others_slow(MODELS, "plain"))
-def test_a_segment_is_the_full_forward_over_the_prompt_and_itself(monkeypatch, model):
+def test_segment_logprobs_equal_the_full_forward_pass(monkeypatch, model):
     monkeypatch.setattr(schedule, "FIRST_CACHE", 16)
     monkeypatch.setattr(turns, "MOST_APPENDED", 16)
     found = play(Restarting(), model)
@@ -125,8 +125,8 @@ def test_a_segment_is_the_full_forward_over_the_prompt_and_itself(monkeypatch, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "seed"), [(5, 1), (None, 0), (5, None)])
-def test_the_schedule_changes_nothing(monkeypatch, steps, rows, seed):
-    """Eager replies in any order, few rows at a time, rows that are moved together."""
+def test_tokens_do_not_depend_on_the_schedule(monkeypatch, steps, rows, seed):
+    """Eager replies in any order, few rows at a time, and rows that are moved together give the same tokens."""
     monkeypatch.setattr(schedule, "FEWEST_TOKENS_LEFT", 1)
     monkeypatch.setattr(schedule, "FEWEST_ROWS", {"cpu": 1})
     monkeypatch.setattr(schedule, "FIRST_CACHE", 16)
@@ -138,7 +138,7 @@ def test_the_schedule_changes_nothing(monkeypatch, steps, rows, seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [[8, 1, 1], [2, 2, 2]])
-def test_a_mesh_samples_the_same(steps, shape):
+def test_mesh_samples_the_same_tokens(steps, shape):
     found = play(Restarting(), mesh=build_mesh(MeshConfig(shape=shape, axis_names=list(AXES))))
     np.testing.assert_array_equal(found.tokens, steps[0].tokens)
     np.testing.assert_array_equal(found.segment_start, steps[0].segment_start)

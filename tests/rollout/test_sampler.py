@@ -1,6 +1,7 @@
-"""Sampled rows against the full forward, and against each other: what a row is depends on nothing beside it.
+"""Tests sampled rows against the full forward pass, and that a row does not depend on the other rows.
 
-The stream without end-of-sequence tokens is the oracle of the one with them, since random numbers go by position.
+The tokens of a row without end-of-sequence tokens are the oracle of the row with them, since random numbers depend on
+the position only.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ KEY, WARM = jax.random.key(5), SamplingParams(TEMPERATURE)
 
 
 def make_model() -> tuple:
-    """(graphdef, params): two query heads for each key head, and weights large enough for logits that differ."""
+    """Returns (graphdef, params) of a model with two query heads for each key head, and weights large enough for logits
+    that differ."""
     config = DecoderConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
@@ -61,7 +63,7 @@ def sample(
 
 
 def full_logits(prompts, tokens: np.ndarray) -> np.ndarray:
-    """`[P G T V]`: what the plain model predicts at every place of complete rows."""
+    """Returns `[P G T V]`: the logits of the plain model at every position of complete rows."""
     count, size, steps = tokens.shape
     rows = [[*prompts[p], *tokens[p, i].tolist()] for p, i in np.ndindex(count, size)]
     padded = pad_tokens(rows, max(map(len, rows)))
@@ -79,12 +81,12 @@ def chosen_logprobs(logits: np.ndarray, tokens: np.ndarray, temperature: float) 
 
 @pytest.fixture(scope="module")
 def endless():
-    """Twelve tokens of every row; no token ends one."""
+    """Returns twelve tokens for every row, without end-of-sequence tokens."""
     return sample()
 
 
 def test_logprobs_are_those_of_the_full_forward(monkeypatch):
-    """Over 70 tokens, so that the cache grows on the way."""
+    """The rows have more than 70 tokens, so that the cache grows during sampling."""
     monkeypatch.setattr(schedule, "FIRST_CACHE", 32)
     found = sample(max_tokens=70)
     assert found.tokens.shape == (3, SIZE, 70)
@@ -96,9 +98,9 @@ def test_logprobs_are_those_of_the_full_forward(monkeypatch):
 
 
 @pytest.mark.parametrize("room", [12, 16])
-def test_cached_decode_is_the_full_forward(endless, room):
-    """All logits at every step, from `prefill` and `decode`, on tokens that are given, in a ring that starts
-    anywhere."""
+def test_cached_decode_equals_the_full_forward_pass(endless, room):
+    """Compares all logits at every step of `prefill` and `decode` on given tokens. The ring of the cache starts at any
+    position."""
     steps, first_column = endless.tokens.shape[-1], 5
 
     @jax.jit
@@ -136,9 +138,9 @@ def test_greedy_tokens_are_the_argmax():
     np.testing.assert_allclose(found.logprobs, chosen_logprobs(logits, found.tokens, 1.0), rtol=0, atol=1e-4)
 
 
-def test_a_row_depends_on_nothing_beside_it(endless):
-    """Another order, other neighbours; then a longer prompt among them (another padded width) and another group size:
-    the same number has the same rows."""
+def test_row_does_not_depend_on_other_rows(endless):
+    """The prompts are reordered and combined with others. Then a longer prompt (another padded width) is added and the
+    group size is changed. Equal numbers give equal rows."""
     swapped = sample(prompts=(C, [4, 4], A), numbers=(1, 9, 3))
     wider = sample(prompts=(LONG, C, A), numbers=(7, 1, 3), size=SIZE + 1)
     for other, places in ((swapped, {2: 0, 0: 2}), (wider, {0: 2, 2: 1})):
@@ -152,7 +154,7 @@ MANY, PROMPTS, NUMBERS = 6, (A, B, C, LONG), (3, 8, 1, 7)
 
 @pytest.fixture(scope="module")
 def ragged():
-    """Six completions of four prompts, from one token to all 80, all of them in work at once and never moved."""
+    """Returns six completions of four prompts, with 1 to 80 tokens. All are computed together and never moved."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "FEWEST_TOKENS_LEFT", 1000)
         found = sample(PROMPTS, NUMBERS, MANY, eos_ids=(4,), max_tokens=80)
@@ -161,7 +163,7 @@ def ragged():
 
 
 def events(monkeypatch) -> list[tuple]:
-    """Names of the moves that `generate` makes, with the shape of the rows after each."""
+    """Records the names of the moves that `generate` makes, with the shape of the rows after each."""
     seen = []
 
     def spied(name: str, move):
@@ -179,8 +181,9 @@ def events(monkeypatch) -> list[tuple]:
 
 
 @pytest.mark.parametrize("rows", [1, 4, 6, 7, 13, 18])
-def test_rows_at_once_change_nothing(ragged, monkeypatch, rows):
-    """Fewer rows than a group, a whole group, and several: waiting completions take the rows that become free."""
+def test_tokens_do_not_depend_on_the_number_of_rows(ragged, monkeypatch, rows):
+    """Fewer rows than a group, a whole group, and several groups. Waiting completions take the rows that become
+    free."""
     seen = events(monkeypatch)
     found = sample(PROMPTS, NUMBERS, MANY, eos_ids=(4,), max_tokens=80, max_concurrent_rows=rows)
     for values, expected in zip(found[:5], ragged[:5], strict=True):
@@ -193,8 +196,8 @@ def test_rows_at_once_change_nothing(ragged, monkeypatch, rows):
     assert len(prefilled) > 1 or rows > 12, "prompts that wait are computed when their turn comes"
 
 
-def test_moved_rows_change_nothing(ragged, monkeypatch):
-    """Gathered into fewer rows as they finish, one prompt in several slots, then the cache grown."""
+def test_tokens_do_not_depend_on_moves(ragged, monkeypatch):
+    """Rows are gathered as others finish, one prompt has several slots, and the cache grows."""
     monkeypatch.setattr(schedule, "FEWEST_TOKENS_LEFT", 1)
     monkeypatch.setattr(schedule, "FEWEST_ROWS", {"cpu": 1})
     monkeypatch.setattr(schedule, "FIRST_CACHE", 32)
@@ -209,7 +212,7 @@ def test_moved_rows_change_nothing(ragged, monkeypatch):
 
 @pytest.mark.slow
 def test_a_ring_that_has_wrapped_grows_in_order(monkeypatch):
-    """Waiting rows keep a small cache going round; then one needs more of it than there is."""
+    """Waiting rows keep the small cache in use as a ring. Then one row needs more of it than there is."""
     monkeypatch.setattr(schedule, "FIRST_CACHE", 8)
     whole = sample(PROMPTS, NUMBERS, MANY, eos_ids=(0, 3), max_tokens=40)
     assert (whole.lengths < 6).any() and (whole.lengths > 17).any()
@@ -220,22 +223,22 @@ def test_a_ring_that_has_wrapped_grows_in_order(monkeypatch):
     assert [name for name, _ in seen].count("grow") >= 2
 
 
-def test_number_sample_position_and_key_all_draw_anew(endless):
-    """Equal prompts, so that equal draws would be equal rows."""
+def test_random_numbers_depend_on_number_sample_position_and_key(endless):
+    """The prompts are equal, so equal random numbers would give equal rows."""
     same = sample(prompts=(A, A, A), numbers=(0, 1, 3))
     other = sample(prompts=(A, A, A), numbers=(0, 1, 3), key=jax.random.fold_in(KEY, 1))
     np.testing.assert_array_equal(same.tokens[2], endless.tokens[0])
     rows = [tuple(row) for row in np.concatenate([same.tokens, other.tokens]).reshape(-1, 12).tolist()]
     assert len(set(rows)) == len(rows)
-    uniform = SamplingParams(temperature=1e6)  # every token as likely: a number used twice would be a token used twice
+    uniform = SamplingParams(temperature=1e6)  # all tokens are equally likely: a reused number would repeat a token
     flat = sample(prompts=(A, A, A), numbers=(0, 1, 3), sampling=uniform).tokens
     assert (np.diff(flat, axis=-1) != 0).mean() > 0.8, "positions"
     assert (flat[0] != flat[1]).mean() > 0.7, "numbers"
     assert (flat[:, 0] != flat[:, 1]).mean() > 0.7, "samples"
 
 
-def test_any_of_several_tokens_ends_a_row_and_belongs_to_it(endless):
-    """At the first place, in the middle, and at the very last, which is an end and no cut."""
+def test_each_end_token_ends_a_row_and_is_part_of_it(endless):
+    """The end token is sampled first, in the middle, and last, where it counts as an end and not as a truncation."""
     eos_ids = tuple(int(endless.tokens[place]) for place in ((0, 0, 11), (0, 1, 5), (2, 0, 0)))
     found = sample(eos_ids=eos_ids)
     ends = np.isin(endless.tokens, eos_ids)
@@ -250,7 +253,8 @@ def test_any_of_several_tokens_ends_a_row_and_belongs_to_it(endless):
 
 
 def test_length_buckets():
-    """16, 24, 32, 48, 64, ...: at or above the length, at most half as much again, few of them, held to the limit."""
+    """16, 24, 32, 48, 64, ...: few values, each at least the length and at most half as much again, never above the
+    limit."""
     assert [length_bucket(n) for n in (1, 16, 17, 24, 25, 33, 48, 49, 64, 65, 97)] == [
         16, 16, 24, 24, 32, 48, 48, 64, 64, 96, 128,
     ]  # fmt: skip
@@ -274,8 +278,9 @@ def test_make_engine_takes_the_configs_end_tokens_before_the_tokenizers():
     assert make_engine(GRAPHDEF, tokenizer, RolloutConfig(eos_tokens=[2, 0])).eos_ids == (2, 0)
 
 
-def test_the_shape_of_slots():
-    """A group a slot where all are at once; else short prompts give each row a slot, long ones are shared."""
+def test_number_of_slots_and_rows_per_slot():
+    """If all completions run at once, each group has a slot. Otherwise each row of a short prompt has a slot, and rows
+    of a long prompt share one."""
     assert slot_shape(4, 8, 32, 64, 128) == slot_shape(4, 8, 1000, 64, 128) == (4, 8)
     assert slot_shape(64, 16, 512, 256, 1024) == (512, 1)
     assert slot_shape(64, 16, 512, 4096, 64)[1] == 16
@@ -287,7 +292,7 @@ def test_the_shape_of_slots():
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_a_prompt_in_several_slots_is_computed_once(ragged, monkeypatch, width):
-    """Of four prompts, two stand in the slots at first and go from one slot to another; the others follow."""
+    """Of four prompts, two are in the slots at first and are moved between slots. The others follow."""
     monkeypatch.setattr(schedule, "slot_shape", lambda *_: (8 // width, width))
     seen = events(monkeypatch)
     found = sample(PROMPTS, NUMBERS, MANY, eos_ids=(4,), max_tokens=80, max_concurrent_rows=8)
@@ -297,8 +302,8 @@ def test_a_prompt_in_several_slots_is_computed_once(ragged, monkeypatch, width):
     assert [name for name, _ in seen].count("replace_prompts") > 2
 
 
-def test_useful_share_of_the_work(ragged, monkeypatch):
-    """Every row that is there at a step counts, live or not."""
+def test_useful_share_counts_all_allocated_rows(ragged, monkeypatch):
+    """Every allocated row of a step counts, whether it is still sampled or not."""
     made = {
         rows: Sampler(GRAPHDEF, (4,), max_prompt_length=24, max_tokens=80, max_concurrent_rows=rows) for rows in (1, 24)
     }

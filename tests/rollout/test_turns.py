@@ -1,4 +1,4 @@
-"""Completions of several turns: the tokens of replies are in the row and in the cache, and nothing else changes.
+"""Tests completions of several turns: the tokens of replies are in the row and in the cache, and the rest is unchanged.
 
 The full forward pass over each whole row is the oracle.
 """
@@ -54,9 +54,9 @@ MODELS = {"plain": make_model(PLAIN), "windows": make_model(WINDOWS)}
 
 
 class Scripted:
-    """Answers with a number of tokens that depends on the trajectory and the turn, some of them end tokens.
+    """Replies with a number of tokens that depends on the trajectory and the turn. Some of the tokens are end tokens.
 
-    In eager mode it holds some of the replies back for a while.
+    In eager mode it delays some of the replies.
     """
 
     def __init__(self, lockstep=True, most_turns=3, seed=None):
@@ -113,13 +113,14 @@ def expected_logprobs(found: Completions, model="plain") -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def steps():
-    """In lockstep, everything at once."""
+    """Samples the rows in lockstep, all of them at once."""
     responder = Scripted()
     return play(responder), responder
 
 
-def test_a_row_is_what_was_sampled_and_what_was_replied(steps):
-    """Token for token, turn after turn; a reply that leaves no space for a token ends the row before it."""
+def test_row_contains_the_sampled_tokens_and_the_replies(steps):
+    """Compares all tokens of all turns. A reply that leaves no space for another token ends the row before the
+    reply."""
     found, responder = steps
     cut = 0
     for index in np.ndindex(*found.lengths.shape):
@@ -141,9 +142,9 @@ def test_a_row_is_what_was_sampled_and_what_was_replied(steps):
 
 
 @pytest.mark.parametrize("model", others_slow(MODELS, "plain"))
-def test_the_cache_of_several_turns_is_the_full_forward(monkeypatch, model):
-    """The cache grows while rows wait, and loses columns without tokens; replies take several blocks, which see the
-    keys of the turns before."""
+def test_cache_of_several_turns_equals_the_full_forward_pass(monkeypatch, model):
+    """The cache grows while rows wait, and its columns without tokens are removed. Replies take several blocks, which
+    attend to the keys of earlier turns."""
     monkeypatch.setattr(schedule, "FIRST_CACHE", 16)
     monkeypatch.setattr(turns, "MOST_APPENDED", 16)
     moves = []
@@ -160,7 +161,7 @@ def test_the_cache_of_several_turns_is_the_full_forward(monkeypatch, model):
 
 
 @pytest.mark.slow
-def test_the_blocked_attention_appends_the_same(monkeypatch, steps):
+def test_blocked_attention_gives_the_same_rows(monkeypatch, steps):
     jax.clear_caches()
     monkeypatch.setattr(attention, "SCORES", 0)
     found = play(Scripted())
@@ -176,27 +177,27 @@ def test_the_blocked_attention_appends_the_same(monkeypatch, steps):
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((5, None), (1, None), (5, 1), (None, None))),
     ],
 )
-def test_the_schedule_changes_nothing(monkeypatch, steps, rows, seed):
-    """Eager replies in any order, few rows at a time, rows that are moved together: the same tokens."""
+def test_tokens_do_not_depend_on_the_schedule(monkeypatch, steps, rows, seed):
+    """Eager replies in any order, few rows at a time, and rows that are moved together give the same tokens."""
     monkeypatch.setattr(schedule, "FEWEST_TOKENS_LEFT", 1)
     monkeypatch.setattr(schedule, "FEWEST_ROWS", {"cpu": 1})
     monkeypatch.setattr(schedule, "FIRST_CACHE", 16)
     found = play(Scripted(lockstep=seed is None, seed=seed), max_concurrent_rows=rows)
     for name in ("tokens", "lengths", "finished", "token_mask"):
         np.testing.assert_array_equal(getattr(found, name), getattr(steps[0], name), err_msg=name)
-    # Programs of other shapes round differently: 1.3e-5 was seen, of values up to 10.
+    # Programs of other shapes round differently: the largest difference seen was 1.3e-5, of values up to 10.
     np.testing.assert_allclose(found.logprobs, steps[0].logprobs, atol=5e-5)
 
 
-def test_without_replies_it_is_the_sampler_of_one_turn():
+def test_without_replies_it_equals_the_one_turn_sampler():
     found, single = play(Scripted(most_turns=1)), play(None)
-    for name in ("tokens", "lengths", "finished", "token_mask"):  # of every other group; the rest has one turn more
+    for name in ("tokens", "lengths", "finished", "token_mask"):  # every other group; the rest has one turn more
         np.testing.assert_array_equal(getattr(found, name)[::2], getattr(single, name)[::2], err_msg=name)
     np.testing.assert_allclose(found.logprobs[::2], single.logprobs[::2], atol=1e-5)
 
 
-def test_no_history_is_computed_again(monkeypatch):
-    """One prefill for all prompts; what goes through the model besides is as wide as the longest reply."""
+def test_history_is_not_recomputed(monkeypatch):
+    """All prompts are computed in one prefill. Later calls of the model are as wide as the longest reply."""
     prefilled, appended = [], []
     prefill, append = decoding.prefill, decoding.append
     monkeypatch.setattr(decoding, "prefill", lambda *a: prefilled.append(a[2].shape) or prefill(*a))
@@ -208,7 +209,7 @@ def test_no_history_is_computed_again(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [[8, 1, 1], [2, 2, 2]])
-def test_a_mesh_samples_the_same(steps, shape):
+def test_mesh_samples_the_same_tokens(steps, shape):
     found = play(Scripted(), mesh=build_mesh(MeshConfig(shape=shape, axis_names=list(AXES))))
     np.testing.assert_array_equal(found.tokens, steps[0].tokens)
     np.testing.assert_array_equal(found.token_mask, steps[0].token_mask)

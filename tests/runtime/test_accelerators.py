@@ -1,4 +1,4 @@
-"""Kinds of accelerators, sizes of slices, and the time model."""
+"""Tests the kinds of accelerators, the sizes of slices, and the time model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tunix_like.runtime.time_model import Times, times
     [("v5e-8", "v5e", 8), ("v5e-1", "v5e", 1), ("v5p-128", "v5p", 128), ("v6e-256", "v6e", 256), ("8xh100", "h100", 8),
      ("8xH200", "h200", 8), ("h100-3", "h100", 3), ("16xa100", "a100", 16), ("4", None, 4)],
 )  # fmt: skip
-def test_devices(text, kind, number):
+def test_devices_are_parsed(text, kind, number):
     assert parse_devices(text) == (kind and KINDS[kind], number)
 
 
@@ -37,13 +37,13 @@ def test_devices(text, kind, number):
         ("12xh100", "1 to 8, or whole nodes of 8"),
     ],
 )
-def test_bad_devices(text, said):
+def test_invalid_devices_are_rejected(text, said):
     with pytest.raises(UserError, match=f"--devices: .*{said}") as found:
         parse_devices(text)
     assert "\n" not in str(found.value)
 
 
-def test_the_shapes_of_slices_have_their_numbers_of_chips():
+def test_shapes_of_slices_match_their_numbers_of_chips():
     for kind in KINDS.values():
         assert all(math.prod(map(int, shape.split("x"))) == size for size, shape in kind.slices.items())
         assert (kind.backend == "tpu") == bool(kind.slices) == (kind.clock is not None)
@@ -57,18 +57,18 @@ def test_the_next_larger_slice():
     assert at_least(h100, 8.1) == "16xh100"
 
 
-def test_the_environment_keeps_what_the_user_set(monkeypatch):
+def test_environment_variables_of_the_user_are_kept(monkeypatch):
     monkeypatch.setattr(os, "environ", {"TPU_STDERR_LOG_LEVEL": "0"})
     accelerators.prepare()
     assert os.environ["JAX_PLATFORMS"] == "cpu" and os.environ["TPU_STDERR_LOG_LEVEL"] == "0"
 
 
-def test_a_compiler_that_is_not_installed(monkeypatch):
+def test_missing_compiler_gives_none(monkeypatch):
     monkeypatch.setattr(accelerators.importlib.util, "find_spec", lambda name: None)
     assert [accelerators.compiler_of(KINDS[name]) for name in ("v5e", "h200")] == [None, None]
 
 
-def test_times_and_the_bound():
+def test_times_and_the_lower_bound():
     costs = Costs(operations=197e12, memory_bytes=2 * 819e9, cycles=4.5e9, collectives={"all-gather": 200e9})
     found = times(costs, 0.0, KINDS["v5e"], 8)
     assert found == pytest.approx((1.0, 2.0, 1.0, 3.0))

@@ -1,4 +1,5 @@
-"""Costs and trip counts read from texts of compiled programs: small ones by hand, and tiny ones compiled for v5e."""
+"""Tests costs and trip counts that are read from the text of compiled programs: small ones written by hand, and tiny
+ones compiled for v5e."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ ENTRY %main (a: f32[28,4,8], i: s32[], w: f32[8,16]) -> f32[4,16] {
 """
 
 
-def test_shapes():
+def test_bytes_of_shapes():
     (first, second) = shapes_of("(bf16[2,<=3]{1,0:T(8,128)(2,1)S(1)}, /*index=1*/pred[5]{0})")
     assert (first.dtype, first.dims, first.on_chip, first.bytes) == ("bf16", (2, 3), True, 12)
     assert (second.dims, second.on_chip, second.bytes) == ((5,), False, 5)
@@ -91,7 +92,7 @@ def test_shapes():
 
 
 def test_a_loop_with_a_counter():
-    """From 2 to 10 in steps of two."""
+    """The counter runs from 2 to 10 in steps of two."""
     module = Module(COUNTED)
     loop = module.computations["main"].instructions["loop"]
     assert module.entry == "main" and module.trip_count("main", loop) == 4
@@ -99,7 +100,7 @@ def test_a_loop_with_a_counter():
     assert Counter(COUNTED.replace('"100"', f'"{2**63 - 1}"'), {}).total().cycles == 0, "no estimate"
 
 
-def test_a_known_trip_count_comes_first():
+def test_known_trip_count_has_priority():
     text = COUNTED.replace('metadata={op_name="jit(f)/while"}', 'backend_config={"known_trip_count":{"n":"7"}}')
     assert Counter(text, {}).total().cycles == 700
 
@@ -108,7 +109,7 @@ def test_a_known_trip_count_comes_first():
     ("trips", "cycles", "unknown"),
     [({}, 100, {"chunks"}), ({"chunks": 2.5}, 250, set()), ({"chunks": lambda around: around + 2}, 300, set())],
 )
-def test_a_loop_whose_trips_are_data(trips, cycles, unknown):
+def test_loop_whose_trip_count_depends_on_data(trips, cycles, unknown):
     text = COUNTED.replace("constant(10)", "parameter(1)").replace("jit(f)/while", "jit(f)/jvp(chunks)/while")
     counter = Counter(text, trips)
     assert counter.total().cycles == cycles and counter.unknown == unknown
@@ -116,19 +117,20 @@ def test_a_loop_whose_trips_are_data(trips, cycles, unknown):
 
 
 def test_attributes_over_several_lines():
-    """As those of a Pallas kernel, and of the copies of its results."""
+    """The Pallas kernel and the copies of its results have such attributes."""
     broken = 'negate(%x), frontend_attributes={kernel_metadata={\n"metadata":"{\\"q\\": 1}"\n}}, backend_config='
     text = COUNTED.replace("negate(%x), backend_config=", broken)
     assert text != COUNTED and Counter(text, {}).total() == Counter(COUNTED, {}).total()
 
 
-def test_kernels_are_counted_only():
+def test_kernels_are_counted():
     text = COUNTED.replace("negate(%x)", 'custom-call(%x), custom_call_target="tpu_custom_call"')
     assert Counter(text, {}).total().kernels == 4 and Counter(COUNTED, {}).total().kernels == 0
 
 
-def test_collectives():
-    """One of two fusions with the same channel, an asynchronous one once, and bytes that a device receives."""
+def test_bytes_of_collectives():
+    """Of two fusions with the same channel one is counted, and an asynchronous collective is counted once. Bytes are
+    those that a device receives."""
     costs = Counter(COLLECTIVES, {}).total()
     assert costs.numbers == {"all-gather": 1, "all-reduce": 1, "collective-permute": 1}
     assert costs.collectives == {"all-gather": 7 * 64, "all-reduce": 2 * 64 / 2, "collective-permute": 64}
@@ -136,7 +138,7 @@ def test_collectives():
 
 
 def test_a_reduce_scatter_of_the_tpu_compiler():
-    """It is written as a fusion of an all-reduce and a slice, but moves half of an all-reduce."""
+    """It is written as a fusion of an all-reduce and a slice, but transfers half the bytes of an all-reduce."""
     text = COLLECTIVES.replace("fused.1", "all-reduce-scatter.14.clone").replace("all-gather(%q)", "all-reduce(%q)")
     costs = Counter(text, {}).total()
     assert costs.collectives["reduce-scatter"] == 64 * 7 / 8 and costs.numbers["all-reduce"] == 1
@@ -152,21 +154,21 @@ def test_the_devices_of_a_collective(groups, size):
 
 
 def test_memory_and_products():
-    """Of a stack only the slice is read, into memory on the chip, which is not main memory."""
+    """Only the slice of a stack is read. Its destination is memory on the chip, which is not main memory."""
     costs = Counter(SLICED, {}).total()
     assert costs.operations == 2 * 4 * 8 * 16
     assert costs.memory_bytes == pytest.approx(4 * 8 * 4 + 4 + (8 * 16 + 4 * 16) * 4, abs=4)
 
 
 def test_a_product_that_is_written_as_a_convolution():
-    """A batch of eight, as a spatial axis that is dilated so that each output meets one pair."""
+    """The batch of eight is a spatial axis, dilated so that each output meets one pair."""
     text = (
         "ENTRY %main (a: f32[8,512,256]) -> f32[8,512,128] {\n  ROOT %y = f32[8,512,128]{2,1,0} convolution(%a, %b), "
     )
     text += "window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf\n}\n"
     (product,) = Module(text).computations["main"]
     assert _convolution(product, (8, 512, 256), (8, 256, 128)) == 2 * 8 * 512 * 256 * 128
-    assert _pairs(5, 3, 5, (1, 1), (1, 1)) == 13  # 3 x 5, less one at each end
+    assert _pairs(5, 3, 5, (1, 1), (1, 1)) == 13  # 3 x 5, minus one at each end
 
 
 COMPILED = """
@@ -205,12 +207,12 @@ print(json.dumps(found))
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed")
 def test_a_program_of_the_tpu_compiler(tmp_path):
-    """Chunks of data, six layers each, whose weights are gathered over eight devices."""
+    """Chunks of data with six layers each, whose weights are gathered over eight devices."""
     done = python("-c", COMPILED, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (one, _), (three, _) = ((found[:3], found[3]) for found in json.loads(done.stdout))
     assert json.loads(done.stdout)[0][3] == []
     assert one[0] == 6 * 2 * 128 * 512 * 512 and three[0] == 3 * one[0]
     assert one[1] > 0 and three[1] > 2.5 * one[1] * 0.9
-    layer = 512 * 512 * 2 * 7 / 8  # what a device receives of a layer's weights; hoisted out of the chunks or not
+    layer = 512 * 512 * 2 * 7 / 8  # the received bytes of a layer's weights, hoisted or not
     assert 6 * layer <= one[2] <= three[2] <= 18 * layer

@@ -1,4 +1,4 @@
-"""What a run says, on a terminal and in a log file."""
+"""Tests the output of a run, on a terminal and in a log file."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ ROW = {
 }
 
 
-def test_a_step_in_one_line():
+def test_step_is_one_line():
     assert console.step_line("train", 7, 100, ROW) == (
         "train   7/100  reward 0.312  pass@1 25.0%  length 17.3  clipped 2%  loss -0.00123  tok/s 12,346  "
         "2.00 s (rollout 75%, update 25%)  eval/pass@4 70.0%"
     )
 
 
-def test_phases_of_the_step_before_are_no_shares():
+def test_phases_of_the_previous_step_have_no_share():
     row = {"train/step_time_sec": 2.0, "train/time/update": 1.5, "train/time/trainer_idle": 0.5, "train/staleness": 1.0}
     row |= {"train/time/rollout": 6.0, "train/time/sampler_idle": 148.0, "train/time/reward": 3.0}
     assert console.step_line("train", 1, 2, row) == "train 1/2  2.00 s (update 75%, trainer_idle 25%)"
 
 
-def test_turns_follow_the_length():
+def test_turns_are_shown_after_the_length():
     row = {"train/completions/mean_length": 9.0, "train/turns/mean": 2.25}
     assert console.step_line("train", 1, 2, row) == "train 1/2  length 9.0  turns 2.2"
 
 
-def test_an_evaluation_in_a_line_has_its_number_of_samples():
+def test_line_of_an_evaluation_has_the_number_of_samples():
     for metrics, name in (
         ({"eval/pass@1": 0.5, "eval/avg@4": 0.4}, "train"),
         ({"sft/eval/pass@1": 0.5, "sft/eval/avg@1": 0}, "sft"),
@@ -56,20 +56,20 @@ def test_an_evaluation_in_a_line_has_its_number_of_samples():
         assert console.step_line(name, 0, 9, metrics) == f"{name} 0/9  eval/pass@1 50.0%  ({number} each)"
 
 
-def test_completions_without_a_reward_are_told_where_there_are_some():
+def test_share_of_unscored_completions_is_shown_if_not_zero():
     known = {"train/rewards/mean": 0.5, "train/reward/timeout_frac": 0.0}
     assert console.step_line("train", 1, 9, known) == "train 1/9  reward 0.500"
     known |= {"train/reward/unscored_frac": 0.25, "train/reward/timeout_frac": 0.17, "train/reward/error_frac": 0.08}
     assert console.step_line("train", 1, 9, known) == "train 1/9  reward 0.500  unscored 25%  late 17%  failed 8%"
 
 
-def test_what_is_absent_or_no_number_is_left_out():
+def test_absent_and_non_finite_metrics_are_omitted():
     assert console.step_line("sft", 3, None, {"sft/loss": 1.5, "rewards/mean": None, "eval/pass@1": float("nan")}) == (
         "sft 3  loss 1.5"
     )
 
 
-def test_say_prints_the_text_as_it_is(capsys):
+def test_print_text_prints_the_text_unchanged(capsys):
     text = "[bold]x[/bold] :smile: [1, 2] " + "long " * 60
     console.print_text(text)
     assert capsys.readouterr().out == text + "\n"
@@ -83,7 +83,7 @@ def test_table_holds_every_cell_and_takes_no_markup(capsys):
     assert any("c" * 90 in line and "│ -20% │" in line for line in lines)
 
 
-def test_a_foreign_text_cannot_command_the_terminal():
+def test_excerpt_escapes_control_characters():
     assert console.excerpt("a\x1b[2J\u202eb\r\n\tc\udc80é", 99) == "a\\x1b[2J\\u202eb\\r\n\\tc\\udc80é"
     assert console.excerpt("x" * 50 + "y" * 900 + "z" * 50, 100) == ("x" * 50 + " ... [900 characters] ... " + "z" * 50)
 
@@ -92,9 +92,9 @@ HOSTILE = "a\x1b]0;title\x07\x1b[2J\r\x9b\u202eb\u2066\u200f\u2028\x7fc\udc80"
 SHOWN = "a\\x1b]0;title\\x07\\x1b[2J\\r\\x9b\\u202eb\\u2066\\u200f\\u2028\\x7fc\\udc80"
 
 
-def test_nothing_that_is_said_commands_the_terminal(capsys, monkeypatch):
-    """A line, a table, a log record, the error that ends a command, a completion on a terminal; one for a file is what
-    the model wrote."""
+def test_output_escapes_control_characters(capsys, monkeypatch):
+    """This covers a line, a table, a log record, the error that ends a command, and a completion on a terminal. A
+    completion that is written to a file is unchanged."""
     console.print_text(f"{HOSTILE}\n\t\u3000\xa0\u00e9")
     console.table(f"t {HOSTILE}", (HOSTILE, "n"), [(HOSTILE, "1")])
     record = logging.LogRecord("tunix_like", logging.WARNING, "", 0, "%s", (HOSTILE,), None)
@@ -112,7 +112,7 @@ def test_nothing_that_is_said_commands_the_terminal(capsys, monkeypatch):
         assert file.getvalue() == f"{expected}\n"
 
 
-def test_a_text_of_many_lines_leaves_the_screen_to_others():
+def test_excerpt_limits_the_number_of_lines():
     assert console.excerpt("\n" * 606, 600) == "\n" * 9 + " ... [588 characters] ... " + "\n" * 9
     lines = [f"line {i}" for i in range(30)]
     found = console.excerpt("\n".join(lines), 600).split("\n")
@@ -120,7 +120,7 @@ def test_a_text_of_many_lines_leaves_the_screen_to_others():
     assert console.excerpt("\n".join(lines[:20]), 600).split("\n") == lines[:20]
 
 
-def test_what_the_encoding_of_the_output_lacks_does_not_end_a_command(tmp_path, monkeypatch):
+def test_character_outside_the_output_encoding_is_replaced(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "latin-1"))
     assert cli.main(["init", "a\u0416\xe9"]) == 0
@@ -131,7 +131,7 @@ def test_what_the_encoding_of_the_output_lacks_does_not_end_a_command(tmp_path, 
 
 
 @pytest.mark.parametrize("real", [False, True])
-def test_a_file_is_no_terminal_whatever_force_color_says(monkeypatch, real):
+def test_file_is_not_a_terminal_despite_force_color(monkeypatch, real):
     monkeypatch.setenv("TERM", "xterm")
     file = io.StringIO()
     monkeypatch.setattr(file, "isatty", lambda: real, raising=False)
@@ -144,7 +144,7 @@ def test_columns_of_texts_are_not_aligned_as_numbers(capsys):
     assert any("│ 7     │" in line for line in capsys.readouterr().out.splitlines())
 
 
-def test_figures_with_intervals():
+def test_numbers_with_intervals():
     metrics = {"eval/pass@1": 0.6123, "eval/avg@4": 1.25, "eval/maj@4": math.nan, "eval/mean_length": 17.04}
     metrics |= {"eval/low/pass@1": 0.587, "eval/high/pass@1": 0.636, "eval/low/avg@4": 1.0, "eval/high/avg@4": 1.5}
     metrics |= {"eval/low/maj@4": None, "eval/pass@1/low": 0.5, "eval/error_frac": 0.0, "train/loss": 1.0}

@@ -1,4 +1,5 @@
-"""The two output streams of a command whose reader ends, whose terminal is gone or paused, whose disk is full."""
+"""Tests standard output and standard error of a command when the reader ends, the terminal closes or pauses, or the
+disk is full."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def start(body, run=True, **streams):
 
 
 def readerless():
-    """The end of a pipe that is written to, and that nobody reads."""
+    """Returns the write end of a pipe whose read end is closed."""
     reader, writer = os.pipe()
     os.close(reader)
     return writer
@@ -47,7 +48,7 @@ def wait_for(path):
 
 
 def test_a_run_continues_in_its_folder_when_the_reader_ends(tmp_path):
-    """What was printed before the folder was known is in its file too, and so is what C code prints."""
+    """The file of the run also contains what was printed before the folder was known, and what C code prints."""
     body = f"""
 print("early")
 output.set_fallback_folder(pathlib.Path({str(tmp_path)!r}))
@@ -65,7 +66,7 @@ print("no newline", end="")
     assert log.read_text() == "early\ncaf\u00e9\nfrom C\nno newline"
 
 
-def test_both_streams_go_to_one_file_and_nothing_is_told_to_the_dead(tmp_path):
+def test_both_streams_go_to_one_file_after_the_reader_ends(tmp_path):
     body = f"""
 output.set_fallback_folder(pathlib.Path({str(tmp_path)!r}))
 print("out")
@@ -80,9 +81,9 @@ print("err", file=sys.stderr)
 
 
 @pytest.mark.parametrize("stream", ["pipe", "terminal"])
-def test_a_blocked_stream_stops_neither_a_run_nor_its_signals(tmp_path, stream):
-    """Nobody reads: the run loses a second. Its handler of a signal is called and returns. Once somebody reads again
-    the text is written from where it stopped, and what there was no room for is counted."""
+def test_blocked_stream_stops_neither_the_run_nor_its_signal_handlers(tmp_path, stream):
+    """Without a reader the run is delayed by a second, and its signal handler is called and returns. When the reader
+    continues, the text is written from the position where it stopped. Text beyond the buffer is dropped and counted."""
     reader, writer = os.pipe() if stream == "pipe" else pty.openpty()
     body = f"""
 def handler(number, frame):
@@ -107,7 +108,7 @@ while not os.path.exists({str(tmp_path / "told")!r}):
         try:
             while part := os.read(reader, 1 << 16):
                 said += part
-        except OSError:  # how a terminal ends
+        except OSError:  # the way in which a terminal closes
             pass
     os.close(reader)
     assert process.returncode == 0
@@ -119,7 +120,7 @@ while not os.path.exists({str(tmp_path / "told")!r}):
     assert int(lost[0].split()[0][1:]) == pytest.approx((30_000 - len(numbers)) * 100, abs=600)
 
 
-def test_a_full_disk_loses_no_line_that_there_is_room_for_later(tmp_path):
+def test_lines_of_a_full_disk_are_written_when_there_is_space(tmp_path):
     file = tmp_path / "said.txt"
     body = """
 print("before")
@@ -135,10 +136,10 @@ print("after")
     assert process.returncode == 0 and file.read_text() == "before\nmeanwhile\nafter\n"
 
 
-def test_a_command_that_is_no_run_ends_as_unix_tools_do():
-    """141 without a word where the reader has ended, as a shell says of a tool that SIGPIPE ends; 74 and the reason for
-    a full disk; in neither case a word of the interpreter at its end. Closed streams are those of somebody who does not
-    want to read."""
+def test_command_without_a_run_ends_as_unix_tools_do():
+    """The exit status is 141 without a message if the reader has ended, as a shell reports for a tool that SIGPIPE
+    ends. It is 74 with the reason for a full disk. The interpreter prints no message in either case. Closed streams are
+    treated as streams without a reader."""
     body = """
 try:
     print("text")

@@ -1,5 +1,5 @@
-"""Two real processes on the loopback, with two fake devices each: what they tell each other, and a run of theirs that
-is stopped, killed and taken up again, beside the same run in one process."""
+"""Tests two real processes on the loopback interface, with two simulated devices each: their communication, and a run
+that is stopped, killed and resumed, compared with the same run in one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 60
-"""Seconds within which the rest of a run must have ended after one of its processes is gone (heartbeat: 30)."""
+"""Seconds within which the remaining processes must end after one process has ended (heartbeat: 30)."""
 
 RUN = [
     "train", str(ROOT / "examples" / "debug" / "reverse_text.yaml"), "training.output_dir=run",
@@ -188,7 +188,7 @@ def start(argv, cwd, devices, **environment):
 
 
 def ends(processes, limit=240):
-    """`[(exit status, stdout, stderr)]`; none of them outlives the call."""
+    """Returns `[(exit status, stdout, stderr)]`. No process outlives the call."""
     try:
         said = [process.communicate(timeout=limit) for process in processes]
         return [(process.returncode, *each) for process, each in zip(processes, said, strict=True)]
@@ -198,7 +198,7 @@ def ends(processes, limit=240):
 
 
 def two(cwd, only_second=()):
-    """The run in two processes; once the second is gone, the first must follow within `BOUND`."""
+    """Runs two processes. After the second has ended, the first must end within `BOUND`."""
     place = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2", "--process-id"]
     own = ["0"], ["1", *only_second]
     pair = [start([sys.executable, "-m", "tunix_like", *RUN, *place, *each], cwd, 2) for each in own]
@@ -211,15 +211,15 @@ def two(cwd, only_second=()):
             process.kill()
 
 
-def what_counts(folder):
-    """A run's metrics, but for what a clock or a compiler had a hand in."""
+def reproducible_metrics(folder):
+    """Returns the metrics of a run, without those that depend on a clock or on the compiler."""
     clocks = ("train/time/", "train/perf/", "train/step_time_sec")
     return [{name: value for name, value in row.items() if not name.startswith(clocks)} for row in rows(folder)]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The run in one process, with all four devices."""
+    """Runs one process with all four devices."""
     cwd = tmp_path_factory.mktemp("alone")
     (cwd / "reward.py").write_text(REWARD)
     ((code, _, error),) = ends([start([sys.executable, "-m", "tunix_like", *RUN], cwd, 4)])
@@ -227,21 +227,21 @@ def alone(tmp_path_factory):
     return cwd
 
 
-def test_a_stopped_and_a_killed_run_of_two_ends_as_one_left_alone(alone, tmp_path):
-    """Bit for bit as a run of two processes that nothing stops; as the run of one process up to rounding, because sums
-    over the devices of several processes have another order."""
+def test_stopped_and_killed_run_of_two_equals_the_uninterrupted_run(alone, tmp_path):
+    """The result is bitwise that of an uninterrupted run of two processes. It equals that of one process up to
+    rounding, because sums over the devices of several processes have another order."""
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "SIGTERM").write_text("3")  # evaluation, step 1, step 2
     stopped = two(tmp_path)
     assert [code for code, _, _ in stopped] == [75, 75], stopped
-    assert what_counts(tmp_path / "run")[-1]["step"] == 2
+    assert reproducible_metrics(tmp_path / "run")[-1]["step"] == 2
     assert "after step 2, which is saved" in stopped[0][2] and "resumes" in stopped[1][2]
 
-    (tmp_path / "SIGKILL").write_text("3")  # steps 3, 4 and 5, whose rewards are not there yet
+    (tmp_path / "SIGKILL").write_text("3")  # steps 3, 4 and 5, whose rewards are not computed yet
     (code, _, error), (killed, _, _) = two(tmp_path)
     assert killed == -9 and code != 0
-    assert code == -6 or "Start all processes again with the same command" in error  # jax ends it, or we do
-    assert what_counts(tmp_path / "run")[-1]["step"] == 4
+    assert code == -6 or "Start all processes again with the same command" in error  # ended by jax or by this library
+    assert reproducible_metrics(tmp_path / "run")[-1]["step"] == 4
 
     finished = two(tmp_path)
     assert [code for code, _, _ in finished] == [0, 0], finished
@@ -250,18 +250,18 @@ def test_a_stopped_and_a_killed_run_of_two_ends_as_one_left_alone(alone, tmp_pat
     whole.mkdir()
     (whole / "reward.py").write_text(REWARD)
     assert [code for code, _, _ in two(whole)] == [0, 0]
-    assert what_counts(tmp_path / "run") == what_counts(whole / "run")
+    assert reproducible_metrics(tmp_path / "run") == reproducible_metrics(whole / "run")
     for file in (whole / "run" / "rollouts").glob("*.jsonl"):
         assert (tmp_path / "run" / "rollouts" / file.name).read_text() == file.read_text()
     assert_same_weights(whole / "run", tmp_path / "run")
     shares = [(tmp_path / f"scored-2-{i}").read_text().split() for i in (0, 1)]
     assert set(shares[0]) == set(shares[1]) == {"8", "4"}  # half of 4 groups of 4, of 4 problems with 2 samples
-    for row, expected in zip(what_counts(tmp_path / "run"), what_counts(alone / "run"), strict=True):
+    for row, expected in zip(reproducible_metrics(tmp_path / "run"), reproducible_metrics(alone / "run"), strict=True):
         assert row == {name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in expected.items()}
     assert_same_weights(alone / "run", tmp_path / "run", tolerance=1e-4)
 
 
-def test_bad_input_of_one_process_alone(tmp_path):
+def test_invalid_input_of_one_process_ends_all(tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
     (code, _, error), (refused, _, reason) = two(tmp_path, only_second=["training.max_steps=0"])
     assert refused == 2 and "training.max_steps: got 0" in reason and "Abort" not in reason
@@ -275,7 +275,7 @@ def assert_same_weights(one, other, tolerance=0.0):
     jax.tree.map(compare, ours.params, theirs.params)
 
 
-def test_what_processes_tell_each_other(tmp_path):
+def test_exchange_between_processes(tmp_path):
     model = Decoder(DecoderConfig.from_hf(HF | {"vocab_size": 16, "num_key_value_heads": 2}), rngs=nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(model))
     save_model(params, model.config, None, tmp_path)
@@ -298,7 +298,7 @@ def test_what_processes_tell_each_other(tmp_path):
         assert each["memory"] == 1000 and each["scores"] == [2.0, 0.0, 0.0, 0.0]
         assert "there are 2 processes, each of which would train its own model" in each["no mesh"]
         assert each["end"] and each["stop"], "none leaves before the loggers of the first are done"
-    # every row is loaded by one process (or by none, where it is left over), and the long ones are left out
+    # Each row is loaded by one process at most; a left-over row is loaded by none, and long rows are omitted.
     assert not set(told[0]["loaded"]) & set(told[1]["loaded"])
     numbers = [number for batch in told[0]["batches"] for number in batch]
     assert len(set(numbers)) == 8 and all(number % 4 < 3 for number in numbers)
@@ -315,7 +315,7 @@ SOME = {
 
 
 @pytest.mark.parametrize(("said", "options"), [(said, each) for said, options in SOME.items() for each in options])
-def test_options_that_do_not_say_enough(said, options):
+def test_incomplete_options_are_rejected(said, options):
     done = subprocess.run(
         [sys.executable, "-m", "tunix_like", *RUN, *options], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -323,7 +323,8 @@ def test_options_that_do_not_say_enough(said, options):
 
 
 def serve(answer):
-    """A listener on the loopback that gives `answer` to what is sent (None: nothing at all); its address."""
+    """Yields the address of a listener on the loopback interface that sends `answer` to each message (None: no
+    answer)."""
     listening = socket.create_server(("127.0.0.1", 0))
 
     def work():
@@ -349,8 +350,8 @@ LATE = (
 )
 
 
-def test_processes_that_do_not_find_each_other_end_with_a_message(tmp_path):
-    """Where jax alone ends with a segmentation fault (a port in use) or aborts after five minutes."""
+def test_failed_connection_ends_with_a_message(tmp_path):
+    """jax alone ends with a segmentation fault (the port is in use) or aborts after five minutes."""
     taken, there = serve(b"HTTP/1.1 400 Bad request\r\n\r\n")
     cases = [
         (
@@ -376,7 +377,7 @@ def test_processes_that_do_not_find_each_other_end_with_a_message(tmp_path):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "no-such-host.invalid"])
-def test_a_port_that_is_free_is_left_free(host):
+def test_check_of_a_free_port_leaves_it_free(host):
     port = free_port()
     for _ in range(2):
         coordinator.check_port(f"{host}:{port}")
@@ -387,14 +388,14 @@ def test_a_port_that_is_free_is_left_free(host):
 
 
 @pytest.mark.parametrize("answer", [None, b""])
-def test_a_listener_that_says_nothing(monkeypatch, answer):
+def test_listener_without_an_answer_raises(monkeypatch, answer):
     monkeypatch.setattr(coordinator, "ANSWER_SECONDS", 0.3)
     listening, address = serve(answer)
     with listening, pytest.raises(UserError, match=f"{address}: .* does not answer like process 0"):
         coordinator.wait_for(address, 60)
 
 
-def test_a_coordinator_that_starts_later_is_waited_for():
+def test_connection_waits_for_a_late_coordinator():
     port, service = free_port(), []
 
     def later():
@@ -416,20 +417,20 @@ def test_a_coordinator_that_starts_later_is_waited_for():
     ("environment", "several"),
     [
         ({}, False),
-        ({"SLURM_NTASKS": "4"}, False),  # a batch script, or an interactive shell: srun did not start this
+        ({"SLURM_NTASKS": "4"}, False),  # a batch script or an interactive shell, not started by srun
         ({"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "a[1-4]"}, True),
         ({"SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "a1"}, False),
         ({"TPU_WORKER_HOSTNAMES": "host-0"}, False),
         ({"TPU_WORKER_HOSTNAMES": "host-0,host-1"}, True),
     ],
 )
-def test_what_a_scheduler_says(monkeypatch, environment, several):
+def test_options_from_a_scheduler(monkeypatch, environment, several):
     for name in ("SLURM_NTASKS", "SLURM_STEP_NODELIST", "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     joined = []
     monkeypatch.setattr(processes, "start", lambda *place: joined.append(place))
-    monkeypatch.setattr(processes, "leave_refused", lambda status: None)  # it would end the tests
+    monkeypatch.setattr(processes, "leave_refused", lambda status: None)  # jax would end the process of the tests
     assert cli.main(["eval", "no-such-folder", "data.name=maze"]) == 2
     assert joined == ([(None, None, None)] if several else [])

@@ -1,4 +1,5 @@
-"""How far long things are: the line at the bottom of a terminal, plain lines in a log file, nothing unasked."""
+"""Tests the display of progress: the line at the bottom of a terminal and plain lines in a log file, both only on
+request."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tunix_like.types import Request, SamplingParams
 
 
 class Clock:
-    """`time` with seconds of our own."""
+    """Replaces `time`; the test sets the seconds."""
 
     def __init__(self):
         self.now = 1000.0
@@ -47,7 +48,7 @@ class Screen(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """What a terminal of 100 columns is sent."""
+    """Returns what is written to a terminal of 100 columns."""
     screen = Screen()
     kinds = {"force_terminal": True, "width": 100, "color_system": None, "legacy_windows": False}
     monkeypatch.setenv("TERM", "xterm")
@@ -55,7 +56,7 @@ def terminal(monkeypatch):
     return screen
 
 
-def test_nothing_is_shown_unasked(clock, capsys):
+def test_nothing_is_shown_without_a_request(clock, capsys):
     with progress.task("train", 3) as advance:
         clock.now += 1000
         advance(1, "a note")
@@ -63,14 +64,14 @@ def test_nothing_is_shown_unasked(clock, capsys):
     assert capsys.readouterr() == ("", "") and progress._SHOWN is None
 
 
-def test_a_log_file_gets_a_line_after_a_silence(clock, capsys):
+def test_log_file_gets_a_line_after_an_interval_without_output(clock, capsys):
     with progress.shown(every=30), progress.task("train", 100, done=8) as advance:
         display = progress._SHOWN
         for _ in range(4):
             clock.now += 10
             advance(1)
             display.tick()
-        console.print_text("a line of the step")  # what is said otherwise counts: no line for another 30 s
+        console.print_text("a line of the step")  # other output counts too: no line for another 30 s
         clock.now += 29
         display.tick()
         with progress.task("sampling", 64) as sampled:
@@ -90,20 +91,20 @@ def test_a_log_file_gets_a_line_after_a_silence(clock, capsys):
     ]
 
 
-def test_the_lines_come_by_themselves_while_something_holds_the_main_thread(capsys):
+def test_lines_are_written_while_the_main_thread_is_blocked(capsys):
     with progress.shown(every=0.05), progress.task("loading weights", 9):
         threading.Event().wait(0.6)
     assert capsys.readouterr().out.startswith("loading weights 0/9, ")
     assert not any(thread.name == "progress" for thread in threading.enumerate())
 
 
-def test_where_completions_are_the_output_there_is_no_line(capsys):
+def test_no_line_is_written_if_lines_are_disabled(capsys):
     with progress.shown(lines=False, every=0.01), progress.task("loading weights", 9):
         threading.Event().wait(0.1)
     assert capsys.readouterr().out == ""
 
 
-def test_the_time_left_leaves_the_first_step_out_which_compiles(clock):
+def test_remaining_time_ignores_the_first_step(clock):
     task = progress._Task("train", 10, 0)
     assert task.left(clock.now) is None
     for seconds in (100, 2, 2):
@@ -116,7 +117,7 @@ def test_the_time_left_leaves_the_first_step_out_which_compiles(clock):
     assert task.left(clock.now) is None
 
 
-def test_the_time_left_is_told_by_the_last_twenty_steps(clock):
+def test_remaining_time_uses_the_last_twenty_steps(clock):
     task = progress._Task("train", 100, 0)
     for seconds in (100, 42, *[2] * 19):
         clock.now += seconds
@@ -127,8 +128,8 @@ def test_the_time_left_is_told_by_the_last_twenty_steps(clock):
     assert task.left(clock.now) == pytest.approx(78 * 2)
 
 
-def test_a_terminal_has_one_line_at_the_bottom_and_all_else_above_it(clock, terminal, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", io.StringIO())  # a file: warnings go there
+def test_terminal_shows_output_above_one_progress_line(clock, terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # a file, to which warnings go
     log = logging.getLogger("of this test")
     log.addHandler(console.LogHandler())
     with progress.shown(), progress.task("train [x]", 12) as advance:
@@ -145,17 +146,17 @@ def test_a_terminal_has_one_line_at_the_bottom_and_all_else_above_it(clock, term
         assert "a step [y]" in shown and "a print" in shown and "a warning" not in shown
         assert sys.stderr.getvalue() == "a warning\n"
     assert progress._SHOWN is None
-    assert terminal.getvalue().endswith("\x1b[2K")  # nothing stays of the line
+    assert terminal.getvalue().endswith("\x1b[2K")  # the line is erased
 
 
-def test_a_part_is_shown_once_it_takes_long(clock, terminal):
+def test_part_is_shown_after_one_second(clock, terminal):
     with progress.shown(), progress.task("train", 12), progress.task("rewards"):
         assert progress._SHOWN.parts(clock.now) == ""
         clock.now += 1
         assert progress._SHOWN.parts(clock.now) == "rewards, 1 s"
 
 
-def test_what_failed_to_compile_is_forgotten_with_its_part(clock, terminal):
+def test_failed_compilation_is_removed_with_its_part(clock, terminal):
     with progress.shown(), progress.task("train", 12):
         with pytest.raises(ValueError), progress.task("update"):
             progress.compiling("update")
@@ -164,7 +165,7 @@ def test_what_failed_to_compile_is_forgotten_with_its_part(clock, terminal):
         assert progress._SHOWN.parts(clock.now) == ""
 
 
-def test_other_processes_than_the_first_show_nothing(terminal, monkeypatch):
+def test_only_the_first_process_shows_progress(terminal, monkeypatch):
     monkeypatch.setattr(console._CONSOLE, "quiet", True)
     with progress.shown(every=0.01), progress.task("train", 12):
         assert progress._SHOWN._live is None
@@ -172,7 +173,7 @@ def test_other_processes_than_the_first_show_nothing(terminal, monkeypatch):
     assert terminal.getvalue() == ""
 
 
-def test_the_sampler_tells_every_row_and_jax_what_it_compiles(monkeypatch):
+def test_sampler_reports_rows_and_compilations(monkeypatch):
     told, compiled = [], []
 
     class Task(progress._Task):
@@ -184,7 +185,7 @@ def test_the_sampler_tells_every_row_and_jax_what_it_compiles(monkeypatch):
     monkeypatch.setattr(speed.progress, "compiling", compiled.append)
     model, tokenizer = load_model(HF, init="random")[0], reverse_text.tokenizer()
     graphdef, state = nnx.split(model)
-    # Lengths of no other test: what a process has compiled is not compiled again.
+    # Lengths that no other test uses, because a process does not compile the same program twice.
     sampler = make_engine(graphdef, tokenizer, RolloutConfig(max_prompt_length=11, max_tokens_to_generate=7))
     with progress.shown(lines=False):
         requests = [Request([3, 4], 0, 3), Request([5], 1, 3)]

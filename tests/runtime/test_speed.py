@@ -1,4 +1,4 @@
-"""Clocks, counts and traces, on real programs; the arithmetic of a forward pass against XLA's own count."""
+"""Tests clocks, counters and traces on real programs, and the operation count of a forward pass against XLA's."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ CONFIG = DecoderConfig(
 )
 
 
-def test_operations_are_what_xla_counts():
-    """A completion behind a prompt of one token is a plain forward of its tokens but the last. XLA also counts norms,
-    rotations and the masked half of the scores; they are few here."""
+def test_operations_equal_the_count_of_xla():
+    """A completion after a prompt of one token is a plain forward pass over its tokens except the last. XLA also counts
+    norms, rotations and the masked half of the scores, which are few here."""
     model = Decoder(CONFIG, rngs=nnx.Rngs(0))
     graphdef, state = nnx.split(model)
     length = 24
@@ -31,7 +31,7 @@ def test_operations_are_what_xla_counts():
     assert 0.85 * counted < found < counted
 
 
-def test_operations_count_a_prompt_once_and_nothing_that_is_not_there():
+def test_operations_count_a_prompt_once_and_no_padding():
     prompt, pair = np.array([30]), np.array([[7, 11]])
     both, first, second = (forward_operations(CONFIG, prompt, lengths) for lengths in (pair, pair[:, :1], pair[:, 1:]))
     matrices = 2 * (64 * 16 * 12 + 3 * 64 * 160)
@@ -40,7 +40,7 @@ def test_operations_count_a_prompt_once_and_nothing_that_is_not_there():
     assert forward_operations(CONFIG, prompt, np.array([[7, 11, 0]])) == both
 
 
-def test_compilations_are_counted_where_they_happen():
+def test_only_new_compilations_are_counted():
     count = speed.Compilations()
     run = jax.jit(lambda x: x * 3 + 1)
     run(np.arange(3.0))
@@ -50,7 +50,7 @@ def test_compilations_are_counted_where_they_happen():
     assert count.take() == (0, 0)
 
 
-def test_laps_add_up(monkeypatch):
+def test_laps_of_the_same_name_are_added(monkeypatch):
     now = iter([10.0, 11.0, 13.5, 14.0])
     monkeypatch.setattr(speed.time, "perf_counter", lambda: next(now))
     clock = speed.Clock()
@@ -88,7 +88,7 @@ def test_a_trace_of_some_steps(tmp_path):
     assert sizes == [0, 0, 1, 1]
 
 
-def test_a_trace_of_a_run_that_comes_in_late_and_ends_early(tmp_path):
+def test_trace_of_a_run_that_starts_late_and_ends_early(tmp_path):
     profile = speed.Profile([2, 9], tmp_path)
     for step in (3, 4):
         with profile.around(step):
@@ -106,11 +106,11 @@ def test_a_trace_is_written_when_a_step_fails(tmp_path):
 
 
 @pytest.mark.parametrize("steps", [[3], [0, 2], [4, 3], [1, 2, 3]])
-def test_steps_that_are_none(tmp_path, steps):
+def test_invalid_steps_of_a_trace_are_rejected(tmp_path, steps):
     with pytest.raises(UserError, match=r"training.profile_steps: expected the first and the last"):
         speed.Profile(steps, tmp_path)
 
 
-def test_a_trace_needs_a_folder():
+def test_trace_without_a_folder_is_rejected():
     with pytest.raises(UserError, match=r"set training.output_dir"):
         speed.Profile([1, 2], None)

@@ -1,7 +1,7 @@
-"""A small decoder, a ragged batch, and the step's oracle: the plain model on repeated prompts.
+"""A small decoder, a ragged batch, and the oracle of the step: the plain model on repeated prompts.
 
-The oracle writes every prompt out once per completion and sends the rows through `model(tokens, attention_mask)`; it
-shares no attention, no log-probability code, no packing and no loop over chunks with the step.
+The oracle repeats each prompt for each completion and calls `model(tokens, attention_mask)` on the rows. It shares no
+attention, no log-probability code, no packing and no loop over chunks with the step.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ LENGTHS = np.array([[5, 1, 3, 2], [1, 1, 1, 1], [4, 5, 2, 1]], np.int32)
 """In bins of 5: `5 | 3 2 | 1`, all four in one, and `5 | 4 1 | 2`."""
 MASK = np.arange(STEPS) < LENGTHS[..., None]
 WHOLE = Layout(PROMPTS, PROMPTS, SIZE, True)
-"""One set of one chunk, whatever the rows."""
+"""One set of one chunk for all rows."""
 LAYOUTS = (
-    Layout(1, 1, SIZE, False),  # a chunk a group
-    Layout(1, 1, 1, False),  # a chunk a bin
-    Layout(2, 3, 2, False),  # several lanes of one prompt; a last set with room for one more
-    Layout(3, 2, 1, False),  # chunks that begin amid a prompt
+    Layout(1, 1, SIZE, False),  # one chunk per group
+    Layout(1, 1, 1, False),  # one chunk per bin
+    Layout(2, 3, 2, False),  # several lanes of one prompt; the last set has space for one more
+    Layout(3, 2, 1, False),  # chunks that start in the middle of a prompt's completions
     Layout(3, 2, 3, False),  # fewer lanes than prompts
     Layout(2, 2, 1, True),
-    Layout(4, 4, 2, True),  # more prompts than there are
+    Layout(4, 4, 2, True),  # more prompts than the batch has
 )
 
 
 def make_model(seed: int = 0, *, dtype=jnp.float32, **changes) -> tuple:
-    """(graphdef, params) of a small decoder whose every weight, bias and norm matters."""
+    """Returns (graphdef, params) of a small decoder in which every weight, bias and norm affects the output."""
     numbers = {
         "vocab_size": VOCABULARY,
         "hidden_size": 16,
@@ -66,8 +66,8 @@ GRAPHDEF, PARAMS = make_model()
 
 
 def make_batch() -> GroupBatch:
-    """Ragged prompts and completions, a group of one-token completions, one unscored completion. Padding is filled with
-    tokens that mean something, since masks come from lengths alone."""
+    """Returns ragged prompts and completions, with a group of one-token completions and one unscored completion.
+    Padding is filled with valid tokens, since masks depend on lengths only."""
     rng = np.random.default_rng(1)
     scored = np.ones((PROMPTS, SIZE), bool)
     scored[2, 1] = False
@@ -92,7 +92,7 @@ def make_objective(updates: int = 1, sources=None, **changes):
 
 
 class EveryMode:
-    """The objective whose aggregation is chosen by `estimator_ids`, so that one compilation serves all four."""
+    """The aggregation is selected by `estimator_ids`, so that one compilation is used for all four."""
 
     modes = tuple(make_objective(loss_agg_mode=mode) for mode in LOSS_AGG_MODES)
     token_loss = modes[0].token_loss
@@ -139,7 +139,7 @@ keep_gradient = optax.GradientTransformation(
     init=lambda params: jax.tree.map(jnp.zeros_like, params),
     update=lambda grads, state, params: (jax.tree.map(jnp.zeros_like, grads), grads),
 )
-"""Changes nothing and hands the gradient out as its state, so that no rounding of an update blurs it."""
+"""Does not change the parameters and returns the gradient as its state, so that it is not rounded by an update."""
 
 TRACES: collections.Counter[str] = collections.Counter()
 
@@ -165,7 +165,7 @@ def step(objective="on-policy", options=PLAIN, optimizer=keep_gradient):
 
 
 def rows_of(groups) -> np.ndarray:
-    """All completions of these groups."""
+    """Returns a mask of all completions of these groups."""
     return np.isin(np.arange(PROMPTS), list(groups))[:, None] & np.ones(SIZE, bool)
 
 
@@ -175,20 +175,20 @@ def packed_as(layout, rows=None, batch=BATCH, most_prompts=None):
 
 
 def data_of(layout=WHOLE, groups=range(PROMPTS), batch=BATCH, rows=None, most_prompts=None, **logprobs) -> StepInputs:
-    """One update of `groups`, of which only the completions `rows` go through the model."""
+    """Returns the data of one update of `groups`, in which only the completions `rows` go through the model."""
     packed = packed_as(layout, rows_of(groups) if rows is None else rows, batch, most_prompts)
     return step_inputs(batch, rows_of(groups)[:, 0], packed, **logprobs)
 
 
 def gradient_of(data: StepInputs, **how) -> tuple:
-    """(gradient, metrics, advantages) of the step."""
+    """Returns (gradient, metrics, advantages) of the step."""
     _, gradient, metrics, advantages = step(**how)(PARAMS, PARAMS, data)
     return gradient, {name: float(value) for name, value in metrics.items()}, np.asarray(advantages)
 
 
 def repeated_logprobs(params, temperature: float, lengths=LENGTHS, graphdef=GRAPHDEF):
-    """Log-probabilities and entropies `[P G T]` by the plain model: each completion behind its own copy of its prompt,
-    padded right."""
+    """Returns log-probabilities and entropies `[P G T]` of the plain model. Each completion follows its own copy of its
+    prompt, padded right."""
     rows, real = np.zeros((2, PROMPTS * SIZE, WIDTH + STEPS), np.int32)
     place = np.zeros((PROMPTS * SIZE, STEPS), np.int32)
     for row, (p, i) in enumerate(np.ndindex(PROMPTS, SIZE)):
@@ -206,12 +206,12 @@ def repeated_logprobs(params, temperature: float, lengths=LENGTHS, graphdef=GRAP
 
 @functools.cache
 def plain_logprobs(temperature: float = 1.0):
-    """`params -> [P G T]`, compiled."""
+    """Returns the compiled function `params -> [P G T]`."""
     return jax.jit(lambda params: repeated_logprobs(params, temperature)[0])
 
 
 def row_values(objective, in_update, lengths=LENGTHS) -> tuple[jax.Array, jax.Array]:
-    """Advantages and weights `[P G]`, which have tests of their own."""
+    """Returns advantages and weights `[P G]`, which are tested separately."""
     rewards, scored, lengths = (jnp.asarray(x) for x in (BATCH.rewards, BATCH.scored, lengths))
     ids, everyone = jnp.zeros(PROMPTS, jnp.int32), jnp.ones(scored.shape, bool)
     advantages = objective.advantages(rewards, scored, lengths, ids)
@@ -220,7 +220,8 @@ def row_values(objective, in_update, lengths=LENGTHS) -> tuple[jax.Array, jax.Ar
 
 @functools.cache
 def repeated(objective: str = "on-policy", temperature: float = 1.0, longest: int = STEPS, graphdef=GRAPHDEF):
-    """`(params, in_update, old, ref) -> (loss, gradient)` of the repeated-prompt loss, completions cut at `longest`."""
+    """Returns the function `(params, in_update, old, ref) -> (loss, gradient)` of the loss on repeated prompts, with
+    completions cut at `longest`."""
     objective, lengths = OBJECTIVES[objective], np.minimum(LENGTHS, longest)
     mask = jnp.asarray(np.arange(STEPS) < lengths[..., None])
 
@@ -234,7 +235,7 @@ def repeated(objective: str = "on-policy", temperature: float = 1.0, longest: in
 
 
 def difference(found, expected) -> float:
-    """`||g1 - g2|| / ||g2||` over all parameters."""
+    """Returns `||g1 - g2|| / ||g2||` over all parameters."""
     norm = lambda tree: float(optax.tree.norm(tree))  # noqa: E731
     assert norm(expected) > 1e-3
     return norm(jax.tree.map(jnp.subtract, found, expected)) / norm(expected)
@@ -244,7 +245,7 @@ EVERYONE = jnp.ones(PROMPTS, bool)
 
 
 class Reinforce:
-    """Any objective will do; this one takes any shape of group."""
+    """A simple objective that accepts any shape of group."""
 
     built_in = False
 

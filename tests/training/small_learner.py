@@ -1,4 +1,4 @@
-"""Helpers of the tests of learners: a small learner, its data and rewards, and functions that watch it."""
+"""Helpers for the tests of learners: a small learner, its data and rewards, and functions that record its values."""
 
 import grain.python as grain
 import jax
@@ -44,17 +44,17 @@ def differ(one, two):
 
 
 def long_or_short(prompts, completions, answer):
-    """0/1, mixed in most groups of a random model whatever the prompt."""
+    """Returns 0/1 rewards that are mixed in most groups of a random model."""
     return [float(len(completion) % 2) for completion in completions]
 
 
 def varied(prompts, completions, answer):
-    """Different for different completions, so that every estimator has something to say."""
+    """Returns different rewards for different completions, so that every estimator gets a signal."""
     return [0.25 * sum(map(ord, completion)) % 1 + 0.5 * len(completion) for completion in completions]
 
 
 def make(algo=None, *, learner=MaxRLLearner, reward=long_or_short, model=None, rollout=None, **training):
-    """A learner small in everything; `training` are fields of its RLTrainingConfig, or further arguments of its own."""
+    """Returns a small learner. `training` are fields of its RLTrainingConfig, or further arguments."""
     arguments = {name: training.pop(name) for name in OWN if name in training}
     settings = {"max_steps": 2, "actor_optimizer": SGD} | training
     listeners = [arguments.pop("on_row", lambda row, total: None)]
@@ -68,12 +68,12 @@ def make(algo=None, *, learner=MaxRLLearner, reward=long_or_short, model=None, r
         on_row=lambda row, total: listeners[0](row, total),
         **arguments,
     )
-    made.listeners = listeners  # a test replaces the one that is there
+    made.listeners = listeners  # replaced if a test gives its own
     return made
 
 
 def collect(learner, data=ROWS, eval_ds=None, **arguments):
-    """Trains, and returns all rows of metrics."""
+    """Trains and returns all rows of metrics."""
     found = []
     learner.listeners[0] = lambda row, total: found.append(dict(row))
     learner.train(data, eval_ds, **{"batch_size": 4} | arguments)
@@ -84,7 +84,7 @@ ADAMW = OptimizerConfig(learning_rate=1e-2)
 
 
 def watch_advantages(kept):
-    """A metric function that keeps every step's advantages, `[groups, completions]`."""
+    """Returns a metric function that records the advantages of every step, `[groups, completions]`."""
 
     def keep(prompts, completions, rewards, advantages, **columns):
         kept.append(np.asarray(advantages).reshape(-1, 4))
@@ -94,7 +94,7 @@ def watch_advantages(kept):
 
 
 def watch_rewards(kept, reward=varied):
-    """`reward`, whose values are kept, `[groups, completions]`."""
+    """Returns `reward` with its values recorded, `[groups, completions]`."""
 
     def watched(prompts, completions, answer):
         kept.append(np.reshape(reward(prompts, completions, answer), (-1, 4)))
@@ -104,7 +104,7 @@ def watch_rewards(kept, reward=varied):
 
 
 def watch_sampler(learner):
-    """The completions of each call of the learner's sampler from now on, as arrays."""
+    """Records the completions of each later call of the learner's sampler, as arrays."""
     caught, generate = [], learner.engine.generate
     limit = learner.task.rollout_config.max_tokens_to_generate
 

@@ -1,4 +1,4 @@
-"""The step in bfloat16 compute, of float32 weights: as near as the plain model is, however its work is cut."""
+"""Tests the step with bfloat16 compute and float32 weights: its error is that of the plain model for every layout."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def rounded_gradient(objective, data, **model):
 
 
 @pytest.mark.parametrize("layout", [WHOLE, LAYOUTS[1]], ids=str)
-def test_as_near_as_the_plain_model(layout):
-    """The plain model in bfloat16 is 6% off; the step is off as much, and within 1% in the same way."""
+def test_error_is_as_small_as_that_of_the_plain_model(layout):
+    """The plain model in bfloat16 has an error of 6%. The step has the same size of error, and differs from the plain
+    model in bfloat16 by about 1%."""
     _, exact = repeated()(PARAMS, EVERYONE, None, None)
     _, plain = repeated(graphdef=make_model(dtype=jnp.bfloat16)[0])(PARAMS, EVERYONE, None, None)
     found = rounded_gradient(OBJECTIVES["on-policy"], data_of(layout))
@@ -49,7 +50,8 @@ def test_as_near_as_the_plain_model(layout):
 
 
 def test_log_probabilities_of_hidden_states_are_float32():
-    """Hidden states and output matrix are rounded, nothing behind them is: float64 of the same numbers."""
+    """Hidden states and output matrix are rounded, later operations are not. The oracle is float64 with the same
+    rounded numbers."""
     rng = np.random.default_rng(0)
     hidden, head = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((12, 16), (16, 19)))
     targets = rng.integers(0, 19, 12)
@@ -61,16 +63,17 @@ def test_log_probabilities_of_hidden_states_are_float32():
     np.testing.assert_allclose(entropy, -(np.exp(table) * table).sum(axis=1), rtol=0, atol=1e-5)
 
 
-def test_the_output_matrix_is_added_up_in_float32():
-    """Over 600 pieces of one token, all alike: their gradients in bfloat16 would stand still at 256 times the first."""
+def test_gradient_of_the_output_matrix_is_summed_in_float32():
+    """With more than 600 equal pieces of one token, a sum of gradients in bfloat16 would stop at 256 times the
+    first."""
     hidden, head = jnp.ones((1, 600, 4), jnp.bfloat16), jnp.zeros((4, 2), jnp.float32)
     total = lambda head: token_logprobs(hidden, head, jnp.zeros((1, 600), jnp.int32), 1.0, 1)[0].sum()  # noqa: E731
     np.testing.assert_allclose(jax.grad(total)(head), 300 * np.array([[1.0, -1.0]] * 4))
 
 
-def test_what_chunks_saw_of_a_prompt_is_added_in_float32():
-    """512 completions that all pull alike, each in a chunk of its own: a sum in bfloat16 would stand still at 256 times
-    the first. Seen at the embeddings of the prompt's tokens, which nothing else moves."""
+def test_gradient_of_a_prompt_over_chunks_is_summed_in_float32():
+    """512 completions have equal gradients and a chunk each. A sum in bfloat16 would stop at 256 times the first. The
+    check uses the embeddings of the prompt's tokens, which have no other gradient."""
     shape = (1, 512)
     batch = GroupBatch(
         prompt_tokens=np.array([[3, 4, 5, 6]], np.int32),

@@ -1,4 +1,4 @@
-"""A step that taught nothing: each reason is told from the others, with its counts, a completion and a key."""
+"""Tests the diagnosis of a step without a signal: its cause, with counts, a completion and a config key."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def task_of(reward="mine"):
 
 
 def made(rewards, texts="no", lengths=5, finished=True, trained=None, late=0, failed=0):
-    """A rollout of so many groups, its batch, and the advantages `r - mean`."""
+    """Returns a rollout with a group for each row of rewards, its batch, and the advantages `r - mean`."""
     rewards = np.array(rewards, float)
     shape = rewards.shape
     texts = [texts] * rewards.size if isinstance(texts, str) else texts
@@ -88,7 +88,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("cause", CASES)
-def test_each_cause_is_told_with_its_counts_a_completion_and_keys_that_exist(cause):
+def test_diagnosis_names_cause_counts_completion_and_existing_keys(cause):
     who, step, sample, counts = CASES[cause]
     found = diagnose(who, *step)
     kind = "unscored" if "unscored" in cause else cause.partition(",")[0]
@@ -121,12 +121,12 @@ def test_a_step_with_a_signal():
     assert not has_signal(*made(TIED)[1:])
 
 
-def test_without_a_reward_that_tells_answers_none_is_missed():
+def test_missing_answers_are_not_reported_without_an_answer_extractor():
     found = diagnose(task_of(), *made(TIED))
     assert found.cause == "wrong" and "no answer" not in found.found
 
 
-def test_it_is_said_after_the_first_step_and_every_ten_in_a_row(caplog):
+def test_diagnosis_is_logged_at_step_1_and_every_ten_steps_in_a_row(caplog):
     watch, nothing, something = SignalWatch(task_of()), made(TIED, "a\x1bb" + "c" * 900), made([[0, 1, 0, 0]])
     said = []
     for step in range(1, 35):
@@ -138,7 +138,7 @@ def test_it_is_said_after_the_first_step_and_every_ten_in_a_row(caplog):
 
     caplog.clear()
     SignalWatch(task_of())(1, *nothing)
-    SignalWatch(task_of())(2, *nothing)  # a step later on may have had bad luck
+    SignalWatch(task_of())(2, *nothing)  # a later step may lack a signal by chance
     assert len(caplog.messages) == 1
     paragraph = caplog.messages[0]
     assert paragraph.startswith("no training signal in step 1: no group is solved") and (
@@ -147,7 +147,7 @@ def test_it_is_said_after_the_first_step_and_every_ten_in_a_row(caplog):
     assert "[503 characters]" in paragraph and "\x1b" not in paragraph and "\n" not in paragraph
 
 
-def test_a_function_that_tells_answers_may_fail_and_is_asked_when_it_is_said_only(caplog, monkeypatch):
+def test_failed_answer_extraction_is_reported_in_the_message(caplog, monkeypatch):
     asked = []
 
     def extract_answers(*args):
@@ -165,7 +165,7 @@ def test_a_function_that_tells_answers_may_fail_and_is_asked_when_it_is_said_onl
     ]
 
 
-def test_samples_are_the_best_and_the_worst_of_a_group_whose_rewards_differ():
+def test_samples_are_best_and_worst_of_a_group_with_different_rewards():
     rewards = [[0.0] * 4, [0.5, NAN, 1, 0]]
     found = pick_samples(*(made(rewards, list("abcdefgh"), lengths=[[3] * 4, [6, 7, 8, 9]])[i] for i in (0, 2)))
     assert (found.prompt, found.scored, found.size) == ("prompt 1\x1b[2J", 3, 4)
@@ -185,7 +185,7 @@ def test_samples_are_the_best_and_the_worst_of_a_group_whose_rewards_differ():
         ([0, 0, 1, 1], "", ["best, 1", "worst, 0"]),
     ],
 )
-def test_samples_say_how_many_are_scored(capsys, rewards, known, lines):
+def test_table_of_samples_has_the_number_of_scored_completions(capsys, rewards, known, lines):
     rollout, _, advantages = made([rewards])
     screen.show_samples(3, pick_samples(rollout, advantages))
     title, *table = capsys.readouterr().out.splitlines()
@@ -194,7 +194,7 @@ def test_samples_say_how_many_are_scored(capsys, rewards, known, lines):
     assert [", ".join(row) for row in cells] == lines
 
 
-def test_samples_of_trajectories_are_their_turns():
+def test_samples_of_trajectories_contain_all_turns():
     rollout, _, advantages = made([[1.0, 0.0]])
     turns = [{"role": "assistant", "content": "go\nassistant: on"}, {"role": "tool", "content": "4", "name": "add"}]
     episodes = [Episode(turns[: i + 1], 1, False, 0, 0.0, {}, None) for i in range(2)]
@@ -203,7 +203,7 @@ def test_samples_of_trajectories_are_their_turns():
     assert found.worst.text == "assistant: go\n  assistant: on\ntool: 4"
 
 
-def test_samples_stand_below_the_line_of_their_step(capsys):
+def test_samples_are_printed_after_the_line_of_their_step(capsys):
     lines, (rollout, _, advantages) = screen.StepLines(), made(TIED)
     lines.on_samples(1, pick_samples(rollout, advantages))
     for step in (1, 2):

@@ -1,4 +1,4 @@
-"""Dynamic sampling through a whole learner: the update it leads to, where the data ends, and resuming bitwise."""
+"""Tests dynamic sampling in a complete learner: the trained rows, the end of the data, and bitwise resumption."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tunix_like.storage.metrics import rows as metric_rows
 
 LETTERS = [a + b for a in "abcd" for b in "efgh"]
 ROWS = [reverse_text.record(text) | {"row": i, "live": i % 3 == 0 or i > 10} for i, text in enumerate(LETTERS)]
-"""In each pass over the 16 rows nine make mixed groups, unevenly spread."""
+"""Nine of the 16 rows give mixed groups, at irregular positions."""
 BATCH, CAP = 2, 2
 
 
 def mixed_where_live(prompts, completions, live):
-    """Rewards that differ within the group of a live row, and are all the same in the others'."""
+    """Returns rewards that differ within the group of a live row, and are equal within other groups."""
     return [float(i % 4) / 2 + 0.25 * len(text) if live[i] else 0.5 for i, text in enumerate(completions)]
 
 
 class Watched:
-    """A learner small in everything, the problems' numbers that it sampled and the rows that it trained on."""
+    """A small learner that records the numbers of the sampled problems and the rows that were trained on."""
 
     def __init__(self, folder=None, *, schedule="constant", **training):
         self.numbers, self.trained, self.rows = [], [], []
@@ -67,7 +67,7 @@ class Watched:
 
 
 def naive_steps(order):
-    """Which rows each step trains on, and how many batches it draws, by the rule; until the rows are used up."""
+    """Returns the rows of each step and the number of sampled batches, by the rule, until the rows are used up."""
     steps, order = [], list(order)
     while len(order) >= BATCH:
         drawn, batches = order[:BATCH], 1
@@ -81,8 +81,8 @@ def naive_steps(order):
 
 
 def test_one_pass_ends_when_the_data_is_used_up(tmp_path):
-    """max_steps unset: the number of steps is what the data makes of it, every row is drawn once, the last step has
-    what is left; no run with a schedule that needs the number."""
+    """With max_steps unset, the data determines the number of steps, every row is sampled once, and the last step gets
+    the remaining rows. A schedule that needs the number of steps is rejected."""
     watched = Watched(tmp_path).train(ROWS, shuffle=False)
     expected = naive_steps(range(16))
     assert watched.trained == [rows for rows, _ in expected] and 3 < len(expected) < 8
@@ -113,15 +113,15 @@ def without_times(rows):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Six steps in one go, and their folder."""
+    """Returns an uninterrupted run of six steps, and its folder."""
     folder = tmp_path_factory.mktemp("whole")
     return folder, Watched(folder, max_steps=6).train(DATA["grain"](), shuffle=False)
 
 
 @pytest.mark.parametrize("kind", DATA)
-def test_resumed_is_uninterrupted(kind, tmp_path, whole):
-    """Stopped after steps 1 and 4 of 6, started again by a new learner on new data each time: the same rows drawn,
-    none twice, the same weights, metrics and rollouts, bitwise."""
+def test_resumed_run_equals_the_uninterrupted_run(kind, tmp_path, whole):
+    """The run stops after steps 1 and 4 of 6, and is resumed by a new learner on new data each time. Sampled rows,
+    weights, metrics and rollouts are bitwise those of the uninterrupted run."""
     folder, whole = whole
     drawn = [row["train/dynamic_sampling/extra_batches"] + 1 for row in whole.rows]
     assert len({*np.cumsum(drawn) / np.arange(1, 7)}) > 3, (

@@ -1,4 +1,4 @@
-"""An engine of the user: its completions are checked before anything reads them."""
+"""Tests that the completions of a user's engine are validated before they are used."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from tunix_like import EvalConfig, UserError
 
 
 class Changed:
-    """The in-process engine of a learner, whose samples `change` replaces."""
+    """The in-process engine of a learner, with samples that `change` modifies."""
 
     max_prompt_length = 8
 
@@ -102,8 +102,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_results_are_refused(change, message):
-    """In training and in an evaluation, by one message with the class of the engine and the field."""
+def test_invalid_results_are_rejected(change, message):
+    """In training and in an evaluation, one message names the class of the engine and the field."""
     for use in (lambda learner: learner.train(ROWS, batch_size=4), lambda learner: learner.evaluate(ROWS[:4])):
         learner = make(engine=Changed(change), eval_config=EvalConfig(samples=4))
         with pytest.raises(UserError, match=f"^engine Changed: .*{message}"):
@@ -111,7 +111,7 @@ def test_wrong_results_are_refused(change, message):
 
 
 def test_lists_and_empty_completions_are_accepted():
-    """Numbers may be in lists, and a completion may have no tokens."""
+    """Numbers can be in lists, and a completion can have no tokens."""
 
     def lists(samples):
         for sample in samples:
@@ -124,8 +124,8 @@ def test_lists_and_empty_completions_are_accepted():
 
 
 @pytest.mark.parametrize("most", [0.1, None])
-def test_log_probabilities_of_other_weights(most):
-    """The message names what the engine must return, and the key that disables the comparison."""
+def test_log_probabilities_of_other_weights_raise(most):
+    """The message states what the engine must return, and the key that disables the comparison."""
     engine = Changed(lambda samples: [each._replace(logprobs=each.logprobs - 0.5) for each in samples])
     learner = make(reward=varied, engine=engine, max_logprob_gap=most)
     if most is None:

@@ -1,4 +1,4 @@
-"""Learners with environments: the mask of sampled tokens, the turns, failures, resumption and evaluation."""
+"""Tests learners with environments: the mask of sampled tokens, turns, failures, resumption and evaluation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TURNS = EnvironmentConfig(max_turns=4, max_observation_tokens=40)
 
 
 class Vowels:
-    """Rewards an `a` or `e` in each turn; over after three turns. The observation says what was right."""
+    """Rewards an `a` or `e` in each turn, and ends after three turns. The observation reports what was right."""
 
     def reset(self, answer: str, **columns) -> None:
         self.answer, self.turns = answer, 0
@@ -53,8 +53,8 @@ def ended(completion: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_trajectory_of_one_turn_is_a_completion_with_a_reward():
-    """To the bit: the same weights after two steps, from an environment and from a function."""
+def test_one_turn_environment_equals_a_reward_function():
+    """The weights after two steps are bitwise equal with an environment and with a reward function."""
 
     class Once:
         def reset(self, **columns):
@@ -101,7 +101,7 @@ def test_lockstep_and_eager_train_the_same():
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_to_the_bit(tmp_path):
+def test_resumed_run_is_bitwise_equal(tmp_path):
     whole = learner(max_steps=4)
     collect(whole)
     for steps in (2, 4):
@@ -111,7 +111,7 @@ def test_a_run_is_resumed_to_the_bit(tmp_path):
 
 
 class Failing(Vowels):
-    """Fails in one of five ways, by the first letter of the row's answer."""
+    """Fails in one of five ways, selected by the first letter of the row's answer."""
 
     def reset(self, answer: str, **columns) -> None:
         super().reset(answer)
@@ -126,7 +126,7 @@ class Failing(Vowels):
         return b"bytes" if self.answer[0] == "h" else super().step(completion)
 
 
-def test_a_failing_environment_costs_its_trajectory(tmp_path):
+def test_failure_of_an_environment_affects_only_its_trajectory(tmp_path):
     made = learner(Failing, output_dir=str(tmp_path))
     rows = collect(made, batch_size=8)
     failed = rows[0]["train/reward/error_frac"]
@@ -137,7 +137,7 @@ def test_a_failing_environment_costs_its_trajectory(tmp_path):
 
 
 class Away(Vowels):
-    """Cannot be reset after two batches, for answers with these first letters."""
+    """After two batches, cannot be reset for answers with these first letters."""
 
     batches, letters, error = 0, "", EnvironmentUnavailable
 
@@ -162,8 +162,8 @@ def away(monkeypatch, letters, **arguments):
 
 
 @pytest.mark.slow
-def test_a_lost_service_stops_the_run_after_the_last_step(tmp_path, monkeypatch):
-    """With status 75. The resumed run is the one without the loss."""
+def test_lost_service_stops_the_run_with_the_last_step_saved(tmp_path, monkeypatch):
+    """The exit status is 75. The resumed run equals the uninterrupted run."""
     whole = away(monkeypatch, "")
     collect(whole)
     settings = {"output_dir": str(tmp_path / "reset"), "checkpoint_every_n_steps": 100}
@@ -176,7 +176,7 @@ def test_a_lost_service_stops_the_run_after_the_last_step(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_a_service_that_some_trajectories_lose_is_counted(monkeypatch):
+def test_service_lost_by_some_trajectories_is_counted(monkeypatch):
     rows = collect(away(monkeypatch, "abcd"), batch_size=8)
     assert [row["train/turns/unavailable_frac"] > 0 for row in rows] == [False, False, True, True]
     assert all(row["train/turns/unavailable_frac"] == row["train/reward/error_frac"] < 1 for row in rows)
@@ -184,7 +184,7 @@ def test_a_service_that_some_trajectories_lose_is_counted(monkeypatch):
 
 @pytest.mark.slow
 def test_a_wrong_configuration_stops_the_run(monkeypatch):
-    """Also if it fails for some trajectories only, unless a call that was too long may be the cause."""
+    """The run also stops if the error occurs for some trajectories only, unless a timeout may be the cause."""
     monkeypatch.setattr(Away, "error", EnvironmentMisconfigured)
     with pytest.raises(EnvironmentMisconfigured, match="^the service is away.$"):
         collect(away(monkeypatch, "ab"), batch_size=8)
@@ -234,15 +234,15 @@ def test_first_observations_are_part_of_the_prompt():
         collect(learner(Random))
 
 
-def test_evaluation_plays_too():
+def test_evaluation_uses_the_environment():
     made = learner(eval_config=EvalConfig(samples=2, batch_size=3))
     found = made.evaluate(ROWS[:5])
     assert found.metrics["eval/turns/max"] == 3 and "eval/pass@2" in found.metrics
     assert len(found.texts) == 5 and found.rewards.shape == (5, 2)
 
 
-def test_lockstep_always_waits(monkeypatch):
-    """Also where the cache is full while rows are live: what happens next must not depend on time."""
+def test_lockstep_waits_for_all_replies(monkeypatch):
+    """This includes a full cache with live rows: the next operation must not depend on time."""
     from tunix_like.rollout import schedule
     from tunix_like.rollout.environments.trajectories import Trajectories
 
@@ -253,7 +253,7 @@ def test_lockstep_always_waits(monkeypatch):
     assert len(waits) > 2 and all(waits)
 
 
-def test_an_engine_of_the_user_needs_turns():
+def test_engine_without_turns_is_rejected():
     class Engine:
         max_prompt_length, row_steps = 16, 0
 
@@ -267,8 +267,8 @@ def test_an_engine_of_the_user_needs_turns():
         learner(engine=Engine())
 
 
-def test_tools_are_functions():
-    """A turn without a call is the answer; rewards come from functions."""
+def test_functions_as_tools():
+    """A turn without a call is the answer. The rewards come from functions."""
 
     def double(number: int) -> int:
         """Doubles a number.
@@ -289,7 +289,7 @@ def test_tools_are_functions():
         ({"environment": object}, "has no method 'step'"),
     ],
 )
-def test_bad_arguments_are_refused(arguments, message):
+def test_invalid_arguments_are_rejected(arguments, message):
     with pytest.raises(UserError, match=message):
         learner(**arguments)
 
@@ -300,7 +300,7 @@ def test_the_overlong_penalty_counts_sampled_tokens():
     np.testing.assert_allclose(shape_rewards(np.zeros((1, 2)), lengths, algo, 8, 1.0), [[-0.5, -1.0]])
 
 
-def test_a_mask_is_part_of_a_batch():
+def test_batch_contains_the_token_mask():
     tokens, lengths = np.zeros((1, 1, 4), np.int32), np.array([[3]], np.int32)
     mask = np.array([[[True, False, True, False]]])
     batch = GroupBatch(tokens[0], np.array([4]), tokens, lengths, None, lengths, lengths > 0, token_mask=mask)
@@ -325,7 +325,7 @@ def test_a_mask_is_part_of_a_batch():
         ("pool", {"timeout_seconds": 5.0}, "environment_config.timeout_seconds: .*because the pool has 7; give"),
     ],
 )
-def test_settings_without_an_effect_are_refused(environment, settings, message):
+def test_settings_without_an_effect_are_rejected(environment, settings, message):
     if environment == "pool":
         environment = EnvironmentPool("guess", workers=2, timeout_seconds=7.0, memory_gb=0.7)
     with pytest.raises(UserError, match=message):

@@ -1,6 +1,7 @@
-"""The whole learner loss in expectation, by enumeration of all groups of a tiny model, against the true gradient.
+"""Tests the expectation of the whole learner loss, by enumeration of all groups of a tiny model, against the exact
+gradient.
 
-A completion has one turn, or two with tokens of an environment between them.
+A completion has one turn, or two turns with tokens of an environment between them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .repeated_prompts import PLAIN, difference, keep_gradient, make_model, make
 
 
 class World(NamedTuple):
-    """All seven completions that are possible, their lengths, and which of their tokens the policy samples."""
+    """All seven possible completions, their lengths, and the mask of the tokens that the policy samples."""
 
     completions: np.ndarray
     lengths: np.ndarray
@@ -44,8 +45,8 @@ TWO_TURNS = World(
     np.array([1, 3, 3, 3, 4, 4, 4], np.int32),
     np.array([[True] + [False] * 3, *[[True, False, True, False]] * 3, *[[True, False, False, True]] * 3]),
 )
-"""Turns of one token. 0 ends the trajectory; the environment answers 1 with the token 2, and 2 with 0 and 1; then the
-policy samples another token. So what the environment says depends on the policy."""
+"""Turns of one token. 0 ends the trajectory; the environment replies to 1 with the token 2, and to 2 with 0 and 1; then
+the policy samples another token. Thus the environment's tokens depend on the policy."""
 WORLDS = {"one turn": ONE_TURN, "two turns": TWO_TURNS}
 BINARY = np.array([0, 1, 0, 0, 1, 0, 0], np.float32)
 REAL = np.array([-0.9, 1.0, -0.6, 0.0, 1.4, 0.0, -1.1], np.float32)
@@ -73,24 +74,25 @@ def tiny() -> tuple:
 
 
 def token_logprobs(params, world=ONE_TURN):
-    """Log-probabilities [7, T, 3] of every next token after the prompt and each token of each completion."""
+    """Returns log-probabilities [7, T, 3] of every next token after the prompt and after each token of each
+    completion."""
     rows = np.concatenate([np.broadcast_to(PROMPT, (7, 3)), world.completions], axis=1)
     return jax.nn.log_softmax(nnx.merge(tiny()[0], params)(jnp.asarray(rows))[:, 2:-1], axis=-1)
 
 
 def own_logprobs(params, world=ONE_TURN):
-    """Log-probabilities [7, T] of the sampled tokens of each completion, 0 elsewhere."""
+    """Returns log-probabilities [7, T] of the sampled tokens of each completion, 0 elsewhere."""
     tokens = jnp.take_along_axis(token_logprobs(params, world), world.completions[..., None], axis=-1)[..., 0]
     return jnp.where(world.sampled, tokens, 0.0)
 
 
 def chances(params, world=ONE_TURN):
-    """The probability of each completion, by the plain model."""
+    """Returns the probability of each completion by the plain model."""
     return jnp.exp(own_logprobs(params, world).sum(axis=1))
 
 
 def one_group(world: World, draw: np.ndarray) -> StepInputs:
-    """The update of the one group of these three completions: two bins a chunk."""
+    """Returns the update of a single group of these three completions, with two bins per chunk."""
     lengths, scored = world.lengths[draw][None], np.ones((1, 3), bool)
     batch = GroupBatch(
         prompt_tokens=PROMPT[None],
@@ -108,8 +110,8 @@ def one_group(world: World, draw: np.ndarray) -> StepInputs:
 
 @functools.cache
 def every_group(mode: str, loss: str, kind: str = "one turn"):
-    """`(rewards, estimator) -> expected gradient` of the whole loss: each of the `7^3` groups is an update of its own,
-    its gradient weighted by the group's probability."""
+    """Returns the function `(rewards, estimator) -> expected gradient` of the whole loss. Each of the `7^3` groups is a
+    separate update, whose gradient is weighted by the group's probability."""
     sources = {name: {"advantage_estimator": each, **params} for name, (each, params, *_) in ASCENDS.items()}
     objective = make_objective(policy_loss_fn=loss, loss_agg_mode=mode, num_generations=3, sources=sources)
     updates = [one_group(WORLDS[kind], draw) for draw in DRAWS]
@@ -131,9 +133,9 @@ def every_group(mode: str, loss: str, kind: str = "one turn"):
 
 @pytest.mark.parametrize("kind", others_slow(WORLDS, "one turn"))
 @pytest.mark.parametrize("name", ASCENDS)
-def test_the_expected_gradient_is_the_true_one(name, kind):
-    """Of the whole learner loss under `seq-mean-token-sum`, over all groups of three of all completions of a prompt;
-    `token-mean` rescales it by the lengths, which depend on what was said."""
+def test_expected_gradient_equals_the_exact_gradient(name, kind):
+    """The loss is the whole learner loss under `seq-mean-token-sum`, over all groups of three of all completions of a
+    prompt. `token-mean` rescales it by the lengths, which depend on the completions."""
     *_, rewards, factors = ASCENDS[name]
     draws = {k: np.array(list(itertools.product(range(7), repeat=k))) for k in factors}
 
@@ -153,8 +155,8 @@ def test_the_expected_gradient_is_the_true_one(name, kind):
 
 @pytest.mark.slow
 def test_the_gradients_of_the_kl():
-    """k1 in the reward has the gradient of the KL of whole completions. In the loss, k1 has none, and k2 and k3 have
-    that of the next-token KLs at the sampled prefixes, which is another one."""
+    """k1 in the reward has the gradient of the KL of whole completions. In the loss, k1 has expected gradient zero; k2
+    and k3 have that of the KLs of next tokens at the sampled prefixes, which differs."""
     params, other = tiny()[1], jax.tree.map(lambda x: 3.0 * jnp.roll(x, 1, axis=-1), tiny()[1])
     reference, reference_tokens = own_logprobs(other), token_logprobs(other)
 

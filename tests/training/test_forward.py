@@ -1,4 +1,4 @@
-"""Log-probabilities of packed completions against the plain model, and what a pass through the model costs."""
+"""Tests log-probabilities of packed completions against the plain model, and the cost of a forward pass."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ logprobs_of = jax.jit(functools.partial(batch_logprobs, GRAPHDEF, options=PLAIN)
 
 @pytest.mark.parametrize("layout", [WHOLE, *LAYOUTS[1:4], LAYOUTS[5]], ids=str)
 def test_logprobs_without_gradient(layout):
-    """What becomes `old` and `ref`: each at its place, and 0 where there is no token."""
+    """These are the values of `old` and `ref`: each at its position, and 0 at positions without a token."""
     found = np.asarray(logprobs_of(PARAMS, BATCH, packed_as(layout)))
     expected = np.asarray(plain_logprobs()(PARAMS))
     np.testing.assert_allclose(found, np.where(MASK, expected, 0), rtol=0, atol=1e-5)
@@ -60,7 +60,7 @@ def test_logprobs_without_gradient(layout):
 
 
 def test_entropies_of_a_chunk():
-    """Those of the plain model; `chunk_logprobs` hands them to the loss."""
+    """They equal those of the plain model. `chunk_logprobs` passes them to the loss."""
     chunk = chunk_of(packed_as(WHOLE), 0, 0)
     prompts = np.arange(PROMPTS)[np.asarray(chunk.group)]
 
@@ -76,8 +76,8 @@ def test_entropies_of_a_chunk():
         np.testing.assert_allclose(np.asarray(mine)[mask], np.asarray(chunk.rows_of(plain))[mask], rtol=0, atol=1e-5)
 
 
-def test_completions_of_a_bin_do_not_see_each_other():
-    """To the bit: other tokens of one, or none of it at all, change nothing for those before and behind it."""
+def test_completions_of_a_bin_do_not_attend_to_each_other():
+    """Other tokens in one completion, or none at all, change no bit of the completions before and after it."""
     packed = packed_as(WHOLE)
     before = np.asarray(logprobs_of(PARAMS, BATCH, packed))
     assert (packed.length > 0).all(axis=-1).any(), "all completions of a group in one bin"
@@ -93,8 +93,8 @@ def test_completions_of_a_bin_do_not_see_each_other():
         np.testing.assert_array_equal(without[:, others], before[:, others])
 
 
-def test_a_shared_bin_is_a_bin_each(monkeypatch):
-    """Positions, log-probabilities of first tokens and all: as with one completion in each bin."""
+def test_shared_bin_equals_separate_bins(monkeypatch):
+    """Positions and log-probabilities, also of first tokens, equal those with one completion per bin."""
     together = packed_as(WHOLE)
     assert (together.start > 0).any()
     monkeypatch.setattr(packing, "ROWS_PER_BIN", 1)
@@ -104,9 +104,9 @@ def test_a_shared_bin_is_a_bin_each(monkeypatch):
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
 
 
-def test_less_memory_is_really_asked_for():
-    """By remat and by chunks, which change no value: each layer is recomputed, those of the prompts too, and
-    log-probabilities go in a loop."""
+def test_remat_recomputes_layers_and_chunks_use_a_loop():
+    """Counts primitives of the traced programs. With remat each of the two layers is recomputed, also for prompts. With
+    chunks log-probabilities are computed in a loop."""
     chunk = chunk_of(packed_as(WHOLE), 0, 0)
     everyone = jnp.arange(PROMPTS)
 
@@ -126,8 +126,8 @@ def test_less_memory_is_really_asked_for():
 
 
 def test_every_token_up_to_the_last_is_trained(monkeypatch):
-    """The derivative of the loss by each token's log-probability: weight times advantage up to and including the
-    end-of-sequence token at `length - 1`, exactly zero at places of the bin that belong to no completion."""
+    """The derivative of the loss by each token's log-probability is weight times advantage up to and including the
+    end-of-sequence token at `length - 1`. It is exactly zero at positions of the bin without a completion."""
     original, objective = forward.token_logprobs, OBJECTIVES["on-policy"]
     data = data_of()
     chunk = chunk_of(data.packed, 0, 0)
@@ -151,12 +151,13 @@ def test_every_token_up_to_the_last_is_trained(monkeypatch):
     np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=1e-6)
 
 
-# --- what it costs ----------------------------------------------------------------------------------------------------
+# --- cost ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def passes(monkeypatch) -> collections.Counter[str]:
-    """How often a pass through the layers is run, by its name; of what is compiled with it in place."""
+    """Counts how often each pass through the layers runs, by its name. It affects programs that are compiled while it
+    is active."""
     counted: collections.Counter[str] = collections.Counter()
 
     def count(name: str) -> None:
@@ -178,9 +179,9 @@ def passes(monkeypatch) -> collections.Counter[str]:
     [(Layout(1, 1, 1, False), [7, 1, 0]), pytest.param(Layout(2, 2, 1, True), [4, 1, 0], marks=pytest.mark.slow)],
     ids=str,
 )
-def test_prompts_run_once_and_padding_not_at_all(layout, chunks, passes):
-    """However a group is split, its prompt goes through the model once; sets and chunks without a completion do not go
-    at all. In the step and in the log-probabilities."""
+def test_prompts_are_computed_once_and_padding_is_skipped(layout, chunks, passes):
+    """A prompt goes through the model once, however its group is split. Sets and chunks without a completion are not
+    computed. This holds in the step and for the log-probabilities."""
     step = jax.jit(plain_step(GRAPHDEF, OBJECTIVES["on-policy"], keep_gradient, PLAIN))
     logprobs = jax.jit(functools.partial(batch_logprobs, GRAPHDEF, options=PLAIN))
     for groups, count in zip(([0, 1, 2], [1], []), chunks, strict=True):
@@ -216,9 +217,9 @@ def cost_batch(groups: int, size: int) -> GroupBatch:
 
 
 def test_the_prompt_is_computed_once():
-    """Compiled FLOPs of one group of 16 on a prompt of 512, against 16 groups of one on the same prompt: the same code
-    with the prompt repeated. A loop's body is counted once, and is run once: layers are unrolled, and all is one
-    set, one chunk and one piece of log-probabilities."""
+    """Compares compiled FLOPs of one group of 16 on a prompt of 512 with 16 groups of one on the same prompt. A loop's
+    body is counted once and run once: layers are unrolled, and there is one set, one chunk and one piece of
+    log-probabilities."""
     graphdef, params = make_model(**COST)
     weights = sum(x.size for x in jax.tree.leaves(params["layers"]))
 

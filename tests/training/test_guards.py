@@ -1,4 +1,5 @@
-"""Numbers that are none: updates skipped, kept and replayed from the command line; a sampler that disagrees."""
+"""Tests the guards of updates: non-finite updates are skipped, saved and replayed from the command line, and a sampler
+that disagrees with the trainer is detected."""
 
 import re
 import resource
@@ -24,12 +25,12 @@ def told(*skipped):
     return [{"update/skipped": float(each)} for each in skipped]
 
 
-def test_skipped_updates_are_told_and_end_the_run(caplog):
+def test_consecutive_skipped_updates_end_the_run(caplog):
     watch = SkipWatch("the loss 'x'", 3)
     assert watch(told(1, 1)) == [0, 1]
     assert watch(told(1, 0)) == [0]
     assert "1 of 2 updates of this step skipped: the loss 'x' or its gradient" in caplog.text
-    watch.check()  # three of four, not in a row at the end
+    watch.check()  # three of four, but not consecutive at the end
     assert watch(told(0, 1)) == [1] and watch(told(1)) == [0]
     watch.check()
     watch(told(1))
@@ -37,21 +38,21 @@ def test_skipped_updates_are_told_and_end_the_run(caplog):
         watch.check()
 
 
-def test_the_gap_is_looked_at_once(caplog):
+def test_logprob_gap_is_checked_once(caplog):
     gap = lambda mean: [{"logprob_gap/mean": mean, "logprob_gap/max": 2 * mean}]  # noqa: E731
     watch = GapWatch(0.1)
-    watch(gap(np.nan))  # no completion was in the update
+    watch(gap(np.nan))  # the update contained no completion
     with pytest.raises(
         UserError, match=r"differ by 0\.2 nats per token on average, 0\.4 at most .*max_logprob_gap: 0\.1"
     ):
         watch(gap(0.2))
     watch = GapWatch(0.1)
     watch(gap(0.05))
-    watch(gap(0.2))  # later steps have the metric alone
+    watch(gap(0.2))  # later steps only have the metric
     GapWatch(None)(gap(9.0))
 
 
-def test_a_sampler_that_computes_something_else_stops_the_run(monkeypatch, tmp_path):
+def test_disagreeing_sampler_stops_the_run(monkeypatch, tmp_path):
     generate = Sampler.generate
 
     def other(*args):
@@ -65,7 +66,7 @@ def test_a_sampler_that_computes_something_else_stops_the_run(monkeypatch, tmp_p
     assert "rollouts" in str(error.value) and not any((tmp_path / "checkpoints").iterdir())
 
 
-def test_what_is_kept_is_what_is_read(tmp_path):
+def test_saved_skipped_update_is_read_unchanged(tmp_path):
     mask = np.zeros(BATCH.rewards.shape, bool)
     mask[1, 2] = True
     given = Skipped(12, 1, BATCH, mask, mask.any(axis=1), None, BATCH.rollout_logprobs)
@@ -79,8 +80,8 @@ def test_what_is_kept_is_what_is_read(tmp_path):
         np.testing.assert_array_equal(getattr(found.batch, name), value, strict=value is not None)
 
 
-def test_a_skipped_update_that_cannot_be_kept_costs_the_file_alone(tmp_path, caplog):
-    """On a full disk: it is said, no half file is left, and updates in a row are counted as ever."""
+def test_failed_write_of_a_skipped_update_does_not_stop_the_run(tmp_path, caplog):
+    """On a full disk a warning is logged, no partial file is left, and consecutive updates are counted as usual."""
     mask = np.ones(BATCH.rewards.shape, bool)
     watch = SkipWatch("the loss 'x'", 2)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -95,8 +96,8 @@ def test_a_skipped_update_that_cannot_be_kept_costs_the_file_alone(tmp_path, cap
 
 
 @pytest.mark.parametrize(("last", "left"), [(-1, []), (2, ["000001", "000002"]), (11, ["000001", "000002", "000011"])])
-def test_files_of_steps_that_will_be_done_again_are_removed(tmp_path, last, left):
-    """Completions and skipped updates; what else is there stays. A folder that is not there is no error."""
+def test_files_of_steps_that_will_be_repeated_are_removed(tmp_path, last, left):
+    """Completions and skipped updates are removed. Other files stay. A missing folder is not an error."""
     guards.remove_files_after(tmp_path, last)
     names = {"rollouts": "step_{}.jsonl", "skipped": "step_{}_update_1.npz"}
     for folder, name in names.items():
@@ -111,7 +112,7 @@ def test_files_of_steps_that_will_be_done_again_are_removed(tmp_path, last, left
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn", b"not an archive"])
-def test_a_file_that_is_no_skipped_update(tmp_path, content):
+def test_file_that_is_not_a_skipped_update_is_rejected(tmp_path, content):
     file = tmp_path / "skipped" / "x.npz"
     file.parent.mkdir()
     file.write_bytes(content)
@@ -130,9 +131,9 @@ def broken(logprobs, old_logprobs, advantages, mask):
 
 
 @pytest.mark.slow
-def test_a_skipped_update_is_replayed(monkeypatch, tmp_path, capsys):
-    """Through the command line: a loss that is no number for some completions stops the run at the second such update;
-    the replay names just those completions, with the weights of that step."""
+def test_skipped_update_is_replayed(monkeypatch, tmp_path, capsys):
+    """The test uses the command line. A loss that is not finite for some completions stops the run at the second such
+    update. The replay names exactly these completions, with the weights of that step."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loss.py").write_text(LOSS)
     (tmp_path / "reward.py").write_text(
@@ -150,7 +151,7 @@ def test_a_skipped_update_is_replayed(monkeypatch, tmp_path, capsys):
     )
     assert cli.main(["train", "c.yaml"]) == 2
     said = capsys.readouterr()
-    first, second = sorted((tmp_path / "run" / "skipped").iterdir())  # in a row
+    first, second = sorted((tmp_path / "run" / "skipped").iterdir())  # consecutive
     kept = guards.read_skipped(first)
     assert guards.read_skipped(second).step == kept.step + 1
     assert "was not finite in 2 consecutive updates" in said.err and f"step_{kept.step + 1:06d}.jsonl" in said.err

@@ -1,4 +1,5 @@
-"""`environment.history=template`: the model sees what the chat template renders, and is trained on what it saw."""
+"""Tests `environment.history=template`: the model's input is what the chat template renders, and training uses the same
+input."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from .small_learner import assert_same, make, watch_sampler
 LETTERS = ["<eos>", ">", *"abcdefgh"]
 KEEPS = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' else '>' }}{% endfor %}"
 REWRITES = KEEPS.replace("m.content }}", "m.content.split('>')[-1] if m.role == 'assistant' else m.content }}")
-"""Keeps the part of a turn after its last `>` only, as other templates remove thoughts."""
+"""Keeps only the part of a turn after its last `>`, as other templates remove thoughts."""
 LENGTHS = RolloutConfig(max_prompt_length=16, max_tokens_to_generate=64)
 ROWS = [{"prompt": [{"role": "user", "content": text}], "answer": text[::-1]} for text in ("ab", "cd", "ef", "gh")] * 2
 
@@ -37,7 +38,7 @@ def letters(template: str) -> Tokenizer:
 
 
 class Three:
-    """Three turns; the reward is the number of turns with a `>`."""
+    """Has three turns. The reward is the number of turns with a `>`."""
 
     def reset(self, answer: str, **columns) -> None:
         self.answer, self.turns = answer, 0
@@ -63,13 +64,13 @@ def collect(made, data=ROWS, **arguments):
 
 
 def turns_of(mask: np.ndarray) -> list[tuple[int, int]]:
-    """The runs of sampled tokens."""
+    """Returns the ranges of sampled tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]])))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 def seen_contexts(made) -> tuple[list, list]:
-    """The prompts of the first rollout as token ids, and the completions."""
+    """Returns the prompts of the first rollout as token ids, and the completions."""
     prompts, generate = [], made.engine.generate
     made.engine.generate = lambda params, requests, *rest: (
         prompts.extend(request.tokens for request in requests) or generate(params, requests, *rest)
@@ -78,7 +79,7 @@ def seen_contexts(made) -> tuple[list, list]:
 
 
 def check_contexts(made, theirs, rows) -> int:
-    """Compares what the sampler saw at each turn with transformers; returns the number of turns after the first."""
+    """Compares the sampler's input at each turn with transformers. Returns the number of turns after the first."""
     prompts, sampled = seen_contexts(made)
     collect(made, rows, batch_size=len(rows))
     out, later = sampled[0], 0
@@ -98,7 +99,7 @@ def check_contexts(made, theirs, rows) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["thoughts", "opened thoughts", pytest.param("no thoughts", marks=pytest.mark.slow)])
 def test_each_turn_sees_what_transformers_renders(case):
-    """Qwen3's template; any tokens are sampled, since the weights are random."""
+    """Uses Qwen3's template. All tokens are sampled, since the weights are random."""
     ours, theirs = build_thinking(OPENED if case == "opened thoughts" else QWEN3)
     variables = {"enable_thinking": False} if case == "no thoughts" else {}
     ours = ours.with_template_variables(variables)
@@ -114,13 +115,13 @@ def test_each_turn_sees_what_transformers_renders(case):
 
 
 @pytest.mark.slow
-def test_letters_see_their_template():
+def test_context_of_letters_follows_the_template():
     made = learner(max_steps=1)
     tokenizer = made.tokenizer
     assert check_contexts(made, lambda messages: tokenizer.encode_prompt(messages, True)[1], ROWS[:4]) >= 8
 
 
-def test_sampler_and_trainer_see_the_same():
+def test_sampler_and_trainer_use_the_same_context():
     made = learner()
     sampled = watch_sampler(made)
     rows = collect(made)
@@ -133,8 +134,8 @@ def test_sampler_and_trainer_see_the_same():
 
 
 @pytest.mark.slow
-def test_a_template_that_keeps_the_history_changes_nothing():
-    """To the bit: weights and metrics are those of the sampled history."""
+def test_template_that_keeps_the_history_equals_the_sampled_history():
+    """Weights and metrics are bitwise those of the sampled history."""
     one, other = learner("sampled", KEEPS), learner("template", KEEPS)
     expected, found = collect(one), collect(other)
     assert_same(one.params, other.params)
@@ -145,7 +146,7 @@ def test_a_template_that_keeps_the_history_changes_nothing():
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_to_the_bit(tmp_path):
+def test_resumed_run_is_bitwise_equal(tmp_path):
     whole = learner(max_steps=4)
     collect(whole)
     for steps in (2, 4):
@@ -158,7 +159,7 @@ def test_a_run_is_resumed_to_the_bit(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
     several = [row for row in rows if len(row["segments"]) > 1]
     assert several and all(row["segments"][0] == 0 and row["segments"][-1] < row["length"] for row in rows)
-    for row in several:  # the last segment: what is kept of the history, then the last turn
+    for row in several:  # the last segment: the rest of the history, then the last turn
         said = [turn["content"] for turn in row["turns"]]
         assert row["completion"].startswith(said[0].split(">")[-1]) and row["completion"].endswith(
             said[-1] if row["turns"][-1]["role"] == "assistant" else said[-2]
@@ -166,7 +167,7 @@ def test_a_run_is_resumed_to_the_bit(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_mesh_trains_like_one_device():
+def test_mesh_training_equals_one_device():
     one, many = learner(), learner(mesh=build_mesh(MeshConfig(shape=[8, 1])))
     expected, found = (collect(each, batch_size=8) for each in (one, many))
     assert [row["train/turns/rewritten"] for row in found] == [row["train/turns/rewritten"] for row in expected]
@@ -175,7 +176,7 @@ def test_a_mesh_trains_like_one_device():
 
 @pytest.mark.slow
 def test_several_updates_a_reference_and_evaluation():
-    """Log-probabilities of the trainer before the updates and of the reference go through the same segments."""
+    """Log-probabilities of the trainer before the updates, and of the reference, are computed on the same segments."""
     algo = MaxRLConfig(num_generations=4, truncation_order=1, num_iterations=2, beta=0.1)
     made = learner(algo=algo, max_steps=1, eval_config=EvalConfig(samples=2, batch_size=3))
     (row,) = collect(made)
@@ -184,7 +185,7 @@ def test_several_updates_a_reference_and_evaluation():
     assert found.metrics["eval/turns/rewritten"] > 0 and len(found.texts) == 4
 
 
-def test_what_cannot_be_is_refused_before_anything_is_compiled():
+def test_invalid_settings_are_rejected_before_compilation():
     opens = "{{ 'a' if messages | length > 1 else 'b' }}" + KEEPS
     message = r"environment\.history=template: .* renders the prompt differently.* environment\.history=sampled"
     with pytest.raises(UserError, match=message):
@@ -193,9 +194,9 @@ def test_what_cannot_be_is_refused_before_anything_is_compiled():
         collect(learner(), [{"prompt": "ab", "answer": "b"}] * 4)
 
 
-def test_an_engine_that_does_not_restart_rows_is_refused():
+def test_engine_that_does_not_restart_rows_is_rejected():
     class Deaf:
-        """A responder that restarts nothing."""
+        """A responder that does not restart rows."""
 
         def __init__(self, own):
             self.lockstep, self.opening, self.submit, self.own = own.lockstep, own.opening, own.submit, own
@@ -218,7 +219,7 @@ def test_an_engine_that_does_not_restart_rows_is_refused():
 
 
 def test_a_trajectory_whose_prompt_changes_is_unscored():
-    """The others go on."""
+    """The other trajectories continue."""
     sometimes = (
         "{% for m in messages %}{% if loop.first and messages[-1].content == 'dc' %}a{% endif %}"
         + (KEEPS.split("{% for m in messages %}")[1])

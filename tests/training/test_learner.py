@@ -1,5 +1,5 @@
-"""The learner from the door a Python user comes in by: what it needs, repeated calls, engines, metrics, evaluations,
-resuming."""
+"""Tests the learner through its public Python interface: required arguments, repeated calls, engines, metrics,
+evaluations and resumption."""
 
 import threading
 from pathlib import Path
@@ -45,8 +45,9 @@ from .small_learner import (
 )
 
 
-def test_four_things_are_enough(monkeypatch, tmp_path):
-    """Model, tokenizer, rewards and the number of generations; all else has a default, and no file is written."""
+def test_four_arguments_are_enough(monkeypatch, tmp_path):
+    """They are the model, the tokenizer, the rewards and the number of generations. All other settings have defaults,
+    and no file is written."""
     monkeypatch.chdir(tmp_path)
     asked = []
 
@@ -54,7 +55,7 @@ def test_four_things_are_enough(monkeypatch, tmp_path):
         asked.append((len(prompts), prompts[:5], answer[0] == text[0][::-1]))
         return long_or_short(prompts, completions, answer)
 
-    # 64 positions, so the default lengths (512 + 256) do not fit: the error says which keys to lower.
+    # With 64 positions the default lengths (512 + 256) do not fit. The error names the keys to lower.
     arguments = {"model": make_model(), "tokenizer": TOKENIZER, "reward_fns": [score]}
     with pytest.raises(UserError, match="max_prompt_length.*768.*64 positions .max_position_embeddings.. Lower them"):
         MaxRLLearner(**arguments, algo_config=MaxRLConfig(num_generations=4))
@@ -71,7 +72,7 @@ def test_four_things_are_enough(monkeypatch, tmp_path):
 
 @pytest.fixture
 def compiled():
-    """Grows by one entry with every program that XLA compiles."""
+    """A list that gets one entry for every program that XLA compiles."""
     programs = []
 
     def on_event(event, duration, **_):
@@ -83,9 +84,9 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(on_event)
 
 
-def test_one_compilation_and_an_estimator_under_tracing(compiled, monkeypatch):
-    """Advantage and loss are one program: the estimator is traced into it, once, and never sees a number. It was traced
-    before on shapes alone, when the learner was made."""
+def test_estimator_is_traced_into_one_compiled_program(compiled, monkeypatch):
+    """Advantage and loss are one program. The estimator is traced into it once and never gets a concrete value. It was
+    traced on shapes alone before, when the learner was created."""
     seen, counts = [], []
     monkeypatch.setattr("tunix_like.algorithms.registry.ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
 
@@ -112,7 +113,8 @@ def test_one_compilation_and_an_estimator_under_tracing(compiled, monkeypatch):
 
 @pytest.mark.parametrize("passes", [False, True])
 def test_a_second_call_without_a_folder_continues(compiled, passes):
-    """Two calls of two steps are one of four: steps, prompts, random numbers, moments; and nothing compiles again."""
+    """Two calls of two steps equal one of four: steps, prompts, random numbers and moments. The second call compiles
+    nothing."""
     seen = {"one": [], "two": []}
 
     def reward_into(name):
@@ -142,7 +144,7 @@ def test_a_second_call_without_a_folder_continues(compiled, passes):
 
 
 class Reversed:
-    """The engine of a learner as one of the user, whose samples come in another order."""
+    """A user's engine: the engine of a learner with its samples in another order."""
 
     def __init__(self, learner):
         self.inner, self.max_prompt_length, self.row_steps = learner.engine, 8, 0
@@ -154,8 +156,8 @@ class Reversed:
         yield from reversed(list(self.inner.generate(*arguments)))
 
 
-def test_an_engine_of_the_user():
-    """The order of its samples changes nothing."""
+def test_engine_of_the_user():
+    """The order of its samples does not change the result."""
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=20)
     plain = make(reward=varied, rollout=rollout, actor_optimizer=ADAMW)
     own = make(reward=varied, rollout=rollout, actor_optimizer=ADAMW, engine=Reversed(plain))
@@ -164,8 +166,8 @@ def test_an_engine_of_the_user():
 
 
 def test_a_call_that_failed_can_be_repeated():
-    """The steps that were done count, even if a function of the user failed after the update; an epoch goes on where it
-    was left, and an iterable begins anew."""
+    """Completed steps count, even if a function of the user failed after the update. An epoch continues at the same
+    position, and an iterable starts again."""
     failing = [True]
 
     def metric(prompts, completions, rewards, advantages, **columns):
@@ -189,7 +191,7 @@ def test_a_call_that_failed_can_be_repeated():
 
 
 class Rows:
-    """An iterable that is no sequence."""
+    """An iterable that is not a sequence."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -221,17 +223,17 @@ def test_metric_functions():
 
 
 @pytest.mark.slow
-def test_where_the_time_goes(tmp_path, monkeypatch):
-    """Shares of useful work from the lengths, the split of the time, what was compiled, a trace; shares of the device's
-    peak where it is known."""
+def test_metrics_of_time_and_useful_work(tmp_path, monkeypatch):
+    """The metrics contain shares of useful work from the lengths, the split of the time, compilations, and the share of
+    the device's peak where it is known. A trace is written."""
     monkeypatch.setattr("tunix_like.training.step_metrics.peak_flops", lambda: 1e9)
     learner = make(max_steps=3, reward=varied, output_dir=str(tmp_path), profile_steps=[2, 2])
     sampled = watch_sampler(learner)
     found = collect(learner, batch_size=8)
     for row, completions in zip(found, sampled, strict=True):
         split = sum(value for name, value in row.items() if name.startswith("train/time/"))
-        # Within 5 % only where compilation takes seconds: a later step takes less than 0.1 s, of which a busy machine
-        # may spend some anywhere.
+        # Within 5 % only for steps that compile: a later step takes less than 0.1 s, of which a busy machine may add
+        # some at any place.
         assert (0.95 * row["train/step_time_sec"] if row["step"] == 1 else 0) < split <= row["train/step_time_sec"]
         lengths = completions.lengths
         assert lengths.mean() / lengths.max() <= row["train/perf/rollout_occupancy"] <= 1
@@ -243,8 +245,8 @@ def test_where_the_time_goes(tmp_path, monkeypatch):
     assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == 1
 
 
-def test_what_is_compiled_between_two_steps_is_counted():
-    """As an evaluation may do, or a checkpoint: it belongs to the step after it."""
+def test_compilations_between_two_steps_are_counted():
+    """An evaluation or a checkpoint may compile programs. They count for the step after it."""
     found = []
 
     def compile_after_2(row, total):
@@ -267,7 +269,8 @@ def test_evaluation_before_during_and_after():
 
 
 def run_twice(folder, data, first, then, **training):
-    """Trains to step `first`, then with a new learner on the same folder to step `then`; its parameters and rows."""
+    """Trains to step `first`, then to step `then` with a new learner on the same folder. Returns its parameters and
+    rows."""
     make(reward=varied, max_steps=first, output_dir=str(folder), **training).train(data(), batch_size=4)
     learner = make(reward=varied, max_steps=then, output_dir=str(folder), **training)
     learner.train(data(), batch_size=4)
@@ -279,8 +282,8 @@ def without_times(rows):
 
 
 @pytest.mark.parametrize("kind", ["list", "generator"])
-def test_resumed_is_uninterrupted(kind, tmp_path):
-    """6 steps are 3 steps and 3 more, bitwise: weights, optimizer, the place in the data, random numbers, metrics."""
+def test_resumed_run_equals_the_uninterrupted_run(kind, tmp_path):
+    """6 steps are bitwise 3 steps and 3 more: weights, optimizer, position in the data, random numbers and metrics."""
     data = SOURCES | {"list": lambda: ROWS, "generator": lambda: plain(ROWS * 4)}
     settings = {"actor_optimizer": OptimizerConfig(learning_rate=1e-2), "checkpoint_every_n_steps": 2}
     whole = make(reward=varied, max_steps=6, output_dir=str(tmp_path / "whole"), **settings)
@@ -291,7 +294,7 @@ def test_resumed_is_uninterrupted(kind, tmp_path):
     assert differ(params, params_of(make_model()))
 
 
-def test_a_folder_of_another_run_is_refused(tmp_path):
+def test_folder_of_another_run_is_rejected(tmp_path):
     make(output_dir=str(tmp_path), max_steps=1).train(ROWS, batch_size=4)
     other = {"seed": {"seed": 5}, "batch_size": {}, "algorithm": {}, "rows": {}}
     for what, training in other.items():
@@ -305,7 +308,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
 
 
 def test_training_outside_the_main_thread():
-    """Signals can only be caught in the main thread; elsewhere training goes on without."""
+    """Signals can only be handled in the main thread. In another thread training runs without the handlers."""
     learner, found = make(max_steps=1), []
     thread = threading.Thread(target=lambda: found.append(learner.train(ROWS, batch_size=4)))
     thread.start()

@@ -1,4 +1,5 @@
-"""The nine algorithms: their defaults, their losses against loops over tokens, and the rewards that they accept."""
+"""Tests the nine algorithms: their defaults, their losses against loops over tokens, and the rewards that they
+accept."""
 
 import functools
 import json
@@ -51,7 +52,7 @@ DEFAULTS = {
 NEED_K = ("maxpo", "pkpo", "passk")
 
 
-def test_what_an_unset_key_means():
+def test_defaults_of_unset_keys():
     found = {}
     for name, learner in LEARNERS.items():
         algo = resolve(AlgorithmConfig(advantage_estimator=name), learner.config_class)
@@ -67,7 +68,7 @@ def test_what_an_unset_key_means():
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_each_learner_trains(name):
-    """Two steps of each by its own class; the first step's numbers are those of its estimator, loss and weights."""
+    """Each learner trains two steps. The metrics of the first step are those of its estimator, loss and weights."""
     rewards, found = [], []
     k = {"k": 2} if name in NEED_K else {}
     learner = make(
@@ -91,7 +92,8 @@ def test_each_learner_trains(name):
 
 
 def naive_loss(name, rewards, lengths, logprobs):
-    """Loss of one step of ratio 1 by loops: each learner's sum over tokens as its row of the table says."""
+    """Returns the loss of one step of ratio 1 by loops, with each learner's sum over tokens as in its row of the
+    table."""
     advantages = tunix_like.compute_advantages(rewards, name)
     groups, size = lengths.shape
     total = 0.0
@@ -109,8 +111,9 @@ def naive_loss(name, rewards, lengths, logprobs):
 
 
 @pytest.mark.parametrize("name", ["grpo", "drgrpo", "rloo", "maxrl"])
-def test_the_loss_is_the_one_of_the_table(name):
-    """The reported loss of a step, against loops over tokens; micro-batches of two completions change nothing."""
+def test_loss_equals_that_of_loops_over_tokens(name):
+    """The reported loss of a step equals that of loops over tokens. Micro-batches of two completions do not change
+    it."""
     rewards = np.array([[1.0, 0, 2, 0], [0, 0, 0, 3], [1, 1, 1, 0], [0, 2, 2, 0]])
 
     learner = make(
@@ -127,14 +130,14 @@ def test_the_loss_is_the_one_of_the_table(name):
     assert row["train/loss"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_a_config_of_another_learner_is_refused():
+def test_config_of_another_learner_is_rejected():
     with pytest.raises(UserError, match="RLOOLearner takes a RLOOConfig, got a GRPOConfig"):
         make(GRPOConfig(), learner=RLOOLearner)
     with pytest.raises(UserError, match="algorithm.epsilon: the loss 'reinforce' does not read it"):
         make(RLOOConfig(num_generations=4, epsilon=0.1), learner=RLOOLearner).train(ROWS)
     with pytest.raises(UserError, match="algorithm.k: the estimator 'maxpo' requires it"):
         make(MaxPOConfig(num_generations=4), learner=LEARNERS["maxpo"]).train(ROWS)
-    plain = make(AlgorithmConfig(num_generations=4), learner=GRPOLearner)  # the base class takes the learner's defaults
+    plain = make(AlgorithmConfig(num_generations=4), learner=GRPOLearner)  # the base class uses the learner's defaults
     assert (plain.algo.advantage_estimator, plain.algo.policy_loss_fn) == ("grpo", "ppo_clip")
 
 
@@ -158,7 +161,7 @@ BAD_REWARDS = {
 
 
 @pytest.mark.parametrize("kind", BAD_REWARDS)
-def test_a_bad_reward_stops_at_step_1_with_its_completions_kept(kind, tmp_path):
+def test_invalid_reward_stops_at_step_1_with_completions_saved(kind, tmp_path):
     reward, message = BAD_REWARDS[kind]
     learner = make(reward=reward, output_dir=str(tmp_path / "run"))
     before = jax.tree.map(np.asarray, learner.params)
@@ -173,8 +176,9 @@ def test_a_bad_reward_stops_at_step_1_with_its_completions_kept(kind, tmp_path):
     assert metric_rows(tmp_path / "run") == []
 
 
-def test_some_unscored_completions_are_left_out():
-    """None and NaN are no zeros: they leave the group's statistics, are counted, and weigh nothing in the loss."""
+def test_unscored_completions_are_excluded():
+    """None and NaN are not zeros: such completions are excluded from the group's statistics, are counted, and have no
+    weight in the loss."""
     kept = []
 
     def some(prompts, completions, answer):
@@ -186,9 +190,9 @@ def test_some_unscored_completions_are_left_out():
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("maxrl", "non-negative"), ("passk", "binary")])
-def test_what_the_estimator_is_given(name, kinds):
-    """A negative weight (and for passk DAPO's penalty) makes signed rewards, which it takes once they are binarized;
-    the rows of metrics keep what the functions gave."""
+def test_estimator_gets_the_shaped_rewards(name, kinds):
+    """A negative weight (and for passk DAPO's penalty) gives signed rewards, which the estimator accepts after
+    binarization. The rows of metrics contain the values of the functions."""
     totals, kept = [], []
 
     def length(prompts, completions, answer):
@@ -214,8 +218,9 @@ def test_what_the_estimator_is_given(name, kinds):
     assert row["train/rewards/mean"] == pytest.approx(np.mean(totals[0]))
 
 
-def test_completions_cut_short_count_in_their_group_but_not_in_the_loss():
-    """overlong=mask, against loops: advantages over the whole group, weights over what ended by itself."""
+def test_truncated_completions_count_in_their_group_but_not_in_the_loss():
+    """Tests overlong=mask against loops: advantages use the whole group, weights only the completions that ended by
+    themselves."""
     kept, rewards = [], []
     learner = make(
         DrGRPOConfig(num_generations=4, overlong="mask", loss_agg_mode="token-mean"), learner=LEARNERS["drgrpo"],

@@ -1,4 +1,4 @@
-"""The data of a learner: messages, every kind of container, long prompts, held-out rows, tokenizers."""
+"""Tests the data of a learner: messages, containers of every kind, long prompts, held-out rows, and tokenizers."""
 
 import pytest
 
@@ -55,7 +55,8 @@ def test_messages_go_through_the_chat_template():
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_one_pass_over_any_kind_of_data(kind):
-    """max_steps=None sees every row once, whatever the rows come in, and evaluates at the end."""
+    """With max_steps=None every row is used once, whatever container the rows are in, and an evaluation runs at the
+    end."""
     seen = []
 
     def score(prompts, completions, answer):
@@ -70,7 +71,7 @@ def test_one_pass_over_any_kind_of_data(kind):
 
 
 @pytest.mark.slow
-def test_an_iterable_is_read_again_but_a_generator_ends():
+def test_iterable_is_reread_but_a_generator_ends():
     assert len(collect(make(max_steps=3), NotASequence())) == 3
     assert len(collect(make(max_steps=3), plain(ROWS))) == 2
 
@@ -116,7 +117,7 @@ def test_long_prompts_are_skipped_and_counted(caplog):
         make().train([*ROWS, *long], overlong_prompts="error")
 
 
-def test_long_prompts_that_the_start_did_not_see(monkeypatch):
+def test_long_prompts_after_the_checked_rows_are_skipped(monkeypatch):
     monkeypatch.setattr(stream, "SCANNED_ROWS", len(ROWS))
     rows = [*ROWS, {"prompt": "abcdefgh>", "answer": "b"}]
     assert len(collect(make(max_steps=None), rows)) == 2
@@ -128,7 +129,7 @@ def test_long_prompts_that_the_start_did_not_see(monkeypatch):
     ("rows", "number"),
     [(ROWS[:3], 3), pytest.param([*ROWS[:5], {"prompt": "abcdefgh>", "answer": "b"}], 5, marks=pytest.mark.slow)],
 )
-def test_a_batch_of_more_rows_than_there_are_is_warned_of(caplog, rows, number):
+def test_batch_larger_than_the_data_logs_a_warning(caplog, rows, number):
     make(max_steps=1).train(rows, batch_size=6)
     warning = f"data.batch_size: 6 prompts per step, but there are only {number} training rows"
     assert caplog.text.count(warning) == 1 and f"; {number} are used" in caplog.text
@@ -173,7 +174,7 @@ def test_a_tokenizer_of_transformers(tmp_path):
 
 
 @pytest.mark.slow
-def test_held_out_prompts_among_the_training_prompts_are_warned_of(caplog):
+def test_held_out_prompts_among_training_prompts_log_a_warning(caplog):
     settings = {"max_steps": 1, "eval_config": EvalConfig(samples=1, batch_size=8)}
     make(**settings).train(ROWS, [ROWS[1], ROWS[3], reverse_text.record("zzz")], batch_size=4)
     assert caplog.text.count("2 of 3 held-out prompts are also in the training data") == 1

@@ -1,4 +1,4 @@
-"""Estimators of the user's own, by registration or by file, and one per data source."""
+"""Tests user-defined estimators, by registration and by file, and estimators by data source."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ from .small_learner import (
 
 
 def test_estimators_without_module_or_hash(monkeypatch):
-    """As functions made by `exec` or callable dataclasses are."""
+    """Functions made by `exec` and callable dataclasses are such estimators."""
     monkeypatch.setattr("tunix_like.algorithms.registry.ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
 
     @dataclasses.dataclass
@@ -52,8 +52,8 @@ def test_estimators_without_module_or_hash(monkeypatch):
         assert make(algo, learner=CustomLearner, max_steps=1).train(ROWS, batch_size=4)["step"] == 1
 
 
-def test_own_functions_share_no_program(monkeypatch):
-    """A function of the user may read what has changed since; a second learner traces it again."""
+def test_user_defined_estimators_are_traced_by_each_learner(monkeypatch):
+    """A user's function may read state that has changed since. A second learner traces it again."""
     monkeypatch.setattr("tunix_like.algorithms.registry.ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
     factor = [1.0]
 
@@ -89,7 +89,7 @@ def own(tmp_path, function, **settings):
     return functools.partial(make, config, learner=CustomLearner, output_dir=str(tmp_path / "run"))
 
 
-def test_an_estimator_of_ones_own_by_its_file(tmp_path):
+def test_user_defined_estimator_by_file(tmp_path):
     kept = []
     learner = own(tmp_path, "mean", estimator_params={"scale": 2.0})(reward=varied, metric_fns=[watch_advantages(kept)])
     assert collect(learner)[-1]["step"] == 2
@@ -111,8 +111,9 @@ BAD_ESTIMATORS = {
 
 
 @pytest.mark.parametrize("function", BAD_ESTIMATORS)
-def test_a_bad_estimator_changes_no_weight(function, tmp_path):
-    """What it returned is found before the weights have moved, in the step where it happens; completions are kept."""
+def test_invalid_estimator_changes_no_weight(function, tmp_path):
+    """The invalid result is detected before the weights change, in the step in which it occurs. The completions are
+    saved."""
     calls = []
 
     def good_then_bad(prompts, completions, answer):
@@ -145,7 +146,8 @@ SOURCES_OF_ROWS = {
 
 @pytest.mark.slow
 def test_every_source_has_its_own_estimator(tmp_path):
-    """One batch, one compiled step: each group's advantages are its source's estimator's, the rest the run's own."""
+    """In one batch and one compiled step, the advantages of each group are those of its source's estimator, and those
+    of the run's estimator otherwise."""
     names = ["hard", "white", "easy", None, "white", "unnamed", "hard", "easy"]
     data = [row | ({} if name is None else {"data_source": name}) for row, name in zip(ROWS, names, strict=True)]
     training = {"reward": lambda prompts, completions: varied(prompts, completions, None), "output_dir": str(tmp_path)}
@@ -175,6 +177,6 @@ def test_every_source_has_its_own_estimator(tmp_path):
         ("grpo", "source_estimators.'easy'.: expected {'advantage_estimator': .*got 'grpo'"),
     ],
 )
-def test_a_mistake_in_a_source_names_it(given, message):
+def test_error_in_a_source_names_the_source(given, message):
     with pytest.raises(UserError, match=message):
         make(source_estimators={"hard": {"advantage_estimator": "rloo"}, "easy": given})

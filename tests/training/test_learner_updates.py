@@ -1,4 +1,4 @@
-"""The updates of a learner: several per batch, against the plain forward pass; steps without data; the KL."""
+"""Tests the updates of a learner: several per batch against the plain forward pass, steps without data, and the KL."""
 
 import functools
 from collections import OrderedDict
@@ -41,13 +41,13 @@ from .small_learner import (
 
 
 def test_a_step_without_a_counted_token_changes_nothing(tmp_path):
-    """With AdamW and weight decay: no momentum moves the weights, and the schedule does not go on. A step whose rewards
-    are all equal is an observation, and the optimizer takes it."""
+    """The optimizer is AdamW with weight decay: momentum does not change the weights, and the schedule does not
+    advance. A step with equal rewards, in contrast, is a regular update of the optimizer."""
     calls = []
 
     def reward(prompts, completions, answer):
         calls.append(len(prompts))
-        if len(calls) in (2, 3):  # of the second step; a function that fails for all is asked again
+        if len(calls) in (2, 3):  # in the second step; a function that fails for all is called again
             return [None] * len(completions)
         return [1.0] * len(completions) if len(calls) == 5 else varied(prompts, completions, answer)
 
@@ -71,7 +71,7 @@ def test_a_step_without_a_counted_token_changes_nothing(tmp_path):
 
 
 def test_maxima_of_several_updates_are_not_averaged(monkeypatch):
-    """The ratio is 1 in the first update of a batch, and the metric is the largest of the second."""
+    """The ratio is 1 in the first update of a batch, and the metric is the maximum of the second."""
     updates = []
 
     def recorded(*arguments):
@@ -96,7 +96,7 @@ def test_maxima_of_several_updates_are_not_averaged(monkeypatch):
 
 @pytest.mark.parametrize("updates", [{"num_iterations": 2}, {"mini_batch_size": 2}])
 def test_several_updates_of_one_batch(updates):
-    """ppo_clip goes through the batch again with the log-probabilities of before the first update: ratios leave 1."""
+    """ppo_clip uses the batch again with the log-probabilities before the first update, so ratios differ from 1."""
     algorithm = {name: value for name, value in updates.items() if name == "num_iterations"}
     training = {name: value for name, value in updates.items() if name != "num_iterations"}
     optimizer = optax.sgd(2.0)
@@ -125,7 +125,7 @@ LOSSES = {
 
 
 def naive_token_loss(kind, logprobs, old, rollout, advantages, mask):
-    """The loss of every token by its formula; `[G, T]` each, advantages `[G, 1]`."""
+    """Returns the loss of every token by its formula; arguments are `[G, T]`, advantages `[G, 1]`."""
     if kind == "dppo":
         ratio, moved = jnp.exp(logprobs - rollout), jnp.exp(logprobs) - jnp.exp(rollout)
         dropped = ((advantages > 0) & (moved > 0.02)) | ((advantages <= 0) & (moved < -0.02))
@@ -142,7 +142,7 @@ def naive_token_loss(kind, logprobs, old, rollout, advantages, mask):
 
 @functools.partial(jax.jit, static_argnums=0)
 def naive_logprobs(graphdef, params, texts, places, targets):
-    """By the plain forward of prompt and completion in one row."""
+    """Returns log-probabilities of the plain forward pass of prompt and completion in one row."""
     table = jax.nn.log_softmax(nnx.merge(graphdef, params)(texts))
     return table[jnp.arange(len(texts))[:, None], places, targets]
 
@@ -153,9 +153,10 @@ def naive_gradient(graphdef, params, texts, places, targets, slope):
 
 
 @pytest.mark.parametrize("kind", others_slow(LOSSES, "ppo_clip"))
-def test_two_passes_in_two_mini_batches_by_loops(kind):
-    """Four updates of one batch, redone with the plain forward: the old log-probabilities are those before the first
-    update throughout, the sampler's those of the rollout (made to differ here), advantages are of the whole batch."""
+def test_two_passes_in_two_mini_batches_equal_loops(kind):
+    """Four updates of one batch are repeated with the plain forward pass. The old log-probabilities are those before
+    the first update, and the sampler's are those of the rollout (changed here, so that they differ). Advantages use the
+    whole batch."""
     rewards, asked, rate = [], [], 0.3
     learner = make(
         MaxRLConfig(num_generations=4, num_iterations=2, **LOSSES[kind]),
@@ -198,7 +199,7 @@ def test_two_passes_in_two_mini_batches_by_loops(kind):
     assert row.get("train/sampler_is/mean", 0.9) < 1
 
 
-def test_kl_in_the_loss_starts_at_zero_against_the_starting_weights():
+def test_kl_to_the_initial_weights_starts_at_zero():
     learner = make(GRPOConfig(num_generations=4, beta=0.1), learner=GRPOLearner, reward=varied, max_steps=3)
     start = jax.tree.map(np.asarray, learner.params)
     rows = collect(learner)
@@ -209,8 +210,8 @@ def test_kl_in_the_loss_starts_at_zero_against_the_starting_weights():
 
 
 @pytest.mark.slow
-def test_the_kl_alone_leads_to_the_reference():
-    """Where rewards say nothing, the KL still has a gradient, and it points at the reference."""
+def test_kl_without_a_reward_signal_leads_to_the_reference():
+    """With equal rewards the KL still has a gradient, and the weights approach the reference."""
     learner = make(
         GRPOConfig(num_generations=4, beta=1.0),
         learner=GRPOLearner,
@@ -224,7 +225,8 @@ def test_the_kl_alone_leads_to_the_reference():
 
 
 def test_kl_in_the_reward_with_another_reference():
-    """rloo subtracts beta * sum of log-ratios from each reward before the estimator; here by hand."""
+    """rloo subtracts beta * sum of log-ratios from each reward before the estimator. The test computes this
+    separately."""
     kept = []
     model, reference = make_model(), make_model(seed=7)
     learner = make(
@@ -252,7 +254,7 @@ def test_kl_in_the_reward_with_another_reference():
 def test_the_model_itself_as_reference():
     model = make_model()
     of = functools.partial(make, GRPOConfig(num_generations=4, beta=0.1), learner=GRPOLearner, model=model)
-    learner = of(ref_model=nnx.merge(*nnx.split(model)))  # another model of the same arrays
+    learner = of(ref_model=nnx.merge(*nnx.split(model)))  # another model with the same arrays
     where = lambda tree: {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}  # noqa: E731
     assert not where(learner.reference.params) & where(learner.state.params)
     assert len(collect(of(ref_model=model))) == 2

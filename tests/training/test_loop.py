@@ -1,4 +1,5 @@
-"""What the loop does when, on a phase that counts: rows before checkpoints, resuming, every way to end."""
+"""Tests the training loop with a phase that adds up step numbers: the order of rows and checkpoints, resumption, and
+all kinds of ends."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tunix_like.training.trainer import Trainer
 
 
 class Counting(Trainer):
-    """Adds the step's number to a sum; `at` maps a step to what happens within it."""
+    """Adds the step's number to a sum. `at` maps a step to a function that is called within it."""
 
     name, step_key, iterator, rate_follows_total = "count", "count/step", None, False
 
@@ -70,7 +71,7 @@ class Counting(Trainer):
 
 
 def run(phase, *, checkpoints, log, checkpoint_every, on_row, **more) -> int:
-    """Runs a phase with these files; the number of its last step."""
+    """Runs a phase with these files. Returns the number of its last step."""
     phase.files = (checkpoints, log)
     phase.training = types.SimpleNamespace(checkpoint_every_n_steps=checkpoint_every)
     loop.run(phase, on_row, **more)
@@ -78,7 +79,7 @@ def run(phase, *, checkpoints, log, checkpoint_every, on_row, **more) -> int:
 
 
 class Watched(Checkpoints):
-    """Asserts at every save that the row of its step is on disk."""
+    """Asserts at every save that the row of its step is already written."""
 
     def save(self, step, state, iterator=None, meta=None):
         assert rows(self.folder.parent)[-1]["count/step"] == step
@@ -115,8 +116,8 @@ def term():
 
 
 def test_a_whole_run(tmp_path):
-    """Rows with the phase's prefix, plain numbers; a checkpoint every second step and at the end. The process is left
-    as it was found."""
+    """Rows have the phase's prefix and plain numbers. Checkpoints are saved every second step and at the end. Signal
+    handlers are restored."""
     seen, handlers = [], (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
     assert go(Counting(), tmp_path, seen=seen) == 5
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
@@ -129,8 +130,8 @@ def test_a_whole_run(tmp_path):
 @pytest.mark.parametrize(
     ("end", "raised", "met"), [(lambda: None, None, 6), (term, Stopped, 3), (fail, RuntimeError, 1)]
 )
-def test_processes_meet_after_an_end_that_all_come_to(monkeypatch, end, raised, met):
-    """Beside once a step; not after an error, which may be of one process alone."""
+def test_processes_synchronize_after_an_end_that_all_reach(monkeypatch, end, raised, met):
+    """Processes also communicate once per step. They do not after an error, which may occur in one process only."""
     meetings = []
     monkeypatch.setattr(loop, "gather", lambda value: meetings.append(value) or [value])
     phase = Counting(5, at={2: end})
@@ -148,7 +149,7 @@ def test_without_files():
 
 
 def test_evaluations(tmp_path):
-    """At step 0, when due, and at the last step, each in the row of its step."""
+    """Evaluations run at step 0, when due, and at the last step. Each is in the row of its step."""
     go(Counting(evaluate_every=2), tmp_path)
     assert {row["count/step"]: row["eval/sum"] for row in rows(tmp_path) if "eval/sum" in row} == {
         0: 0.0, 2: 3.0, 4: 10.0, 5: 15.0,
@@ -156,8 +157,8 @@ def test_evaluations(tmp_path):
     assert rows(tmp_path)[0] == {"count/step": 0, "eval/sum": 0.0}
 
 
-def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
-    """The row of step 3 came after the checkpoint of step 2: it is cut, and step 3 is done again."""
+def test_killed_run_is_resumed_from_its_checkpoint(tmp_path):
+    """The row of step 3 is later than the checkpoint of step 2. It is removed, and step 3 is repeated."""
     with pytest.raises(RuntimeError, match="the machine is gone"):
         go(Counting(evaluate_every=4, at={4: fail}), tmp_path)
     assert sums(tmp_path) == {1: 1, 2: 3, 3: 6} and saved(tmp_path) == [2]
@@ -168,7 +169,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
     assert [row["count/step"] for row in rows(tmp_path)] == [0, 1, 2, 3, 4, 5], "no second evaluation at step 0"
 
 
-def test_rows_without_a_checkpoint_are_cut_too(tmp_path):
+def test_rows_without_a_checkpoint_are_removed(tmp_path):
     with pytest.raises(RuntimeError):
         go(Counting(at={2: fail}), tmp_path)
     MetricsLog(tmp_path).write({"other/step": 9})
@@ -178,7 +179,7 @@ def test_rows_without_a_checkpoint_are_cut_too(tmp_path):
     assert again.cut_after == -1, "and what the phase wrote"
 
 
-def test_a_finished_run_is_not_run_again_but_can_be_prolonged(tmp_path, caplog):
+def test_finished_run_is_not_repeated_but_can_be_extended(tmp_path, caplog):
     go(Counting(3), tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     again = Counting(3)
@@ -197,8 +198,8 @@ def test_a_finished_run_is_not_run_again_but_can_be_prolonged(tmp_path, caplog):
     assert sums(tmp_path) == ALL
 
 
-def test_the_data_is_used_up(tmp_path):
-    """Only then is the last step known: its evaluation is a row of its own, and its state is saved."""
+def test_end_of_the_data_ends_the_run(tmp_path):
+    """The last step is only known then: its evaluation is a separate row, and its state is saved."""
     phase = Counting(None, data=3, evaluate_every=100)
     assert go(phase, tmp_path) == 3
     assert sums(tmp_path) == {1: 1, 2: 3, 3: 6} and saved(tmp_path) == [2, 3]
@@ -216,8 +217,8 @@ def test_data_that_ends_with_a_checkpoint_is_saved_once(tmp_path):
     assert saved(tmp_path) == [2, 4]
 
 
-def test_an_early_end_is_an_end(tmp_path):
-    """The row says so (here: the sum is 6); the checkpoint remembers it."""
+def test_early_end_is_recorded(tmp_path):
+    """The row contains the end (here: the sum is 6), and the checkpoint records it."""
     assert go(Counting(end_at=6), tmp_path) == 3
     assert saved(tmp_path) == [2, 3]
     again = Counting(end_at=6)
@@ -230,8 +231,8 @@ def test_an_early_end_is_an_end(tmp_path):
     ids=["SIGTERM", "SIGINT", "SIGHUP"],
 )
 def test_a_signal_saves_and_stops(heard_hangups, tmp_path, capfd, number, kind):
-    """The step is finished, its row and its checkpoint are written, and the handlers are those of before. The exit
-    status of SIGTERM and SIGHUP is 75; Ctrl-C is a KeyboardInterrupt, which leaves a notebook's process alone."""
+    """The step is completed, its row and its checkpoint are written, and the handlers are restored. The exit status of
+    SIGTERM and SIGHUP is 75. Ctrl-C raises a KeyboardInterrupt, which does not end a notebook's process."""
     before = signal.getsignal(number)
     phase = Counting(at={3: lambda: os.kill(os.getpid(), number)})
     with pytest.raises(kind) as stopped:
@@ -248,7 +249,7 @@ def test_a_signal_saves_and_stops(heard_hangups, tmp_path, capfd, number, kind):
     assert sums(tmp_path) == ALL
 
 
-def test_the_checkpoint_is_whole_before_stopped_is_raised(tmp_path):
+def test_checkpoint_is_complete_before_stopped_is_raised(tmp_path):
     with Watched(tmp_path / "checkpoints", 10) as checkpoints:
         waits = []
         wait, save = checkpoints.wait, checkpoints.save
@@ -265,8 +266,8 @@ def test_the_checkpoint_is_whole_before_stopped_is_raised(tmp_path):
         assert waits[waits.index("save") :] == ["save", "wait"]
 
 
-def test_a_signal_between_two_questions_is_not_lost(tmp_path, monkeypatch):
-    """However often the loop asks within a step, what it stops at is what it saved."""
+def test_signal_between_two_checks_is_not_lost(tmp_path, monkeypatch):
+    """The loop saves the step at which it stops, however often it checks for signals within a step."""
 
     @contextlib.contextmanager
     def answers():
@@ -285,8 +286,9 @@ def test_a_signal_in_the_last_step_changes_nothing(tmp_path):
     assert saved(tmp_path) == [2, 4, 5]
 
 
-def test_a_signal_in_the_last_step_stops_where_another_phase_follows(tmp_path):
-    """That one must not begin: its scheduler has warned. The next start finds this phase done and goes on."""
+def test_signal_in_the_last_step_stops_before_another_phase(tmp_path):
+    """The next phase must not start, because the scheduler will end the process. The next start finds this phase
+    completed and continues."""
     with pytest.raises(Stopped) as stopped:
         go(Counting(at={5: term}), tmp_path, another_follows=True)
     assert stopped.value.message == "stopped by a signal after step 5, which is saved" and saved(tmp_path) == [2, 4, 5]
@@ -320,7 +322,7 @@ def test_a_second_signal_acts_at_once(tmp_path):
 
 
 def test_a_second_hangup_changes_nothing(heard_hangups, tmp_path):
-    """A closed terminal sends two: its shell passes one on, the kernel sends the other."""
+    """A closed terminal sends two signals: one from the shell and one from the kernel."""
     hang_up = lambda: os.kill(os.getpid(), signal.SIGHUP)  # noqa: E731
     with pytest.raises(Stopped):
         go(Counting(at={3: lambda: (hang_up(), hang_up())}), tmp_path)
@@ -329,7 +331,7 @@ def test_a_second_hangup_changes_nothing(heard_hangups, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_a_signal_that_is_ignored_stays_ignored(tmp_path, number):
-    """As `nohup`, and a shell that starts a process in the background, do."""
+    """`nohup` ignores the signal, and so does a shell that starts a process in the background."""
     before = signal.signal(number, signal.SIG_IGN)
     try:
         assert go(Counting(at={3: lambda: os.kill(os.getpid(), number)}), tmp_path) == 5
@@ -339,7 +341,7 @@ def test_a_signal_that_is_ignored_stays_ignored(tmp_path, number):
 
 
 def plain(phase, folder, every=1):
-    """As `go`, with checkpoints that do not look at the rows on disk."""
+    """As `go`, with checkpoints that do not check the rows on disk."""
     with Checkpoints(folder / "checkpoints", 10) as checkpoints:
         log, on_row = MetricsLog(folder), lambda row: None
         return run(phase, checkpoints=checkpoints, log=log, checkpoint_every=every, on_row=on_row)
@@ -347,7 +349,7 @@ def plain(phase, folder, every=1):
 
 @pytest.fixture
 def heard_hangups():
-    """SIGHUP has its default handler, although `nohup` may have started the tests."""
+    """Sets the default handler of SIGHUP, because `nohup` may have started the tests."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -355,23 +357,23 @@ def heard_hangups():
 
 @pytest.fixture
 def disk():
-    """`full()`: no file can grow any more; `free()`: all can again."""
+    """After `full()` no file can grow. `free()` removes the limit."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     set_to = lambda soft: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, before[1]))  # noqa: E731
     yield types.SimpleNamespace(full=lambda: set_to(0), free=lambda: set_to(before[0]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_run_outlives_a_full_disk(tmp_path, caplog, disk):
-    """Steps 2 and 3 are not saved, which is said; their rows are kept until there is room."""
+def test_run_continues_on_a_full_disk(tmp_path, caplog, disk):
+    """Steps 2 and 3 are not saved and a warning is logged. Their rows are kept until they can be written."""
 
     def full():
-        while 1 not in saved(tmp_path):  # it is written in the background
+        while 1 not in saved(tmp_path):  # checkpoints are written in the background
             time.sleep(0.01)
         disk.full()
 
     def free():
-        time.sleep(1)  # step 3 is tried in the background until then
+        time.sleep(1)  # until then the write of step 3 is retried in the background
         disk.free()
 
     phase = Counting(at={2: full, 4: free})
@@ -383,8 +385,9 @@ def test_a_run_outlives_a_full_disk(tmp_path, caplog, disk):
 
 
 @pytest.mark.parametrize("stop", [False, True])
-def test_a_last_checkpoint_that_is_not_written_is_an_error(tmp_path, caplog, disk, stop):
-    """Also after a signal: whoever reads 75 as "saved" must not get it. The same run goes on from what there is."""
+def test_unwritten_last_checkpoint_raises(tmp_path, caplog, disk, stop):
+    """This includes a stop by a signal, because status 75 means that the run is saved. The same run is resumed from the
+    last checkpoint."""
 
     def at_3():
         while 2 not in saved(tmp_path):
@@ -404,7 +407,7 @@ def test_a_last_checkpoint_that_is_not_written_is_an_error(tmp_path, caplog, dis
     assert plain(again, tmp_path) == 5 and again.loaded == 2 and sums(tmp_path) == ALL
 
 
-def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path, caplog):
+def test_damaged_checkpoint_is_replaced_by_the_previous_one(tmp_path, caplog):
     with pytest.raises(RuntimeError):
         go(Counting(at={5: fail}), tmp_path)
     (file,) = (tmp_path / "checkpoints" / "4" / "state" / "d").iterdir()
@@ -417,7 +420,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path, cap
     assert sums(tmp_path) == ALL and float(again.sum) == 15
 
 
-def test_nothing_is_saved_where_the_run_is_another_processs(tmp_path):
+def test_nothing_is_saved_if_another_process_has_the_run(tmp_path):
     def refuse():
         raise UserError("no longer this process's run")
 
@@ -427,8 +430,9 @@ def test_nothing_is_saved_where_the_run_is_another_processs(tmp_path):
     assert saved(tmp_path) == []
 
 
-def test_the_checkpoint_of_another_run_is_refused(tmp_path):
-    """What differs is named with both values, no step is done and nothing is lost, rows beyond it included."""
+def test_checkpoint_of_another_run_is_rejected(tmp_path):
+    """The message names each difference with both values. No step is computed and no file changes, including rows after
+    the checkpoint."""
     with pytest.raises(RuntimeError):
         go(Counting(at={4: fail}), tmp_path)
     other = Counting(lr=0.2)

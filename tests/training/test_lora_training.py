@@ -1,5 +1,5 @@
-"""Training adapters alone: their gradient is that of the plain model, the base stays to the bit and has neither
-gradient nor moments, the reference is the base, and a run resumes and lies on a mesh like any other."""
+"""Tests the training of adapters: their gradient equals that of the plain model, the base is bitwise unchanged and has
+neither gradient nor moments, the reference is the base, and runs are resumed and sharded as without adapters."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def copied(tree):
 
 @pytest.fixture(scope="module")
 def taken_apart():
-    """Graph, adapters that say something, and frozen weights of the model that the full step is tested with."""
+    """Returns graph, non-zero adapters, and frozen weights of the model that is used to test the full step."""
     graphdef, state = nnx.split(add_lora(nnx.merge(GRAPHDEF, PARAMS), LoraConfig(rank=3, alpha=5)))
     trained, frozen = split_params(nnx.to_pure_dict(state))
     leaves, structure = jax.tree.flatten(trained)
@@ -75,8 +75,9 @@ def taken_apart():
     return graphdef, jax.tree.unflatten(structure, moved), frozen
 
 
-def test_the_gradient_is_the_plain_models(taken_apart):
-    """Of every adapter, against the plain forward pass of repeated prompts; layers are recomputed."""
+def test_gradient_equals_that_of_the_plain_model(taken_apart):
+    """The gradient of every adapter equals that of the plain forward pass of repeated prompts. Layers are
+    recomputed."""
     graphdef, trained, frozen = taken_apart
     loss, expected = repeated(graphdef=graphdef)(join_params(trained, frozen), EVERYONE, None, None)
     expected, _ = split_params(expected)
@@ -91,9 +92,9 @@ def test_the_gradient_is_the_plain_models(taken_apart):
 
 
 @pytest.mark.parametrize("quantize", [None, "int8", "nf4"])
-def test_nothing_as_large_as_the_base_is_made(quantize):
-    """Adapters alone have moments; and in the traced step no product is of the shape of a frozen matrix, nor is
-    anything scattered into one: that would be a gradient of the base."""
+def test_step_computes_no_gradient_of_the_base(quantize):
+    """Only adapters have moments. In the traced step no product has the shape of a frozen matrix, and nothing is
+    scattered into one; either would be a gradient of the base."""
     plain = nnx.to_pure_dict(nnx.split(adapted())[1])
     matrices = {x.shape for x in jax.tree.leaves(split_params(plain)[1]) if x.ndim > 1}
     graphdef, state = nnx.split(adapted(quantize))
@@ -111,7 +112,7 @@ def test_nothing_as_large_as_the_base_is_made(quantize):
     if quantize is not None:
         return
     everything = join_params(trained, frozen)
-    output = {x.shape[::-1] for x in [plain["embed_tokens"]["embedding"]]}  # its gradient, transposed
+    output = {x.shape[::-1] for x in [plain["embed_tokens"]["embedding"]]}  # the transposed gradient of the embedding
     assert made(everything, optimizer.init(everything), {}) == matrices | output, "as it is with everything trained"
 
 
@@ -120,7 +121,7 @@ def make_base():
 
 
 def shapes_made(jaxpr):
-    """Shapes of all products and scattered sums, inner programs included."""
+    """Returns the shapes of all products and scattered sums, including those of inner programs."""
     found = set()
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("dot_general", "scatter-add"):
@@ -131,8 +132,8 @@ def shapes_made(jaxpr):
     return found
 
 
-def test_the_base_stays():
-    """To the bit, in the learner and in the model, and no copy of it is held; the adapters move."""
+def test_base_is_unchanged():
+    """It is bitwise unchanged in the learner and in the model, and not copied. The adapters change."""
     model = adapted("nf4")
     learner = learner_of(model)
     trained, frozen = copied(learner.state.params), copied(learner.frozen)
@@ -145,8 +146,8 @@ def test_the_base_stays():
     assert_same(copied(nnx.to_pure_dict(nnx.split(adapted("nf4"))[1])), join_params(trained, frozen))
 
 
-def test_the_reference_is_the_model_as_it_starts():
-    """Fresh adapters: the base. Adapters that have learnt: with them, as they were."""
+def test_reference_is_the_initial_model():
+    """For new adapters the reference is the base. For trained adapters it is the base with these adapters."""
     data = data_of()
     logprobs = jax.jit(functools.partial(batch_logprobs, options=PLAIN), static_argnums=0)
     base, state = nnx.split(make_base())
@@ -165,15 +166,15 @@ def test_the_reference_is_the_model_as_it_starts():
 
 
 def test_the_base_itself_as_reference():
-    """Quantised as it is, and without a copy of it."""
+    """The base stays quantised and is not copied."""
     base, _ = tunix_like.load_model(HF, init="random", quantize="nf4")
     learner = learner_of(add_lora(base, LoraConfig(rank=4)), ref_model=base)
     where = lambda tree: sorted(leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree))  # noqa: E731
     assert where(learner.reference.params) == where(learner.frozen) and learner.reference.graphdef == nnx.split(base)[0]
 
 
-def test_a_run_resumes_to_the_bit(tmp_path):
-    """With the checkpoint holding adapters and their moments alone."""
+def test_resumed_run_is_bitwise_equal(tmp_path):
+    """The checkpoint contains only adapters and their moments."""
     folder = {"output_dir": str(tmp_path / "run"), "checkpoint_every_n_steps": 1}
     learner_of(max_steps=1, **folder).train(ROWS, batch_size=4)
     resumed, whole = learner_of(max_steps=3, **folder), learner_of(max_steps=3)
@@ -182,7 +183,7 @@ def test_a_run_resumes_to_the_bit(tmp_path):
     assert_same(copied(resumed.params), copied(whole.params))
     with Checkpoints(tmp_path / "run" / "checkpoints") as checkpoints:
         adapters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), whole.state.params)
-        restored = checkpoints.restore(3, {"params": adapters})[0]["params"]  # refuses what holds more
+        restored = checkpoints.restore(3, {"params": adapters})[0]["params"]  # raises if the checkpoint has more arrays
     assert_same(copied(restored), copied(whole.state.params))
     other = add_lora(make_base(), LoraConfig(rank=4, alpha=9))
     with pytest.raises(UserError, match="(?s)another run.*  adapters: .*alpha 4.*alpha 9"):
@@ -193,9 +194,9 @@ def test_a_run_resumes_to_the_bit(tmp_path):
 
 
 @pytest.mark.parametrize("kinds", [{}, {"quantize": "nf4"}, {"param_dtype": jnp.bfloat16}])
-def test_a_base_has_one_fingerprint_wherever_it_lies(kinds, tmp_path):
-    """On one device and on a mesh; and another if one bit is another. On another backend that counts only where
-    weights were read."""
+def test_fingerprint_of_the_base_does_not_depend_on_sharding(kinds, tmp_path):
+    """It is equal on one device and on a mesh, and different if one bit differs. Another backend matters only if
+    weights were read from files."""
 
     def of(model, mesh=None):
         params = place_params(nnx.to_pure_dict(nnx.split(model)[1]), mesh)
@@ -217,9 +218,9 @@ def write(model, folder):
     tunix_like.export_model(model, TOKENIZER, folder)
 
 
-def test_a_run_of_python_is_opened_again(tmp_path):
-    """Its base is found by the name it was loaded by, and quantised again; where it is not there, or is another, the
-    error says what to give."""
+def test_trained_adapters_are_opened_with_their_base(tmp_path):
+    """The base is found by the name it was loaded by, and quantised again. If it is missing or another model, the error
+    names the setting to change."""
     base, moved, run = tmp_path / "base", tmp_path / "moved", tmp_path / "run"
     write(make_base(), base)
     model = add_lora(tunix_like.load_model(base, quantize="int8")[0], LoraConfig(rank=2))
@@ -245,8 +246,8 @@ def test_a_run_of_python_is_opened_again(tmp_path):
         open_trained(str(run))
 
 
-def test_a_mesh_trains_like_one_device():
-    """The same tokens, losses and adapters on 2 x 4 devices, each of which holds its share."""
+def test_mesh_training_equals_one_device():
+    """Tokens, losses and adapters are equal on 2 x 4 devices, each of which has its shard."""
     meshes = None, build_mesh(MeshConfig(shape=[2, 4]))
     alone, many = (learner_of(adapted("nf4"), GRPOConfig(num_generations=4), mesh=mesh) for mesh in meshes)
     expected, found = collect(alone), collect(many)
@@ -258,7 +259,7 @@ def test_a_mesh_trains_like_one_device():
     jax.tree.map(same, alone.state.params, many.state.params)
     projection = many.params["layers"][0]["mlp"]["up_proj"]
     shares = {name: leaf.addressable_shards[0].data.shape for name, leaf in projection.items()}
-    # of 64 inputs there is one block, which two devices cannot share
+    # 64 inputs are a single block, which two devices cannot share.
     whole = {"lora_a": (32, 4), "lora_b": (4, 16), "kernel_codes": (16, 16), "kernel_scale": (1, 16)}
     assert shares == whole
 
@@ -274,7 +275,7 @@ def sft_of(model, max_steps=20, **training):
 
 
 def test_supervised_fine_tuning_trains_adapters_alone(tmp_path):
-    """In float32, whatever the base is held in; and goes on beside that base only."""
+    """Adapters are float32, whatever dtype the base has. The run is resumed with the same base only."""
     kinds = {"quantize": "int8", "param_dtype": jnp.bfloat16, "dtype": jnp.bfloat16}
     trainer = sft_of(adapted(**kinds), output_dir=str(tmp_path))
     frozen, rows = copied(trainer.frozen), []
@@ -289,14 +290,14 @@ def test_supervised_fine_tuning_trains_adapters_alone(tmp_path):
         sft_of(other, max_steps=21, output_dir=str(tmp_path)).train(ROWS)
 
 
-def test_a_quantised_base_without_adapters_is_refused():
+def test_quantised_base_without_adapters_is_rejected():
     model, _ = tunix_like.load_model(HF, init="random", quantize="int8")
     with pytest.raises(UserError, match=r"quantised and cannot be trained; add adapters \(lora\.rank, add_lora\)"):
         learner_of(model)
 
 
 @pytest.mark.parametrize("make_trainer", [lambda model: learner_of(model), lambda model: sft_of(model)])
-def test_weights_in_half_precision_are_not_trained(make_trainer):
+def test_weights_in_half_precision_are_rejected(make_trainer):
     model, _ = tunix_like.load_model(HF, init="random", param_dtype=jnp.bfloat16)
     with pytest.raises(UserError, match=r"stored in bfloat16, .*load_model\(\.\.\., param_dtype=jnp\.float32"):
         make_trainer(model)

@@ -1,4 +1,5 @@
-"""Predicted memory against the buffers that XLA assigns, and the sizes chosen from it against trying every size."""
+"""Tests the memory estimates against the buffers that XLA allocates, and the sizes derived from them against an
+exhaustive search."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ def abstract_of(work: Work) -> tuple[Any, Any]:
 
 
 def changed(mesh: Any = None, **changes: Any) -> Work:
-    """`BASE` with other fields, those of the decoder there, and with its share on the mesh."""
+    """Returns `BASE` with other fields, also those of the decoder, and with its share on the mesh."""
     numbers = {field.name for field in dataclasses.fields(DecoderConfig)}
     model = dataclasses.replace(BASE.model, **{name: value for name, value in changes.items() if name in numbers})
     rest = {name: value for name, value in changes.items() if name not in numbers}
@@ -97,7 +98,7 @@ BASE = Work(SMALL, share_of(abstract(SMALL)[1], None), prompts=4, group=8, width
 
 
 def held_by(program: Any) -> int:
-    """Most bytes that a compiled program and its arguments take."""
+    """Returns the peak memory of a compiled program and its arguments, in bytes."""
     found = program.memory_analysis()
     sizes = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
     return sizes - found.alias_size_in_bytes
@@ -152,7 +153,7 @@ QWEN3 = DecoderConfig(
 
 
 def accelerated(backend: str, parts: int = 8, **changes: Any) -> Work:
-    """A model like Qwen3-1.7B over devices, 64 x 16 of 384 + 768 tokens."""
+    """Returns a model like Qwen3-1.7B over devices, with 64 x 16 completions of 384 + 768 tokens."""
     model = dataclasses.replace(QWEN3, **changes)
     count = parameter_count(model) // parts
     share = Share(4 * count, 4 * count, count, model.vocab_size * model.hidden_size // parts, ())
@@ -164,7 +165,7 @@ def accelerated(backend: str, parts: int = 8, **changes: Any) -> Work:
 
 ADAPTERS = Adapters(4, 4.0, LORA_TARGETS)
 LARGE = dict(prompts=1, group=2, hidden_size=256, intermediate_size=1536, vocab_size=64, widths=(8, 8))
-"""Little but weights."""
+"""Weights are most of the memory."""
 
 UPDATES = {
     "two layers, long completions": (dict(num_layers=2, widths=(32, 256)), 2),
@@ -182,8 +183,8 @@ UPDATES = {
 
 
 BARRIERS_REMOVED = jax.version.__version_info__ < (0, 11)
-"""Whether XLA:CPU removes optimization barriers. The constants of `memory.py` were measured with jax 0.10.2, where it
-does: it then keeps the arrays of recomputed layers, and dequantises all matrices at the start."""
+"""Whether XLA:CPU removes optimization barriers. The constants of `memory.py` were measured with jax 0.10.2, which
+does. It then keeps the arrays of recomputed layers, and dequantises all matrices at the start."""
 
 
 def assert_estimate(name: str, estimate: int, compiled: int, rel: float) -> None:
@@ -199,7 +200,7 @@ def assert_estimate(name: str, estimate: int, compiled: int, rel: float) -> None
 
 
 @pytest.mark.parametrize("name", UPDATES)
-def test_an_update_holds_what_is_foreseen(name):
+def test_estimate_of_an_update_equals_the_compiled_program(name):
     changes, size = UPDATES[name]
     work = changed(**changes)
     foreseen = max(phase.bytes for phase in update_phases(work, size))
@@ -216,8 +217,9 @@ ROLLOUTS = {
 
 
 @pytest.mark.parametrize("name", ROLLOUTS)
-def test_a_rollout_holds_what_is_foreseen(name):
-    """The worst of prefill, sampling at full room, and the growth of the cache, each with what else is held then."""
+def test_estimate_of_a_rollout_equals_the_compiled_programs(name):
+    """The estimate is the maximum of prefill, sampling at full cache size, and the growth of the cache, each with all
+    other arrays held at that time."""
     changes, count, slots = ROLLOUTS[name]
     work = changed(**changes)
     (width, steps), (graphdef, params) = work.widths, abstract_of(work)
@@ -239,9 +241,9 @@ def test_a_rollout_holds_what_is_foreseen(name):
 
 
 @pytest.mark.parametrize(("backend", "compiled"), [("tpu", 6.97), ("gpu", 6.2)])
-def test_the_samplers_copy_of_the_weights_is_held_while_sampling(backend, compiled):
-    """Qwen3-1.7B's shapes on eight devices, 128 rows: GB beside the trainer's arrays, while weights are laid out on
-    v5e and in a decode step on H200."""
+def test_rollout_estimate_includes_the_samplers_copy_of_the_weights(backend, compiled):
+    """Uses Qwen3-1.7B's shapes on eight devices with 128 rows. The values are GB besides the trainer's arrays, while
+    weights are laid out on v5e and in a decode step on H200."""
     work = accelerated(backend)
     copy = Share(2 * parameter_count(work.model), 0, 0, 151936 * 2048, ())
     phase = rollout_phase(dataclasses.replace(work, rollout_share=copy, rollout_parts=(8, 1)), 128, 128, {}, 8)
@@ -258,7 +260,7 @@ def test_parameters_are_counted(changes):
 
 @pytest.mark.parametrize("quantized", [None, "int8", "nf4"])
 def test_adapters_and_quantised_weights_are_counted(quantized):
-    """Of all projections and of some; what is trained has moments and gradients, and no reference is held."""
+    """Adapters of all projections and of some. Trained arrays have moments and gradients, and no reference is held."""
     for targets in (LORA_TARGETS, ("k_proj", "down_proj")):
         work = changed(num_layers=3, adapters=Adapters(5, 5.0, targets), quantized=quantized, reference=True)
         params = abstract_of(work)[1]
@@ -270,7 +272,7 @@ def test_adapters_and_quantised_weights_are_counted(quantized):
         assert step["gradients and new weights"] == 2 * work.trained
 
 
-def test_an_accelerator_turns_one_matrix_back_at_a_time():
+def test_accelerator_dequantises_one_matrix_at_a_time():
     work = changed(**LARGE, num_layers=4, adapters=ADAPTERS, quantized="nf4")
     on = {backend: dataclasses.replace(work, backend=backend) for backend in ("cpu", "gpu")}
     parts = {backend: update_phases(work, 1)[0].parts["cast weights"] for backend, work in on.items()}
@@ -278,11 +280,11 @@ def test_an_accelerator_turns_one_matrix_back_at_a_time():
     assert parts["gpu"] == 8 * 256 * 1536 + tied < parts["cpu"] / 10
 
 
-def test_the_first_cache_is_the_samplers():
+def test_first_cache_has_the_size_of_the_samplers():
     assert shapes.FIRST_CACHE == FIRST_CACHE
 
 
-def test_a_reference_and_devices_count():
+def test_estimate_depends_on_reference_and_devices():
     mesh = build_mesh(MeshConfig(shape=[8, 1]))
     alone, beside, split = (
         update_phases(changed(**changes), 4)[0].parts for changes in ({}, {"reference": True}, {"mesh": mesh})
@@ -293,8 +295,9 @@ def test_a_reference_and_devices_count():
 
 @pytest.mark.parametrize("quantized", [None, "nf4"])
 @pytest.mark.parametrize("shape_of_mesh", [[2, 2, 2], [8, 1, 1], [1, 8, 1]])
-def test_a_device_holds_what_its_arrays_do(shape_of_mesh, quantized):
-    """Of real arrays on the mesh: weights lie whole along `data`, and of each adapter one half along `fsdp`."""
+def test_share_of_a_device_equals_its_arrays(shape_of_mesh, quantized):
+    """The oracle are real arrays on the mesh: weights are replicated along `data`, and of each adapter one half along
+    `fsdp`."""
     adapters = quantized and Adapters(8, 8.0, LORA_TARGETS)
     model = dataclasses.replace(SMALL, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8)
     mesh = build_mesh(MeshConfig(shape=shape_of_mesh, axis_names=["data", "fsdp", "tp"]))
@@ -313,8 +316,8 @@ def test_a_device_holds_what_its_arrays_do(shape_of_mesh, quantized):
     assert update["cast weights"] == cast + 2 * 4 * 2 * matrices, "two numbers a byte, twice in float32"
 
 
-def test_the_shapes_are_the_models():
-    """With experts in some layers, adapters and quantised projections."""
+def test_shapes_equal_those_of_the_model():
+    """The model has experts in some layers, adapters and quantised projections."""
     experts = Experts(number=4, per_token=2, intermediate_size=64, normalised=True)
     mixed = dataclasses.replace(SMALL, num_layers=3, experts=experts, expert_layers=(True, False, True))
     rest = Adapters(2, 2.0, LORA_TARGETS[:4]), "int8"
@@ -327,7 +330,7 @@ def on_a_device(tree: Any) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
-def test_recomputation_keeps_little_on_an_accelerator():
+def test_recomputation_reduces_the_memory_of_an_accelerator():
     kept = {
         remat: update_phases(changed(num_layers=8, backend="gpu", dtype=jnp.dtype("bfloat16"), remat=remat), 8)[0]
         for remat in (False, True)
@@ -342,13 +345,13 @@ def decoder() -> Decoder:
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Sets the device's memory so that `share` bytes of it may be filled."""
+    """Sets the device's memory so that `share` bytes of it are usable."""
     return lambda share: monkeypatch.setattr(
         device, "device_memory", lambda: int(share / device.usable_share(jax.default_backend()))
     )
 
 
-def test_a_chunk_takes_what_fits(memory, monkeypatch):
+def test_chunk_size_is_the_largest_that_fits(memory, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     training, rest = RLTrainingConfig(), ((64, 8), BASE.widths)
     work = sizes.update_work(training, decoder(), *rest)
@@ -408,28 +411,29 @@ SPARSE = dict(
         "SmolLM2, H200",
     ],
 )
-def test_the_update_of_an_accelerator_by_its_compiler(work, size, compiled):
-    """Against the GB that XLA:TPU and XLA:GPU allocated for these shapes."""
+def test_estimate_of_an_update_equals_that_of_the_accelerator_compiler(work, size, compiled):
+    """The oracle is the memory in GB that XLA:TPU and XLA:GPU allocated for these shapes."""
     assert update_phases(work, size)[0].bytes == pytest.approx(compiled * 1e9, rel=0.08)
 
 
 @pytest.mark.parametrize(("changes", "prompts", "compiled"), [({}, 64, 8.5), (LLAMA, 512, 5.63)])
-def test_the_prompts_of_a_gpu(changes, prompts, compiled):
-    """GB of the temporaries of Qwen3-1.7B's and Llama-3.2-1B's prompts on a H200, without keys and values."""
+def test_estimate_of_the_prompts_on_a_gpu(changes, prompts, compiled):
+    """The oracle is the memory in GB of the temporaries of Qwen3-1.7B's and Llama-3.2-1B's prompts on an H200, without
+    keys and values."""
     work = dataclasses.replace(accelerated("gpu", **changes), rollout_parts=(8, 1))
     phase = rollout_phase(work, 8, prompts, {}, prompts)
     assert phase.parts["prompts"] == pytest.approx(compiled * 1e9 * prompts / 512, rel=0.15)
 
 
-def test_a_chunk_on_a_cpu(memory):
+def test_chunk_size_on_a_cpu(memory):
     memory(1e12)
     rest = RLTrainingConfig(), decoder()
     assert sizes.chunk_size(*rest, (64, 8), BASE.widths) == 512 // 64
     assert sizes.chunk_size(*rest, (64, 1), BASE.widths) == 512 // (64 + 32)
-    assert sizes.chunk_size(*rest, (2, 2), BASE.widths) == 4  # there are no more
+    assert sizes.chunk_size(*rest, (2, 2), BASE.widths) == 4  # there are only 4 completions
 
 
-def test_rows_take_what_fits(memory):
+def test_number_of_rows_is_the_largest_that_fits(memory):
     rollout = RolloutConfig(max_prompt_length=32, max_tokens_to_generate=64)
     work = changed(prompts=1, group=1, reference=True)
     in_pairs = lambda prompts, size, rows, *widths: (-(-rows // 2), 2)  # noqa: E731
@@ -438,7 +442,7 @@ def test_rows_take_what_fits(memory):
     for rows in (1, 7, 100):
         memory(need(rows) + 1)
         assert rollout_layout.concurrent_rows(decoder(), rollout, in_pairs) == rows
-    memory(need(1) - 1)  # nothing could be trained here: an evaluation has room all the same
+    memory(need(1) - 1)  # training does not fit, but an evaluation does
     found = rollout_layout.concurrent_rows(decoder(), rollout, in_pairs)
     assert need(found, alone) <= need(1) - 1 < need(found + 1, alone)
     memory(need(1, alone) - 1)
@@ -456,7 +460,7 @@ def foreseen() -> sizes.MemoryEstimate:
     return sizes.estimate_memory(config, decoder(), None, shapes.slot_shape)
 
 
-def test_what_is_foreseen_is_said(memory):
+def test_lines_of_the_memory_estimate(memory):
     memory(1e12)
     lines = dict(foreseen().lines())
     assert lines["sizes"] == "8 completions per chunk (auto), 16 sampled at once (as set)"
@@ -470,7 +474,7 @@ def test_what_is_foreseen_is_said(memory):
 PARTS = re.compile(r"([\d.]+) (GB|MB|kB)")
 
 
-def test_too_much_is_warned_of(memory):
+def test_estimate_above_the_memory_has_a_warning(memory):
     memory(1e12)
     plenty = foreseen()
     short = dataclasses.replace(plenty, available=plenty.peak.bytes - 1)
@@ -484,18 +488,18 @@ def test_too_much_is_warned_of(memory):
     )
 
 
-def test_a_chunk_has_about_as_many_tokens_where_nothing_is_said():
+def test_default_micro_batch_size_by_width():
     assert [sizes.micro_batch_size(width) for width in (16, 64, 500, 512, 4096)] == [32, 8, 1, 1, 1]
 
 
-def test_a_device_says_its_own_memory(monkeypatch):
+def test_memory_reported_by_the_device_is_used(monkeypatch):
     one = type("Device", (), {"memory_stats": lambda self: {"bytes_limit": 5}})()
     monkeypatch.setattr(jax, "local_devices", lambda: [one])
     assert device.device_memory.__wrapped__() == 5
 
 
-def test_a_device_that_does_not_say_is_known_to_be_unknown(monkeypatch):
-    """The host's memory stands in for it; that of a CPU's device it is."""
+def test_unreported_device_memory_is_marked_unknown(monkeypatch):
+    """The host's memory is used instead. For a CPU device it is the device's memory."""
     one = type("Device", (), {"memory_stats": lambda self: None})()
     monkeypatch.setattr(jax, "local_devices", lambda: [one])
     assert device.this_device().known
@@ -505,7 +509,7 @@ def test_a_device_that_does_not_say_is_known_to_be_unknown(monkeypatch):
     assert device.this_device().known
 
 
-def test_the_config_takes_auto_or_a_number():
+def test_config_accepts_auto_or_a_number():
     assert load(None, ["rollout.max_concurrent_rows=3"]).rollout.max_concurrent_rows == 3
     assert load(None).training.train_micro_batch_size == "auto"
     for bad in ("all", "0", "null"):

@@ -1,4 +1,5 @@
-"""The schedule at hand-worked points, one AdamW update by hand, and a state that does not know the run's length."""
+"""Tests the schedule at values computed by hand, one AdamW update computed by hand, and that the state does not depend
+on the run's length."""
 
 from __future__ import annotations
 
@@ -30,12 +31,12 @@ def test_schedule_by_hand(schedule, expected):
     np.testing.assert_allclose(rates(config, 10, [0, 1, 2, 6, 10, 99]), 2 * np.array(expected), rtol=1e-6)
 
 
-def test_cosine_is_no_line():
+def test_cosine_is_not_linear():
     config = OptimizerConfig(learning_rate=1.0, schedule="cosine", end_fraction=0.0)
     np.testing.assert_allclose(rates(config, 4, [1]), [0.5 + 0.5 * np.sqrt(0.5)], rtol=1e-6)
 
 
-def test_a_warm_up_longer_than_the_run_never_ends_and_never_falls():
+def test_warm_up_longer_than_the_run_only_rises():
     config = OptimizerConfig(learning_rate=1.0, schedule="linear", warmup_steps=10)
     np.testing.assert_allclose(rates(config, 5, [0, 4]), [0.1, 0.5], rtol=1e-6)
     config = OptimizerConfig(learning_rate=1.0, schedule="cosine", warmup_steps=4)
@@ -55,7 +56,7 @@ def test_schedule_can_be_traced():
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_a_falling_schedule_needs_an_end(schedule):
+def test_decaying_schedule_without_max_steps_is_rejected(schedule):
     with pytest.raises(UserError, match=r"optimizer\.schedule: .*max_steps"):
         build_optimizer(OptimizerConfig(schedule=schedule), None)
 
@@ -71,7 +72,7 @@ def test_first_update_by_hand():
     np.testing.assert_allclose(updates["norm"], [-0.1, -0.1], rtol=1e-5)
 
 
-def test_the_gradient_is_clipped_by_its_global_norm():
+def test_gradient_is_clipped_by_its_global_norm():
     # Adam ignores a common scale unless eps dominates: with a huge eps the update is proportional to the gradient.
     config = OptimizerConfig(learning_rate=1e6, eps=1e6, max_grad_norm=1.0)
     params = {"a": jnp.zeros((1, 1)), "b": jnp.zeros((1,))}

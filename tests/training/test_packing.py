@@ -1,5 +1,5 @@
-"""Every completion that is asked for goes through the model exactly once, beside its own prompt, in no more chunks than
-needed; and the shapes do not depend on which they are."""
+"""Tests that each requested completion goes through the model exactly once, with its own prompt, in the smallest number
+of chunks, and that shapes do not depend on the requested completions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLACES = ("sample", "start", "length")
 
 
 def members(packed: Packed) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
-    """`(set, chunk, lane, bin) -> [(group, sample, start, length), ...]` of what is laid out."""
+    """Returns `(set, chunk, lane, bin) -> [(group, sample, start, length), ...]` of the packed completions."""
     found: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for place in zip(*np.nonzero(packed.length), strict=True):
         number, chunk, lane, *_ = place
@@ -28,7 +28,7 @@ def members(packed: Packed) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
 
 @functools.cache
 def fewest_bins(lengths: tuple[int, ...], width: int) -> int:
-    """By trying every bin that the first completion could be in."""
+    """Returns the smallest number of bins, by trying every bin for the first completion."""
     if not lengths:
         return 0
     first, rest = lengths[0], range(1, len(lengths))
@@ -38,7 +38,7 @@ def fewest_bins(lengths: tuple[int, ...], width: int) -> int:
 
 
 def divisions(groups: tuple[int, ...], size: int):
-    """Every division of groups into as few sets of at most `size` as there can be."""
+    """Yields every division of groups into the smallest number of sets of at most `size`."""
 
     def sets(groups):
         if not groups:
@@ -53,7 +53,7 @@ def divisions(groups: tuple[int, ...], size: int):
 
 
 def fewest_chunks(lengths: np.ndarray, live: np.ndarray, width: int, layout: Layout) -> int:
-    """Over every division of groups into sets and of completions into bins."""
+    """Returns the smallest number over every division of groups into sets and of completions into bins."""
     bins = [fewest_bins(tuple(own[kept].tolist()), width) for own, kept in zip(lengths, live, strict=True)]
     pieces = [math.ceil(count / layout.bins) for count in bins]
 
@@ -66,7 +66,7 @@ def fewest_chunks(lengths: np.ndarray, live: np.ndarray, width: int, layout: Lay
 
 
 def random_cases(count: int, own_lanes: bool):
-    """Seeded `(lengths, rows, width, layout)`: some completions are empty, some are not asked for."""
+    """Yields seeded `(lengths, rows, width, layout)`. Some completions are empty, and some are not requested."""
     rng = np.random.default_rng(own_lanes)
     for _ in range(count):
         prompts, size, width = (int(rng.integers(1, most)) for most in (6, 8, 9))
@@ -78,7 +78,7 @@ def random_cases(count: int, own_lanes: bool):
 
 
 @pytest.mark.parametrize("own_lanes", [False, True])
-def test_each_completion_once_and_no_bin_overfull(own_lanes):
+def test_each_completion_is_packed_once_and_no_bin_exceeds_its_width(own_lanes):
     for lengths, rows, width, layout in random_cases(300, own_lanes):
         packed = pack(lengths, rows, width, layout)
         found = members(packed)
@@ -95,9 +95,9 @@ def test_each_completion_once_and_no_bin_overfull(own_lanes):
 
 
 @pytest.mark.parametrize("own_lanes", [False, True])
-def test_what_is_used_stands_first(own_lanes):
-    """Beyond the counts there is nothing; a set has other prompts than the rest, and lane `i` its prompt `i` where
-    lanes are their own."""
+def test_used_sets_and_chunks_come_first(own_lanes):
+    """Positions after the counts are empty. Each prompt is in one set, and with own lanes, lane `i` has prompt `i` of
+    its set."""
     for lengths, rows, width, layout in random_cases(100, own_lanes):
         packed = pack(lengths, rows, width, layout)
         live = (rows & (lengths > 0)).any(axis=1)
@@ -111,8 +111,8 @@ def test_what_is_used_stands_first(own_lanes):
 
 
 @pytest.mark.parametrize("own_lanes", [False, True])
-def test_no_more_chunks_than_needed(own_lanes):
-    """First fit is not the best in all cases of this size, but in almost all; and never far from it."""
+def test_number_of_chunks_is_almost_always_minimal(own_lanes):
+    """First fit is optimal in almost all cases of this size, and never uses more than one chunk too many."""
     beyond = []
     for lengths, rows, width, layout in random_cases(300, own_lanes):
         packed = pack(lengths, rows, width, layout)
@@ -121,8 +121,8 @@ def test_no_more_chunks_than_needed(own_lanes):
 
 
 @pytest.mark.parametrize("own_lanes", [False, True])
-def test_shapes_hold_for_any_rows(own_lanes):
-    """Of none, of some, and of all at full width, which is just what there is room for."""
+def test_shapes_do_not_depend_on_the_rows(own_lanes):
+    """Cases with no rows, with some, and with all rows at full width, which fill the shapes exactly."""
     for lengths, rows, width, layout in random_cases(100, own_lanes):
         room = len(rows) + 2
         shapes = {
@@ -137,7 +137,7 @@ def test_shapes_hold_for_any_rows(own_lanes):
 
 
 def test_a_group_split_over_chunks_is_laid_out_as_expected():
-    """Ten completions of which seven are live; a bin holds four at most, a chunk two bins."""
+    """Seven of ten completions are live. A bin holds at most four completions, a chunk two bins."""
     lengths = np.array([[6, 1, 4, 2, 3, 1, 1, 5, 1, 6]], np.int32)
     rows = np.array([[1, 1, 1, 1, 0, 1, 1, 0, 1, 0]], bool)
     packed = pack(lengths, rows, 6, Layout(1, 1, 2, False), most_prompts=2)
@@ -149,18 +149,19 @@ def test_a_group_split_over_chunks_is_laid_out_as_expected():
     }
 
 
-def test_groups_of_many_bins_go_together_where_lanes_are_their_own():
-    """A set has as many chunks as its longest group asks for, so that like goes with like."""
+def test_groups_with_many_bins_share_a_set_with_own_lanes():
+    """The number of chunks of a set is that of its longest group, so groups with similar numbers of bins are
+    combined."""
     lengths = np.array([[8, 8, 8, 8], [2, 2, 2, 2], [8, 8, 8, 8], [2, 2, 2, 2]], np.int32)
     packed = pack(lengths, np.ones((4, 4), bool), 8, Layout(2, 2, 1, True))
     assert packed.prompts.tolist() == [[0, 2], [1, 3]] and packed.chunks.tolist() == [4, 1]
 
 
-# --- the layout that is chosen ----------------------------------------------------------------------------------------
+# --- choice of the layout ------------------------------------------------------------------------------------------
 
 
 def layouts(count: int):
-    """Seeded `((generations, prompts, widths, micro-batch, parts), layout)`."""
+    """Yields seeded `((generations, prompts, widths, micro-batch, parts), layout)`."""
     rng = np.random.default_rng(0)
     choices = ([1, 2, 3, 8, 16], range(1, 33), [1, 16, 100, 512], [1, 8, 64, 300, 1024], [1, 2, 3, 16, 128], [1, 2, 8])
     for _ in range(count):
@@ -169,13 +170,13 @@ def layouts(count: int):
         yield asked, choose_layout(*asked)
 
 
-def test_a_layout_keeps_to_its_bounds():
-    """Bins a chunk and prompt tokens a set are bounded by `micro_batch_size`, but for one prompt a device; lanes and
-    bins by what a set can fill."""
+def test_layout_respects_its_bounds():
+    """Bins per chunk and prompt tokens per set are bounded by `micro_batch_size`, except for one prompt per device.
+    Lanes and bins are bounded by the number that a set can fill."""
     for (size, prompts, (width, steps), micro, parts), layout in layouts(2000):
         assert min(layout[:3]) >= 1 and layout.prompts % parts == 0
         assert layout.own_lanes == (parts > 1 or size == 1)
-        before_rounding = layout.prompts - parts + 1  # at least
+        before_rounding = layout.prompts - parts + 1  # a lower bound
         assert before_rounding <= prompts
         examples = before_rounding <= micro if size == 1 else before_rounding * width <= micro * steps
         assert layout.prompts == parts or examples
@@ -185,8 +186,9 @@ def test_a_layout_keeps_to_its_bounds():
         assert layout.lanes <= layout.prompts * math.ceil(size / layout.bins), "lanes that nothing can fill"
 
 
-def test_a_layout_uses_what_it_is_given():
-    """More than half of the bins that `micro_batch_size` allows and a set can fill, and as many prompts as go."""
+def test_layout_uses_the_micro_batch_size():
+    """The layout uses more than half of the bins that `micro_batch_size` allows and a set can fill, and as many prompts
+    as fit."""
     for (size, prompts, (width, steps), micro, parts), layout in layouts(2000):
         asked = min(micro, prompts * size)
         if parts == 1 and size > 1:
@@ -201,13 +203,13 @@ def test_a_layout_uses_what_it_is_given():
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ((8, 6, (64, 64), 16), Layout(6, 16, 1, False)),  # short prompts: one bin a lane
-        ((8, 6, (512, 64), 16), Layout(2, 4, 4, False)),  # long ones are not copied for every bin
+        ((8, 6, (64, 64), 16), Layout(6, 16, 1, False)),  # short prompts: one bin per lane
+        ((8, 6, (512, 64), 16), Layout(2, 4, 4, False)),  # long prompts are not copied for every bin
         ((8, 6, (512, 64), 8), Layout(1, 1, 8, False)),
         ((8, 6, (64, 64), 1), Layout(1, 1, 1, False)),
-        ((8, 6, (64, 64), 1000), Layout(6, 48, 1, False)),  # never more than there is
-        ((8, 30, (512, 8), 128), Layout(2, 2, 8, False)),  # nor more lanes than two prompts can fill
-        ((1, 6, (64, 64), 4), Layout(4, 4, 1, True)),  # one completion a prompt
+        ((8, 6, (64, 64), 1000), Layout(6, 48, 1, False)),  # no more lanes than completions
+        ((8, 30, (512, 8), 128), Layout(2, 2, 8, False)),  # no more lanes than two prompts can fill
+        ((1, 6, (64, 64), 4), Layout(4, 4, 1, True)),  # one completion per prompt
         ((8, 6, (64, 64), 16, 4), Layout(8, 8, 2, True)),  # a multiple of the devices
         ((8, 6, (512, 64), 2, 4), Layout(4, 4, 1, True)),
         ((16, 1, (64, 64), 7), Layout(1, 1, 4, False)),  # 4 x 4 bins, not 3 x 7
@@ -217,5 +219,5 @@ def test_a_layout_uses_what_it_is_given():
         ((16, 64, (384, 768), 1023, 64), Layout(64, 64, 8, True)),  # not 15, which would leave 14 of 30 bins empty
     ],
 )
-def test_layouts(asked, expected):
+def test_layouts_of_examples(asked, expected):
     assert choose_layout(*asked) == expected

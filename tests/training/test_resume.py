@@ -1,5 +1,5 @@
-"""N steps in one go are k steps and then N - k: weights, optimizer, keys, place in the data, metrics, completions, bit
-for bit; for every learner, for every k, and for data that other processes load."""
+"""Tests that N uninterrupted steps are bitwise equal to k steps and N - k resumed ones: weights, optimizer, keys, data
+position, metrics and completions, for every learner, for every k, and for data from worker processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPTIONS = {
     "opo": {"entropy_coef": 0.01},
     "reinforce_pp": {"sampler_is": "token"},
 }
-"""Every learner with its own estimator, and each with another of the options that bring state or draws of their own."""
+"""Every learner with its estimator, each with another option that adds state or random numbers."""
 
 
 def zero_or_one(prompts, completions, **columns):
@@ -66,19 +66,20 @@ def train(name, folder, steps, data=ROWS, optimizer=None, **training):
         ),
         eval_config=EvalConfig(samples=2, k=[1]),
     )
-    # An evaluation compiles programs of its own, which some of the learners are enough for.
+    # An evaluation compiles additional programs, so only some of the learners evaluate.
     learner.train(data, ROWS[:2] if name in ("grpo", "maxrl") else None, batch_size=4)
 
 
 def as_killed_after(step, whole, folder):
-    """The folder of a run that was killed in the step after `step`, whose completions and metrics are there already."""
+    """Creates the folder of a run that was killed in the step after `step`, after the completions and metrics of later
+    steps were written."""
     shutil.copytree(whole, folder)
     for later in range(step + 1, STEPS + 1):
         shutil.rmtree(folder / "checkpoints" / str(later))
 
 
 def outcome(folder):
-    """All that a run leaves, but for times."""
+    """Returns the whole result of a run, except times."""
     clocks = ("train/time/", "train/perf/", "train/step_time_sec")
     metrics = [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in metric_rows(folder)]
     texts = {path.name: path.read_text() for path in (folder / "rollouts").glob("*.jsonl")}
@@ -97,7 +98,7 @@ def assert_same(one, two):
 
 
 @pytest.mark.parametrize("name", LEARNERS)
-def test_every_learner_resumes_to_the_bit(name, tmp_path):
+def test_every_learner_resumes_bitwise(name, tmp_path):
     train(name, tmp_path / "whole", STEPS)
     for killed_after in range(1, STEPS) if name == "maxrl" else [2]:
         parts = tmp_path / str(killed_after)
@@ -109,7 +110,7 @@ def test_every_learner_resumes_to_the_bit(name, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "of one's own"])
-def test_only_a_learning_rate_that_depends_on_the_length_warns_of_another_one(kind, tmp_path, caplog):
+def test_changed_length_logs_a_warning_if_the_schedule_depends_on_it(kind, tmp_path, caplog):
     own = optax.sgd(1e-2) if kind == "of one's own" else OptimizerConfig(learning_rate=1e-2, schedule=kind)
     for steps in (1, 2):
         assert "in the checkpoint: the schedule" not in caplog.text
@@ -117,8 +118,8 @@ def test_only_a_learning_rate_that_depends_on_the_length_warns_of_another_one(ki
     assert ("the number of steps is now 2 and was 1 in the checkpoint" in caplog.text) is (kind == "linear")
 
 
-def test_data_that_worker_processes_load(tmp_path):
-    """A grain `IterDataset` with a worker that prefetches."""
+def test_resumption_with_data_from_worker_processes(tmp_path):
+    """The data is a grain `IterDataset` with a worker process that prefetches."""
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # grain's workers are started with absl's flags
 
@@ -136,8 +137,8 @@ def test_data_that_worker_processes_load(tmp_path):
     assert set(prompts) == {row["prompt"] for row in ROWS}
 
 
-def test_two_at_once_and_changed_settings_are_refused(tmp_path):
-    """Before anything is compiled or written; what differs is named, and nothing else."""
+def test_concurrent_runs_and_changed_settings_are_rejected(tmp_path):
+    """The error is raised before anything is compiled or written. It names the settings that differ, and no others."""
     train("rloo", tmp_path, 1)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     (tmp_path / "run.lock").write_text(json.dumps(_someone()))

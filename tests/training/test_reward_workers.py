@@ -1,5 +1,5 @@
-"""Training while reward functions fail: the step goes on, the metrics count, and the same weights come out as when the
-function had said None."""
+"""Tests training with failing reward functions: the step continues, metrics count the failures, and the weights equal
+those of a run in which the function returned None."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tunix_like.types import Problem
 
 
 def train(reward, rows, folder, eval_rows=None):
-    """Two steps of two prompts with four completions each; returns the weights and the rows of metrics."""
+    """Trains two steps of two prompts with four completions each. Returns the weights and the rows of metrics."""
     model = tunix_like.load_model(HF, init="random")[0]
     learner = MaxRLLearner(
         model=model,
@@ -57,8 +57,8 @@ def comparable(rows):
 
 
 @pytest.mark.slow
-def test_a_completion_that_hangs_is_as_good_as_none(tmp_path, caplog):
-    """One of the eight of step 1. The oracle is a run in which the reward of that one is None."""
+def test_hanging_reward_equals_a_reward_of_none(tmp_path, caplog):
+    """One of the eight completions of step 1 hangs. The oracle is a run in which its reward is None."""
     chosen = []
 
     def oracle(prompts, completions, hang):
@@ -90,7 +90,7 @@ def test_a_completion_that_hangs_is_as_good_as_none(tmp_path, caplog):
     assert all(slot.worker is None for slot in functions["parity"].pool._slots), "no worker outlives the training"
 
 
-def test_when_every_reward_of_the_first_step_fails_the_run_stops_and_says_why(tmp_path):
+def test_failure_of_all_rewards_in_step_1_stops_the_run(tmp_path):
     functions = pooled([misbehaving.raises], workers=1)
     with pytest.raises(
         UserError, match="no completion could be scored(.|\n)*raised ZeroDivisionError: no verifier"
@@ -101,8 +101,9 @@ def test_when_every_reward_of_the_first_step_fails_the_run_stops_and_says_why(tm
     assert all(slot.worker is None for slot in functions["raises"].pool._slots)
 
 
-def test_a_function_that_raises_later_is_counted_and_the_run_goes_on(tmp_path):
-    """In this process, for one prompt of step 2; its group has no reward and the other's is what it would have been."""
+def test_later_exception_of_a_reward_is_counted(tmp_path):
+    """The function runs in this process and fails for one prompt of step 2. Its group has no reward; the other group is
+    unaffected."""
 
     def reward(prompts, completions, hang):
         if "bad" in hang:
@@ -120,8 +121,9 @@ def failed(text):
     return Scores(np.array([np.nan]), {}, np.array([False]), np.array([True]), text)
 
 
-def test_a_failure_in_bytes_that_are_no_text_is_shown(tmp_path, caplog):
-    """A file name in Latin-1, as Python passes it on: half a character, which no UTF-8 file takes."""
+def test_failure_with_undecodable_bytes_is_shown(tmp_path, caplog):
+    """The message contains a file name in Latin-1, as Python decodes it: a lone surrogate, which UTF-8 cannot
+    encode."""
     FirstFailure()(failed("ValueError: " + os.fsdecode(b"caf\xe9.txt")), tmp_path)
     shown = (tmp_path / "reward_failure.txt").read_text(encoding="utf-8")
     assert shown == "ValueError: caf\\udce9.txt\n" and shown in caplog.text.encode().decode()
@@ -129,7 +131,8 @@ def test_a_failure_in_bytes_that_are_no_text_is_shown(tmp_path, caplog):
 
 @contextlib.contextmanager
 def full_disk():
-    """Not a fixture: pytest writes between the end of a test and that of its fixtures."""
+    """Limits the file size to zero. It is not a fixture, because pytest writes between the end of a test and that of
+    its fixtures."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
@@ -138,13 +141,13 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_on_a_full_disk_a_failure_is_shown_all_the_same(tmp_path, caplog):
+def test_failure_is_logged_on_a_full_disk(tmp_path, caplog):
     with full_disk():
         FirstFailure()(failed("ValueError: no verifier"), tmp_path / "rollouts")
     assert "ValueError: no verifier" in caplog.text and "reward_failure.txt (" in caplog.text
 
 
-def test_on_a_full_disk_the_error_of_scoring_stays_what_it_was(tmp_path, caplog):
+def test_full_disk_does_not_replace_the_error_of_scoring(tmp_path, caplog):
     problems = [Problem(0, "p", [1], {})]
     kept = saved_on_failure(tmp_path, 3, problems, ["a", "b"])
     with full_disk(), pytest.raises(UserError, match="^no verifier$"), kept:
@@ -153,7 +156,7 @@ def test_on_a_full_disk_the_error_of_scoring_stays_what_it_was(tmp_path, caplog)
 
 
 def test_which_functions_run_in_workers(tmp_path, monkeypatch):
-    """Unset: what may hang or crash. A number: all, or none."""
+    """By default functions that may hang or crash. With a number of workers all functions, and none with 0."""
     (tmp_path / "mine.py").write_text("def f(completions):\n    return [1.0] * len(completions)\n")
     monkeypatch.chdir(tmp_path)
     named = [{"name": "exact_match"}, {"name": "mine.py:f", "weight": 0.5}]

@@ -1,4 +1,4 @@
-"""Completions of several segments in the training step: each segment is a row of its own behind the prompt, with the
+"""Tests completions of several segments in the training step: each segment is a separate row after the prompt, with the
 advantage and the weight of its completion.
 
 The oracle is the plain model on one row for each segment.
@@ -48,7 +48,7 @@ from .repeated_prompts import (
 )
 
 STARTS = {(0, 0): [0, 2, 4], (0, 2): [0, 1], (2, 0): [0, 3], (2, 1): [0, 1, 2, 3, 4]}
-"""The starts of the segments of some completions; the others are one segment."""
+"""The starts of the segments of some completions. The others have a single segment."""
 
 
 def segments_of(starts: dict[tuple[int, int], list[int]]) -> np.ndarray:
@@ -68,7 +68,8 @@ BATCH_OF_SEGMENTS = BATCH._replace(segment_start=SEGMENTS, token_mask=SAMPLED)
 
 
 def segment_logprobs(params, graphdef=GRAPHDEF, batch: GroupBatch = BATCH_OF_SEGMENTS) -> tuple:
-    """Log-probabilities and entropies `[P G T]` by the plain model: each segment behind its own copy of its prompt."""
+    """Returns log-probabilities and entropies `[P G T]` of the plain model. Each segment follows its own copy of its
+    prompt."""
     segments = np.asarray(batch.segment_start)
     place = [
         (p, i, start, np.flatnonzero((segments[p, i] == start) & MASK[p, i]))
@@ -89,7 +90,7 @@ def segment_logprobs(params, graphdef=GRAPHDEF, batch: GroupBatch = BATCH_OF_SEG
 
 
 def plain_gradient(objective, ids):
-    """The gradient of the sum over segments, each with the advantage and the weight of its completion."""
+    """Returns the gradient of the sum over segments, each with the advantage and the weight of its completion."""
 
     def loss(params):
         rewards, scored, lengths = (jnp.asarray(x) for x in (BATCH.rewards, BATCH.scored, SAMPLED.sum(-1)))
@@ -104,7 +105,7 @@ def plain_gradient(objective, ids):
 
 
 @pytest.mark.parametrize("mode", range(len(LOSS_AGG_MODES)), ids=LOSS_AGG_MODES)
-def test_the_gradient_is_the_sum_over_segments_as_rows_of_their_own(mode):
+def test_gradient_equals_the_sum_over_segments_as_separate_rows(mode):
     ids = np.full(PROMPTS, mode, np.int32)
     batch = BATCH_OF_SEGMENTS._replace(estimator_ids=ids)
     found, _, _ = gradient_of(data_of(batch=batch), objective="every mode")
@@ -113,8 +114,8 @@ def test_the_gradient_is_the_sum_over_segments_as_rows_of_their_own(mode):
     assert difference(whole, found) > 0.05
 
 
-def test_a_ratio_over_the_whole_completion_has_all_segments():
-    """GSPO: one ratio per completion, over the sampled tokens of all of its segments."""
+def test_sequence_ratio_includes_all_segments():
+    """GSPO has one ratio per completion, over the sampled tokens of all of its segments."""
     objective = make_objective(policy_loss_fn="gspo", loss_agg_mode="sequence-mean-token-mean", updates=2, beta=0.0)
     old = np.asarray(jax.jit(segment_logprobs)(jax.tree.map(lambda x: 1.001 * x, PARAMS))[0])
     run = jax.jit(plain_step(GRAPHDEF, objective, keep_gradient, PLAIN))
@@ -144,7 +145,7 @@ MODELS = {
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[4]], ids=str)
-def test_logprobs_are_those_of_rows_of_their_own(model, layout):
+def test_logprobs_equal_those_of_separate_rows(model, layout):
     graphdef, params = MODELS[model]
     run = jax.jit(functools.partial(batch_logprobs, graphdef, options=PLAIN))
     found = np.asarray(run(params, BATCH_OF_SEGMENTS, packed_as(layout)))
@@ -156,16 +157,16 @@ OTHERS = {"old_logprobs": BATCH.rollout_logprobs * 1.01, "ref_logprobs": BATCH.r
 
 
 @pytest.mark.slow
-def test_one_segment_is_no_segment():
-    """To the bit."""
+def test_single_segment_equals_no_segments():
+    """Gradient and metrics are bitwise equal with and without a segment array."""
     batches = [BATCH._replace(token_mask=SAMPLED, segment_start=start) for start in (None, np.zeros_like(SEGMENTS))]
     one, other = (gradient_of(data_of(batch=batch, **OTHERS), objective="every term") for batch in batches)
     jax.tree.map(np.testing.assert_array_equal, one[0], other[0])
     np.testing.assert_equal(one[1], other[1])
 
 
-def test_a_masked_target_changes_no_bit():
-    """The last token of a segment, which is no context of another token."""
+def test_masked_target_does_not_change_the_gradient():
+    """The target is the last token of a segment, which is not in the context of another token."""
     changed = BATCH.completion_tokens.copy()
     places = [(p, i, t) for p, i, t in np.argwhere(MASK & ~SAMPLED)
               if t + 1 == LENGTHS[p, i] or SEGMENTS[p, i, t + 1] == t + 1]  # fmt: skip
@@ -184,8 +185,8 @@ def test_a_masked_target_changes_no_bit():
     assert one[1]["grad_norm"] > 0
 
 
-def test_segments_do_not_see_each_other():
-    """To the bit: other tokens in one segment change no log-probability in the others."""
+def test_segments_do_not_attend_to_each_other():
+    """Other tokens in one segment change no bit of the log-probabilities in the others."""
     run = jax.jit(functools.partial(batch_logprobs, GRAPHDEF, options=PLAIN))
     before = np.asarray(run(PARAMS, BATCH_OF_SEGMENTS, packed_as(LAYOUTS[0])))
     for start in (0, 2):
@@ -199,15 +200,15 @@ def test_segments_do_not_see_each_other():
 
 
 class Counting(EveryMode):
-    """A loss of the advantage for every token that counts."""
+    """A loss that is the advantage of every counted token."""
 
     def token_loss(self, tokens, advantages):
         return jnp.where(tokens.mask, advantages, 0.0), {}
 
 
-def test_a_rewritten_history_adds_no_weight():
-    """Two turns of two tokens each. In one batch a reply of one token is appended, in the other the row restarts with
-    three tokens. The loss is the sum of weight times advantage over tokens, in each of the four modes."""
+def test_rewritten_history_does_not_change_the_weights():
+    """There are two turns of two tokens each. In one batch a reply of one token is appended, in the other the row
+    restarts with three tokens. The loss is the sum of weight times advantage over tokens, in each of the four modes."""
     lengths = np.full((PROMPTS, SIZE), 4, np.int32)
     short = BATCH._replace(completion_tokens=np.zeros((PROMPTS, SIZE, 7), np.int32), scored=np.ones_like(BATCH.scored),
                            rollout_logprobs=np.zeros((PROMPTS, SIZE, 7), np.float32))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: what the loss counts, where it stops, what it asks of its rows, and resuming."""
+"""Tests supervised fine-tuning: the loss, the end of training, the requirements on rows, and resumption."""
 
 import functools
 import os
@@ -70,7 +70,8 @@ def make(max_steps=2, *, rollout=ROLLOUT, evaluate=None, sft=None, model=None, t
 
 
 def naive_nll(model, rows, limit=8, bos=True):
-    """Mean of -log p over the answers' tokens and their end-of-sequence token, by the plain forward."""
+    """Returns the mean of -log p over the answers' tokens and their end-of-sequence token, by the plain forward
+    pass."""
     eos = TOKENIZER.eos_ids[0]
     prompts = [TOKENIZER.encode(row["prompt"], add_special_tokens=bos) for row in rows]
     answers = [[*TOKENIZER.encode(row["answer"], add_special_tokens=False), eos][:limit] for row in rows]
@@ -86,7 +87,7 @@ def naive_nll(model, rows, limit=8, bos=True):
     return -jnp.mean(jnp.stack(counted))
 
 
-def test_loss_is_the_answers_likelihood_and_the_model_gets_the_weights():
+def test_loss_equals_the_likelihood_and_the_model_is_updated():
     model = make_model()
     before, expected = params_of(model), float(naive_nll(model, ROWS))
     rows = []
@@ -101,7 +102,7 @@ def test_loss_is_the_answers_likelihood_and_the_model_gets_the_weights():
 
 
 def test_a_second_call_without_a_folder_continues():
-    """Two calls of two steps are one of four: the same rows, moments and learning rates."""
+    """Two calls of two steps equal one of four: rows, moments and learning rates."""
     rows, model, whole = [], make_model(), make_model()
     two = make(model=model, sft={"batch_size": 3})
     for _ in range(2):
@@ -117,8 +118,9 @@ def test_long_answers_are_cut_without_an_end():
     assert row["sft/loss"] == pytest.approx(float(naive_nll(make_model(), ROWS, limit=3)), rel=1e-5)
 
 
-def test_what_ends_an_answer():
-    """`rollout.eos_tokens`, else the tokenizer's own token, be its id 0, else the first that ends a completion."""
+def test_end_token_of_an_answer():
+    """It is `rollout.eos_tokens`; otherwise the tokenizer's own token, also with id 0; otherwise the first that ends a
+    completion."""
     backend = letters_backend()
     pad = Tokenizer(backend, bos_token="<bos>", eos_token="<pad>", eos_ids=[2, 0])
     assert make(tokenizer=pad)._answer(render(ROWS[0], TOKENIZER)) == [6, 5, 0]
@@ -127,8 +129,8 @@ def test_what_ends_an_answer():
     assert make(tokenizer=pad, rollout=rollout)._answer(render(ROWS[0], TOKENIZER)) == [6, 5, 9]
 
 
-def test_control_tokens_that_an_answer_spells_stay_text(tmp_path):
-    """Its letters are those that transformers makes of it, and the only end is the one that is added."""
+def test_control_tokens_in_an_answer_are_plain_text(tmp_path):
+    """The answer's letters are encoded as transformers does, and the only end token is the one that is added."""
     tokenizer = make_tokenizer("qwen", list("<|im_end>ab"), ["ab"], 16)
     answer = "a<|im_end|>b"
     prompt = render({"prompt": "ab", "answer": answer}, tokenizer)
@@ -140,8 +142,8 @@ def test_control_tokens_that_an_answer_spells_stay_text(tmp_path):
     assert len(letters) == len(answer) and found == [*letters, tokenizer.eos_id]
 
 
-def test_the_gradient_is_that_of_the_answers_likelihood():
-    """Prompt tokens have no share in the loss: the gradient is the one of `naive_nll`, in every parameter."""
+def test_gradient_equals_that_of_the_answers_likelihood():
+    """Prompt tokens do not contribute to the loss: the gradient of every parameter equals that of `naive_nll`."""
     trainer = make()
     batch = trainer._batch([render(row, TOKENIZER) for row in ROWS])
     eos = TOKENIZER.eos_ids[0]
@@ -181,7 +183,7 @@ def test_stops_at_success(caplog):
     assert calls == [4] and last["sft/step"] == 4, "without a target only the end is evaluated"
 
 
-def test_resumed_is_uninterrupted(tmp_path):
+def test_resumed_run_equals_the_uninterrupted_run(tmp_path):
     whole = make(6, output_dir=str(tmp_path / "whole"), checkpoint_every_n_steps=2)
     whole.train(ROWS)
     make(3, output_dir=str(tmp_path / "parts"), checkpoint_every_n_steps=2).train(ROWS)
@@ -202,7 +204,7 @@ def test_resumed_is_uninterrupted(tmp_path):
 
 
 @pytest.mark.parametrize(("schedule", "warns"), [("constant", False), ("cosine", True)])
-def test_only_a_learning_rate_that_depends_on_the_length_warns_of_another_one(schedule, warns, tmp_path, caplog):
+def test_changed_length_logs_a_warning_if_the_schedule_depends_on_it(schedule, warns, tmp_path, caplog):
     sft = {"optimizer": OptimizerConfig(learning_rate=1e-2, schedule=schedule)}
     make(1, sft=sft, output_dir=str(tmp_path)).train(ROWS)
     assert "in the checkpoint: the schedule" not in caplog.text
@@ -210,7 +212,7 @@ def test_only_a_learning_rate_that_depends_on_the_length_warns_of_another_one(sc
     assert ("the number of steps is now 2 and was 1 in the checkpoint" in caplog.text) is warns
 
 
-def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path, caplog):
+def test_damaged_checkpoint_is_replaced_by_the_previous_one(tmp_path, caplog):
     make(3, output_dir=str(tmp_path), checkpoint_every_n_steps=1).train(ROWS)
     (file,) = (tmp_path / "sft_checkpoints" / "3" / "state" / "d").iterdir()
     file.write_bytes(file.read_bytes()[:-1])
@@ -219,7 +221,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path, cap
     assert began == [3] and "step 2 is used instead" in caplog.text
 
 
-def test_one_that_stopped_early_stays_so(tmp_path):
+def test_early_stop_is_kept_after_a_restart(tmp_path):
     sft = {"stop_at_success": 0.5, "eval_every_n_steps": 2}
     first = make(20, evaluate=lambda params, step: {"eval/pass@1": 1.0}, sft=sft, output_dir=str(tmp_path))
     assert first.train(ROWS)["sft/step"] == 2
@@ -230,7 +232,7 @@ def test_one_that_stopped_early_stays_so(tmp_path):
 
 @pytest.fixture
 def command(monkeypatch, tmp_path):
-    """Fine-tuning as the commands do it, with a trainer that only keeps what it is given; `ends` is what it raises."""
+    """Fine-tuning as the commands run it, with a trainer that only records its arguments and raises `ends`."""
     seen = SimpleNamespace(made=None, trained=None, ends=None)
 
     def made(**arguments):
@@ -249,8 +251,8 @@ def command(monkeypatch, tmp_path):
     return seen
 
 
-def test_a_command_goes_on_to_the_next_phase_unless_it_is_told_to_stop(command):
-    """What was not saved is no reason to stop, as the next phase saves it too; a signal is."""
+def test_command_continues_with_the_next_phase_after_a_failed_save(command):
+    """A failed save does not stop the command, since the next phase saves too. A signal stops it."""
     for follows in (True, False):
         assert command.run(follows) is None and command.trained["another_follows"] == follows
     command.ends = NotSaved("step 1")
@@ -260,9 +262,8 @@ def test_a_command_goes_on_to_the_next_phase_unless_it_is_told_to_stop(command):
         command.run(True)
 
 
-def test_an_evaluation_of_a_command_knows_its_step(command, monkeypatch, tmp_path):
-    """At step 0 rewards that all fail end the run, later (a judge that is down for a moment) they do not; the first of
-    several processes writes the completions. Its processes are stopped at the end."""
+def test_evaluation_of_a_command_gets_its_step(command, monkeypatch, tmp_path):
+    """The first of several processes writes the completions. The evaluator is closed at the end."""
     asked, closed = [], []
 
     def evaluator(params, *, rollouts, step):
@@ -279,7 +280,7 @@ def test_an_evaluation_of_a_command_knows_its_step(command, monkeypatch, tmp_pat
         assert asked.pop() == ("weights", folder, 25) and closed.pop()
 
 
-def test_a_signal_in_the_last_step_stops_where_more_training_follows():
+def test_signal_in_the_last_step_stops_before_another_phase():
     term = lambda row: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
     assert make(1).train(ROWS, on_row=term)["sft/step"] == 1
     with pytest.raises(Stopped):
@@ -297,7 +298,7 @@ def test_a_signal_in_the_last_step_stops_where_more_training_follows():
         ([{"prompt": "abcdefgh>", "answer": "x"}], "longer than rollout.max_prompt_length=8; raise it"),
     ],
 )
-def test_rows_it_cannot_use(rows, message):
+def test_unusable_rows_are_rejected(rows, message):
     with pytest.raises(UserError, match=message):
         make().train(rows)
 
@@ -309,6 +310,6 @@ def test_chat_and_data_smaller_than_a_batch():
         chat_template=template,
     )  # fmt: skip
     last = make(1, tokenizer=chat).train([{"prompt": [{"role": "user", "content": "ab"}], "answer": "ba"}] * 3)
-    # A rendered chat brings its own special tokens, so none are added here.
+    # A rendered chat contains its special tokens, so none are added here.
     expected = naive_nll(make_model(), [{"prompt": "ab>", "answer": "ba"}], bos=False)
     assert last["sft/loss"] == pytest.approx(float(expected), rel=1e-5)

@@ -1,4 +1,4 @@
-"""Moments of stacked layers: the same updates as with moments per layer, and the same checkpoints."""
+"""Tests moments of stacked layers: updates and checkpoints equal those with moments per layer."""
 
 import functools
 
@@ -49,9 +49,9 @@ def state_after(graphdef, params, frozen, segments, steps=2, mesh=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_the_same_updates(name):
-    """Weights, moments and metrics after updates with clipping and weight decay. Decay would shrink the norms' weights
-    if the first axis of a stack counted as an axis of the weights."""
+def test_updates_equal_those_with_moments_per_layer(name):
+    """Compares weights, moments and metrics after updates with clipping and weight decay. Decay would also apply to the
+    norms' weights if the first axis of a stack counted as an axis of the weights."""
     graphdef, params = make_model(**MODELS[name])
     segments = segments_of(nnx.merge(graphdef, params).config)
     (expected, metrics), (found, others) = (state_after(graphdef, params, {}, value) for value in (None, segments))
@@ -60,7 +60,7 @@ def test_the_same_updates(name):
 
 
 @pytest.mark.slow
-def test_the_same_updates_of_adapters():
+def test_updates_of_adapters_equal_those_with_moments_per_layer():
     graphdef, params = make_model(num_layers=3)
     model = add_lora(nnx.merge(graphdef, params), LoraConfig(rank=2, targets=["q_proj", "down_proj"]))
     graphdef, state = nnx.split(model)
@@ -73,7 +73,7 @@ def test_the_same_updates_of_adapters():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_stacks_are_sharded_like_their_layers(name):
-    """On a mesh, the updated weights and moments keep their shardings, and shapes without arrays have the same."""
+    """On a mesh, updated weights and moments keep their shardings, and the abstract shapes have the same shardings."""
     mesh = build_mesh(MeshConfig(shape=[4, 2]))
     graphdef, params = make_model(**MODELS[name] | {"vocab_size": 20})
     segments = segments_of(nnx.merge(graphdef, params).config)
@@ -88,7 +88,7 @@ def test_stacks_are_sharded_like_their_layers(name):
         assert shape.shape == array.shape and shape.sharding.is_equivalent_to(array.sharding, array.ndim)
 
 
-def test_there_and_back():
+def test_stacking_inverts_unstacking():
     graphdef, params = make_model(**MODELS["experts after a plain layer"])
     segments = segments_of(nnx.merge(graphdef, params).config)
     optimizer = build_optimizer(CONFIG, None, True)
@@ -110,8 +110,9 @@ def test_which_moments_are_stacked():
 
 
 @pytest.mark.slow
-def test_a_run_continues_with_the_other_layout(tmp_path, monkeypatch):
-    """A checkpoint does not depend on the layout: a run with stacked moments is resumed without and the reverse."""
+def test_run_is_resumed_with_the_other_layout(tmp_path, monkeypatch):
+    """A checkpoint does not depend on the layout: a run with stacked moments is resumed without them, and the
+    reverse."""
     chosen = arguments.likelihood_options
 
     def train(folder, steps: int, stacked: bool):

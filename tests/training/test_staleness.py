@@ -1,4 +1,4 @@
-"""`rollout.max_staleness: 1`: each step is trained on completions that were sampled during the step before it."""
+"""Tests `rollout.max_staleness: 1`: each step is trained on completions that were sampled during the previous step."""
 
 import dataclasses
 import logging
@@ -24,7 +24,7 @@ CORRECTED = MaxRLConfig(num_generations=4, sampler_is="token")
 
 
 def stale(engine=None, reward=varied, algo=CORRECTED, staleness=1, **settings):
-    """A learner on four devices; four others sample."""
+    """Returns a learner on four devices, with four others for sampling."""
     mesh = build_mesh(MeshConfig(), jax.devices()[:-SAMPLING])
     rollout = RolloutConfig(**LENGTHS, max_staleness=staleness, devices=SAMPLING)
     return make(algo, reward=reward, rollout=rollout, mesh=mesh, model=make_model(), engine=engine, **settings)
@@ -34,8 +34,8 @@ def on_host(params):
     return jax.tree.map(np.array, params)
 
 
-def test_the_weights_that_sample_are_one_update_older():
-    """From the second step on; and they are on devices of their own."""
+def test_sampling_weights_are_one_update_older():
+    """This holds from the second step on. The weights of the sampler are on separate devices."""
     learner, placed, trained = stale(max_steps=4), [], []
     place = learner.engine.place
 
@@ -59,7 +59,7 @@ def test_the_weights_that_sample_are_one_update_older():
     assert gaps[0] < 1e-4 < min(gaps[1:]), "the sampler's log-probabilities are those of its own weights"
 
 
-def test_staleness_0_on_other_devices_is_the_synchronous_run():
+def test_staleness_0_on_other_devices_equals_the_synchronous_run():
     apart = stale(staleness=0, max_steps=3)
     mesh = build_mesh(MeshConfig(), jax.devices()[:-SAMPLING])
     together = make(CORRECTED, reward=varied, mesh=mesh, model=make_model(), max_steps=3)
@@ -78,7 +78,7 @@ def watching(seen):
 
 @pytest.mark.slow
 def test_a_resumed_run_has_the_same_prompts(tmp_path):
-    """What was sampled ahead of a checkpoint is sampled again; no prompt is left out."""
+    """Completions that were sampled ahead of a checkpoint are sampled again. No prompt is omitted."""
     seen, parts = [], []
     collect(stale(reward=watching(seen), max_steps=6), batch_size=4)
     assert len(seen) == 6, "nothing is sampled after the last step"
@@ -103,7 +103,7 @@ def test_a_resumed_run_has_the_same_prompts(tmp_path):
 
 @pytest.mark.slow
 def test_an_interrupted_run_without_a_folder_continues_with_the_next_prompts():
-    """What was sampled ahead at Ctrl-C in a notebook is sampled in the next call of `train`."""
+    """After Ctrl-C in a notebook, the next call of `train` samples again the prompts that were sampled ahead."""
     seen, parts = [], []
     collect(stale(reward=watching(seen), max_steps=4), batch_size=4)
     learner = stale(reward=watching(parts), max_steps=2)
@@ -123,8 +123,8 @@ def test_an_interrupted_run_without_a_folder_continues_with_the_next_prompts():
     assert parts == seen[:3]
 
 
-def test_evaluations_do_not_meet_the_sampling():
-    """The evaluation of a step uses its own weights, as in a run without staleness."""
+def test_evaluation_uses_the_weights_of_its_step():
+    """The evaluation of a step uses the weights of this step, as in a run without staleness."""
     learner = stale(max_steps=3, eval_config=EvalConfig(samples=2), eval_every_n_steps=1)
     found = []
     evaluate = learner.evaluate_if_due
@@ -142,7 +142,7 @@ def test_evaluations_do_not_meet_the_sampling():
 
 
 class Fails:
-    """The engine of a learner; call number `at` of `generate` raises."""
+    """The engine of a learner, with an exception in call number `at` of `generate`."""
 
     def __init__(self, engine, at, error):
         self.inner, self.at, self.error, self.calls = engine, at, error, 0
@@ -186,7 +186,7 @@ def test_a_lost_engine_leaves_a_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_does_not_wait_for_all_that_is_sampled_ahead():
+def test_end_of_a_run_cancels_sampling_ahead():
     class Slow(Fails):
         """Its third call yields a sample every 0.1 s."""
 
@@ -216,8 +216,9 @@ def test_a_run_that_ends_does_not_wait_for_all_that_is_sampled_ahead():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_rewritten_histories(rate):
-    """`environment.history=template` with completions of the weights before: with a rate of 0 these are the same."""
+def test_staleness_with_rewritten_histories(rate):
+    """Tests `environment.history=template` with completions of the previous weights. With a rate of 0 these equal the
+    current ones."""
     mesh = build_mesh(MeshConfig(), jax.devices()[:-SAMPLING])
     lengths = dataclasses.replace(test_history.LENGTHS, max_staleness=1, devices=SAMPLING)
     algo = MaxRLConfig(num_generations=4, truncation_order=1, sampler_is="token")
@@ -239,19 +240,19 @@ def test_rewritten_histories(rate):
         (["rollout.engine=vllm", "rollout.urls=[http://a]", "rollout.devices=2"], "rollout.devices: .* omit it"),
     ],
 )
-def test_wrong_settings(keys, message):
+def test_invalid_settings_are_rejected(keys, message):
     with pytest.raises(UserError, match=message):
         check_config(load(None, ["data.name=reverse_text", "algorithm.advantage_estimator=rloo", *keys]))
 
 
-def test_too_many_devices():
+def test_too_many_devices_are_rejected():
     from tunix_like.training.engine import training_devices
 
     with pytest.raises(UserError, match="rollout.devices: got 8, but there are 8 devices"):
         training_devices(RolloutConfig(devices=8))
 
 
-def test_a_run_without_correction_warns(caplog):
+def test_run_without_correction_logs_a_warning(caplog):
     with caplog.at_level(logging.WARNING, "tunix_like"):
         stale(algo=MaxRLConfig(num_generations=4))
     assert "nothing corrects the difference; set algorithm.sampler_is" in caplog.text

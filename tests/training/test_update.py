@@ -1,5 +1,5 @@
-"""The compiled step against the plain model on repeated prompts: gradients, layouts and mini-batches, and what it
-leaves alone."""
+"""Tests the compiled step against the plain model on repeated prompts: gradients, layouts, mini-batches, and inputs
+that must not change the result."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ from .repeated_prompts import (
 )
 
 BY_GROUP = LAYOUTS[0]
-"""A set and a chunk of each group."""
+"""One set and one chunk per group."""
 
-# --- the prompt is computed once, and it changes nothing --------------------------------------------------------------
+# --- shared prompts ------------------------------------------------------------------------------------------------
 
 
-def test_shared_prefix_is_the_repeated_prompt():
+def test_shared_prefix_equals_the_repeated_prompt():
     gradient, metrics, advantages = gradient_of(data_of())
     loss, expected = repeated()(PARAMS, EVERYONE, None, None)
     assert difference(gradient, expected) <= 1e-5
@@ -71,7 +71,7 @@ def test_shared_prefix_is_the_repeated_prompt():
 
 
 def test_completions_of_one_token():
-    """Of width one: nothing but the prompt goes through the layers."""
+    """The width is one: only the prompt goes through the layers."""
     short = BATCH._replace(
         completion_tokens=BATCH.completion_tokens[..., :1], completion_lengths=np.minimum(LENGTHS, 1)
     )
@@ -83,7 +83,7 @@ def test_completions_of_one_token():
 
 @pytest.fixture(scope="module")
 def other_logprobs() -> dict[str, np.ndarray]:
-    """Log-probabilities of slightly other weights: those before an update, and those of a reference."""
+    """Returns log-probabilities of slightly different weights: those before an update, and those of a reference."""
     at = plain_logprobs(0.7)
     nearby = lambda scale: jax.tree.map(lambda x: x * (1 + scale), PARAMS)  # noqa: E731
     return {"old_logprobs": np.asarray(at(nearby(0.03))), "ref_logprobs": np.asarray(at(nearby(-0.1)))}
@@ -91,8 +91,8 @@ def other_logprobs() -> dict[str, np.ndarray]:
 
 @pytest.mark.slow
 def test_shared_prefix_with_every_term(other_logprobs):
-    """Ratio, reference, entropy, correction for the sampler and temperature; layers recomputed and log-probabilities in
-    chunks, which change nothing."""
+    """The loss has the ratio, the reference, the entropy, the correction for the sampler and the temperature. Layers
+    are recomputed and log-probabilities are computed in chunks, which do not change the values."""
     old, ref = other_logprobs["old_logprobs"], other_logprobs["ref_logprobs"]
     options = PLAIN._replace(temperature=0.7, entropy_gradient=True)
     data = data_of(**other_logprobs)
@@ -119,8 +119,8 @@ def test_shared_prefix_with_every_term(other_logprobs):
 
 
 @pytest.mark.parametrize("layout", others_slow(LAYOUTS, LAYOUTS[2]), ids=str)
-def test_masks_of_completions(layout, other_logprobs):
-    """The loss, and metrics over completions in every layout."""
+def test_sampler_correction_by_completion(layout, other_logprobs):
+    """Compares the loss, and metrics over completions in every layout."""
     old, ref = other_logprobs["old_logprobs"], other_logprobs["ref_logprobs"]
     mine = np.where(MASK, old - BATCH.rollout_logprobs, 0).sum(-1)
     ratios = np.exp(mine)
@@ -144,8 +144,8 @@ def test_masks_of_completions(layout, other_logprobs):
 
 
 @pytest.mark.parametrize("mode", others_slow(DEFAULT_UPPER, "token_mask"))
-def test_a_sampler_that_is_the_policy_needs_no_correction(mode, other_logprobs):
-    """The step has the gradient of a run without a correction, to the bit."""
+def test_correction_is_one_if_the_sampler_is_the_policy(mode, other_logprobs):
+    """The gradient is bitwise that of a run without a correction."""
     batch = BATCH._replace(rollout_logprobs=other_logprobs["old_logprobs"])
     data = data_of(batch=batch, **other_logprobs)
     terms = {"policy_loss_fn": "ppo_clip", "beta": 0.3, "updates": 2}
@@ -160,13 +160,14 @@ def test_a_sampler_that_is_the_policy_needs_no_correction(mode, other_logprobs):
     assert one.pop("sampler_is/outside_frac") == 0 and list(one.values()) == pytest.approx([1, 1, 1])
 
 
-# --- batches of every kind --------------------------------------------------------------------------------------------
+# --- batches of every kind ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", others_slow(LAYOUTS, LAYOUTS[4]), ids=str)
-def test_layouts_add_up(layout):
-    """In every aggregation, however prompts are put in sets and completions in chunks. Other programs round otherwise:
-    one unit in the last place of the weights moves this gradient by up to 6e-6."""
+def test_gradient_does_not_depend_on_the_layout(layout):
+    """In every aggregation the gradient does not depend on the division of prompts into sets and of completions into
+    chunks. Other programs round differently: one unit in the last place of the weights changes this gradient by up to
+    6e-6."""
     for mode in range(len(LOSS_AGG_MODES)):
         batch = BATCH._replace(estimator_ids=np.full(PROMPTS, mode, np.int32))
         whole, whole_metrics, _ = gradient_of(data_of(batch=batch), objective="every mode")
@@ -175,8 +176,7 @@ def test_layouts_add_up(layout):
         assert metrics == pytest.approx(whole_metrics, rel=1e-5)
 
 
-def test_a_shared_bin_is_a_bin_each(monkeypatch):
-    """Completions that share a bin give the gradient of completions with a bin each."""
+def test_shared_bin_equals_separate_bins(monkeypatch):
     together = data_of()
     gradient, metrics, _ = gradient_of(together)
     monkeypatch.setattr(packing, "ROWS_PER_BIN", 1)
@@ -187,9 +187,9 @@ def test_a_shared_bin_is_a_bin_each(monkeypatch):
     assert metrics == pytest.approx(expected_metrics, rel=1e-5)
 
 
-def test_mini_batches_follow_one_another():
-    """Two updates, [0, 2] then [1]: advantages over the whole rollout batch, weights over the update's own groups,
-    ratios to the weights before the first."""
+def test_consecutive_mini_batches_equal_the_plain_model():
+    """There are two updates, of groups [0, 2] and then [1]. Advantages use the whole rollout batch, weights the
+    update's own groups, and ratios the weights before the first update."""
     old = np.asarray(plain_logprobs()(PARAMS))
     reference = np.zeros_like(old)
     update_by = step("every term", PLAIN._replace(entropy_gradient=True), optax.sgd(0.5))
@@ -205,7 +205,7 @@ def test_mini_batches_follow_one_another():
 
 
 SPARSE = np.array([[1, 0, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]], np.float32)
-"""The completion [2, 1] is unscored: without it the last group is constant."""
+"""The completion [2, 1] is unscored. Without it the rewards of the last group are equal."""
 
 
 @pytest.mark.parametrize(
@@ -213,14 +213,14 @@ SPARSE = np.array([[1, 0, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]], np.float32)
     [
         ("grpo", [4, 4, 0]),
         pytest.param("maxrl", [4, 4, 0], marks=pytest.mark.slow),
-        ("maxpo", [4, 0, 0]),  # with two or three successes of four, one in every pair of others: no signal
-        pytest.param("pkpo", [1, 3, 0], marks=pytest.mark.slow),  # what fails adds nothing to a maximum
+        ("maxpo", [4, 0, 0]),  # with two or three successes of four, each pair of the others has a success: no signal
+        pytest.param("pkpo", [1, 3, 0], marks=pytest.mark.slow),  # failures do not increase a maximum
         pytest.param("passk", [4, 0, 0], marks=pytest.mark.slow),
     ],
 )
-def test_what_has_no_signal_can_be_left_out(name, live):
-    """Groups and single completions of advantage 0 count in the weights and nowhere else; a group split over
-    chunks has only the others. One compilation serves all the estimators."""
+def test_omitting_zero_advantages_does_not_change_the_gradient(name, live):
+    """Groups and single completions of advantage 0 affect only the weights. A group that is split over chunks contains
+    only the others. One compilation is used for all estimators."""
     objective, ids = OBJECTIVES["mixed"], np.zeros(PROMPTS, np.int32) + [*["grpo"], *BY_SOURCE].index(name)
     batch = BATCH._replace(rewards=SPARSE, estimator_ids=ids)
     whole, _, advantages = gradient_of(data_of(BY_GROUP, batch=batch), objective="mixed")
@@ -235,8 +235,8 @@ def test_what_has_no_signal_can_be_left_out(name, live):
 
 
 def test_mixed_estimators_in_one_step():
-    """Each group has its own estimator's advantages, and the gradient is the sum of what the groups give; whichever
-    they are, the step is compiled once."""
+    """Each group has the advantages of its estimator, and the gradient is the sum over the groups. The step is compiled
+    once for all estimators."""
 
     def run(ids, groups):
         batch = BATCH._replace(rewards=SPARSE, estimator_ids=np.asarray(ids, np.int32))
@@ -251,8 +251,8 @@ def test_mixed_estimators_in_one_step():
     assert TRACES["mixed"] == traces
 
 
-def test_another_term_needs_the_groups_without_signal(other_logprobs):
-    """KL and entropy move completions of advantage 0 too: leaving them out would be another gradient."""
+def test_kl_and_entropy_need_groups_without_signal(other_logprobs):
+    """KL and entropy give completions of advantage 0 a gradient too, so omitting them would change the gradient."""
     rewards = np.where(np.arange(PROMPTS)[:, None] == 1, 0.7, BATCH.rewards).astype(np.float32)
     batch, objective, ids = BATCH._replace(rewards=rewards), OBJECTIVES["every term"], np.zeros(PROMPTS, np.int32)
     how = {"objective": "every term", "options": PLAIN._replace(temperature=0.7, entropy_gradient=True)}
@@ -265,7 +265,7 @@ def test_another_term_needs_the_groups_without_signal(other_logprobs):
     assert difference(other, whole) > 0.01
 
 
-def test_with_nothing_left_the_gradient_is_zero():
+def test_gradient_of_an_empty_batch_is_zero():
     none = np.zeros((PROMPTS, SIZE), bool)
     nothing, metrics, _ = gradient_of(data_of(BY_GROUP, rows=none), objective="mixed")
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(nothing))
@@ -275,11 +275,11 @@ def test_with_nothing_left_the_gradient_is_zero():
 
 SAMPLED = MASK & (np.random.default_rng(5).random(MASK.shape) < 0.6)
 SAMPLED[0, 1] = False
-"""Some tokens of each completion, and none of one, as where an environment wrote the others."""
+"""The sampled tokens: some tokens of each completion, and none of one. The others are those of an environment."""
 
 
 class PerToken(Reinforce):
-    """An advantage for every token."""
+    """Returns an advantage for every token."""
 
     def advantages(self, rewards, scored, lengths, ids):
         return rewards[..., None] * jnp.linspace(-1.0, 2.0, WIDTH_OF_COMPLETIONS)[None, None]
@@ -289,7 +289,7 @@ WIDTH_OF_COMPLETIONS = MASK.shape[-1]
 
 
 def plain_gradient(objective, mask, ids):
-    """By the plain model, over the tokens of `mask`."""
+    """Returns the gradient of the plain model, over the tokens of `mask`."""
 
     def loss(params):
         rewards, scored, lengths = (jnp.asarray(x) for x in (BATCH.rewards, BATCH.scored, mask.sum(-1)))
@@ -305,8 +305,9 @@ def plain_gradient(objective, mask, ids):
 
 
 @pytest.mark.parametrize("mode", range(len(LOSS_AGG_MODES)))
-def test_tokens_that_the_policy_did_not_sample_count_nowhere(mode):
-    """Neither in the loss nor in the aggregation, in all four modes; they stay in the context of later tokens."""
+def test_masked_tokens_are_excluded_from_loss_and_aggregation(mode):
+    """They are excluded from the loss and from the aggregation, in all four modes. They stay in the context of later
+    tokens."""
     ids = np.full(PROMPTS, mode, np.int32)
     batch = BATCH._replace(token_mask=SAMPLED, estimator_ids=ids)
     found, metrics, _ = gradient_of(data_of(batch=batch), objective="every mode")
@@ -318,8 +319,9 @@ def test_tokens_that_the_policy_did_not_sample_count_nowhere(mode):
 
 
 @pytest.mark.parametrize("garbage", [0.0, -1e4, np.inf], ids=["zero", "low", "infinite"])
-def test_what_stands_at_a_masked_token_changes_no_bit(garbage, other_logprobs):
-    """The log-probabilities there, whose ratios may overflow, and the last token of a completion, as a target."""
+def test_values_at_masked_tokens_do_not_change_the_gradient(garbage, other_logprobs):
+    """The test changes the log-probabilities at masked tokens, whose ratios may overflow, and the last token of a
+    completion, as a target."""
     batch = BATCH._replace(token_mask=SAMPLED)
 
     def found(changed: bool):
@@ -339,8 +341,8 @@ def test_what_stands_at_a_masked_token_changes_no_bit(garbage, other_logprobs):
     assert np.isfinite(one[1]["grad_norm"]) and one[1]["grad_norm"] > 0
 
 
-def test_a_mask_of_all_tokens_is_no_mask():
-    """To the bit."""
+def test_mask_of_all_tokens_equals_no_mask():
+    """Gradient and metrics are bitwise equal."""
     whole = BATCH._replace(token_mask=MASK)
     one, other = (gradient_of(data_of(batch=batch)) for batch in (BATCH, whole))
     jax.tree.map(np.testing.assert_array_equal, one[0], other[0])
@@ -357,8 +359,8 @@ def test_advantages_of_single_tokens():
 
 
 @pytest.mark.parametrize("loss", ["nan in the loss", "nan in the gradient"])
-def test_a_loss_that_is_no_number_leaves_weights_and_optimizer_alone(loss, monkeypatch):
-    """Of one token of one completion; adam's counts and moments stay too."""
+def test_non_finite_loss_does_not_change_weights_and_optimizer(loss, monkeypatch):
+    """One token of one completion is affected. Adam's counts and moments are unchanged too."""
 
     def broken(logprobs, old, advantages, mask):
         if loss == "nan in the loss":
@@ -378,11 +380,11 @@ def test_a_loss_that_is_no_number_leaves_weights_and_optimizer_alone(loss, monke
         np.testing.assert_array_equal(kept, given)
 
 
-def test_what_weighs_nothing_teaches_nothing():
-    """Tokens beyond a row's length, unscored completions, those that are not trained and dropped groups: what they say
-    changes no gradient, and without them it is the same."""
+def test_uncounted_tokens_do_not_change_the_gradient():
+    """These are tokens beyond a row's length, unscored completions, completions that are not trained, and dropped
+    groups. Other values in them, or their omission, do not change the gradient."""
     scored, trained = BATCH.scored.copy(), np.ones((PROMPTS, SIZE), bool)
-    scored[1, 1:] = False  # one is left, too few
+    scored[1, 1:] = False  # a single scored completion, which is too few
     trained[0, 1] = trained[2, 3] = False
     counted = scored & trained & (scored.sum(axis=1, keepdims=True) > 1)
     batch = BATCH._replace(scored=scored, trained=trained)
@@ -398,8 +400,8 @@ def test_what_weighs_nothing_teaches_nothing():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_an_advantage_that_is_no_number_changes_nothing(bad, monkeypatch):
-    """Weights and the optimizer's state stay as they were, to the bit."""
+def test_non_finite_advantage_does_not_change_weights_and_optimizer(bad, monkeypatch):
+    """Weights and the optimizer's state are bitwise unchanged."""
     monkeypatch.setattr(estimators, "ADVANTAGE_ESTIMATORS", dict(estimators.ADVANTAGE_ESTIMATORS))
     estimators.register_advantage_estimator("raw")(lambda rewards, *, scored, lengths: rewards)
     objective, adam = make_objective(advantage_estimator="raw"), optax.adamw(0.1, weight_decay=0.1)

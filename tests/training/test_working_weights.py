@@ -1,4 +1,5 @@
-"""Stacked layers and prepared weights against the plain ones: gradients, log-probabilities, dtypes and patterns."""
+"""Tests stacked layers and prepared weights against the plain ones: gradients, log-probabilities, dtypes and
+patterns."""
 
 import functools
 
@@ -50,7 +51,8 @@ def assert_equal_trees(found, expected, tolerance=2e-5):
 @pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", others_slow(MODELS, "equal layers"))
 def test_stacked_layers_have_the_same_gradient(name, remat):
-    """Lanes of own prompts and lanes that are picked from a set; the gradient of every single parameter."""
+    """Compares the gradient of every parameter, for lanes with their own prompts and for lanes that select a prompt of
+    a set."""
     graphdef, params = make_model(**MODELS[name])
     for layout in (WHOLE, LAYOUTS[2]):
         plain = gradients(graphdef, params, False, False, layout)
@@ -81,8 +83,8 @@ def test_adapters_on_stacked_layers_have_the_same_gradient():
     assert_equal_trees(stacked, plain)
 
 
-def test_the_compiled_program_has_one_copy_of_equal_layers():
-    """The number of matrix products does not grow with the layers."""
+def test_compiled_program_contains_equal_layers_once():
+    """The number of matrix products does not depend on the number of layers."""
 
     def products(layers: int) -> int:
         graphdef, params = make_model(num_layers=layers)
@@ -93,8 +95,8 @@ def test_the_compiled_program_has_one_copy_of_equal_layers():
 
 
 def test_prepared_weights_have_the_compute_dtype():
-    """Matrices are cast once; not norms, nor the embedding, of which few rows are read, nor the output matrix, whose
-    gradient is added up in its dtype."""
+    """Matrices are cast once. Norms are not cast, nor is the embedding, of which few rows are read, nor the output
+    matrix, whose gradient is summed in its dtype."""
     graphdef, params = make_model(dtype=jnp.bfloat16, tie_embeddings=True)
     trained = working_weights(graphdef, params, {}, stacked=True).trained
     dtypes = {jax.tree_util.keystr(path): x.dtype for path, x in jax.tree_util.tree_leaves_with_path(trained)}
@@ -107,7 +109,7 @@ def test_prepared_weights_have_the_compute_dtype():
 
 @pytest.mark.parametrize("chunk", [512, 8])
 def test_the_gradient_of_the_output_matrix_does_not_depend_on_the_pieces(chunk):
-    """With bfloat16 products, 64 pieces give the same gradient as one: the sum over them is kept in float32."""
+    """With bfloat16 products, 64 pieces give the same gradient as one, because the sum over them is float32."""
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(1, 512, 32)), jnp.bfloat16)
     graphdef, params = make_model(dtype=jnp.bfloat16, tie_embeddings=True, hidden_size=32, vocab_size=64)
@@ -132,7 +134,7 @@ PATTERNS = {
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_patterns_of_layers(name):
+def test_segments_of_layer_patterns(name):
     windows, expected = PATTERNS[name]
     config = DecoderConfig(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=len(windows), num_heads=1, num_kv_heads=1,
@@ -148,8 +150,8 @@ def test_patterns_of_layers(name):
     assert all(float(restored[index]["kernel"][0]) == index for index in layers)
 
 
-def test_a_decoder_without_stack_keeps_its_graph():
-    """Preparing the weights of a step leaves the model itself as it was."""
+def test_working_weights_do_not_change_the_model():
+    """Preparing the weights of a step does not change the model."""
     graphdef, params = make_model()
     before = nnx.merge(graphdef, params)
     working_weights(graphdef, params, {}, stacked=True)

@@ -1,4 +1,4 @@
-"""Servers that stand in for vLLM, and engines of them."""
+"""Fixtures that start stand-ins for vLLM servers and build engines that use them."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture
 def serve(model_folder, monkeypatch):
-    """Starts stand-ins; servers that failed are asked again soon."""
+    """Starts stand-in servers. A server that failed is contacted again after a short time."""
     monkeypatch.setattr(fleet, "POLL_SECONDS", 0.05)
     servers = []
 
@@ -34,7 +34,7 @@ def serve(model_folder, monkeypatch):
 
 @pytest.fixture
 def connect(tmp_path):
-    """Builds engines of servers, and closes them."""
+    """Builds engines from servers and closes them after the test."""
     engines = []
 
     def build(*servers, max_gap=1e-4, **settings):

@@ -1,4 +1,4 @@
-"""A server with vLLM's routes over HTTP, which samples with this library's own decoder and can be told to fail."""
+"""A stand-in server with vLLM's HTTP routes. It samples with this library's decoder, and faults can be injected."""
 
 import asyncio
 import json
@@ -23,13 +23,14 @@ def _logprobs(graphdef, params, tokens, temperature):
 
 
 class StandIn:
-    """Serves on a port of its own until `stop`; `start` starts it again with the weights of the beginning.
+    """Serves on its own port until `stop`. After another `start` it has its initial weights.
 
     Attributes:
-      faults: functions `f(answer) -> answer`, each used for one request of tokens. An exception ends the connection; a
-        number is the status of the answer, a text its body.
-      clients: the address of the other end of the connection of each request.
-      asked: the bodies of the requests of tokens, and `versions` those that their answers had.
+      faults: functions `f(answer) -> answer`, each applied to one request for tokens. An exception ends the connection.
+        A returned number is the status of the answer, a returned text its body.
+      clients: the address of the client of each connection.
+      asked: the bodies of the requests for tokens.
+      versions: the weight versions of their answers.
     """
 
     def __init__(self, folder, tokenizer, version="0.32.0", missing=(), key=None, max_model_len=512):
@@ -69,7 +70,7 @@ class StandIn:
         assert ready.wait(10)
 
     def stop(self):
-        """As after SIGKILL: connections end, and the port is free."""
+        """Stops the server as SIGKILL does: connections end, and the port is free."""
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -1,4 +1,4 @@
-"""What happens between the servers of an engine: weights that change while a server is repaired, and other runs."""
+"""Tests the servers of one engine: weight updates during the repair of a server, and servers that another run uses."""
 
 import asyncio
 import dataclasses
@@ -25,8 +25,9 @@ def other_version(answer):
     return answer
 
 
-def test_weights_that_change_while_a_server_gets_the_ones_before(serve, connect):
-    """The server is not compared with the new weights before it has them."""
+def test_weights_that_change_during_the_repair_of_a_server(serve, connect):
+    """A server that still receives the previous weights is compared with the new weights only after it has loaded
+    them."""
     quick, slow = serve(), serve()
     engine, changed = connect(quick, slow), threading.Event()
     version = engine.place(params_of(make_model()))
@@ -44,7 +45,7 @@ def test_weights_that_change_while_a_server_gets_the_ones_before(serve, connect)
     def watched(params):
         found = logprobs(params)
         changed.set()
-        assert until(lambda: len(slow.asked) > asked)  # the comparison of the weights before
+        assert until(lambda: len(slow.asked) > asked)  # the comparison with the previous weights
         return found
 
     engine.probe.logprobs = watched
@@ -53,7 +54,7 @@ def test_weights_that_change_while_a_server_gets_the_ones_before(serve, connect)
     assert slow.version == quick.version == version
 
 
-def test_a_server_that_another_run_uses(serve, connect):
+def test_server_that_another_run_uses_raises(serve, connect):
     server = serve()
     engine = connect(server)
     version = engine.place(params_of(make_model()))
@@ -63,8 +64,8 @@ def test_a_server_that_another_run_uses(serve, connect):
 
 
 @pytest.mark.slow
-def test_the_error_says_why_no_server_has_the_weights(serve, connect):
-    """It is of the type that saves the run. Afterwards the weights before are not taken for those of the servers."""
+def test_error_of_a_weight_update_names_the_reason(serve, connect):
+    """The error is of the type that saves the run. Afterwards the previous weights are sent to the servers again."""
     server = serve()
     engine = connect(server, wait_for_servers_seconds=5.0)
     before = params_of(make_model())
@@ -83,8 +84,9 @@ def test_the_error_says_why_no_server_has_the_weights(serve, connect):
 
 
 @pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 20}])
-def test_truncation_and_temperature(serve, tmp_path, truncation):
-    """vLLM gives log-probabilities before both or after both; training needs those after the temperature alone."""
+def test_truncation_with_a_temperature_is_rejected(serve, tmp_path, truncation):
+    """vLLM returns log-probabilities before both operations or after both. Training needs those after the temperature
+    only, so the combination is rejected."""
     servers = {"engine": "vllm", "urls": [serve().url], "max_prompt_length": 8, "max_tokens_to_generate": 4}
     rollout = RolloutConfig(**servers, **truncation)
     VLLMEngine(make_model(), TOKENIZER, rollout, tmp_path / "weights").close()

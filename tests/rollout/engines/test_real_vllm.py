@@ -1,4 +1,5 @@
-"""The engine with a real vLLM server, which must be installed apart from this library (`docs/contributing.md`)."""
+"""Tests the engine with a real vLLM server, which is installed separately from this library
+(`docs/contributing.md`)."""
 
 import os
 import shutil
@@ -23,10 +24,10 @@ HF = {
     "hidden_size": 64,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
-    "num_attention_heads": 2,  # heads of 32, the smallest of vLLM on a CPU
+    "num_attention_heads": 2,  # a head dimension of 32 is the smallest that vLLM supports on a CPU
     "num_key_value_heads": 1,
     "max_position_embeddings": 128,
-    "tie_word_embeddings": False,  # vLLM on a CPU does not read a tied matrix again
+    "tie_word_embeddings": False,  # vLLM on a CPU does not reload a tied matrix
 }
 GAP = 1e-4
 
@@ -41,7 +42,7 @@ def model():
 
 
 class Real:
-    """A vLLM server; `kill` ends all of its processes at once."""
+    """A vLLM server; `kill` ends all of its processes."""
 
     def __init__(self, folder, log):
         self.folder, self.log = folder, log
@@ -116,15 +117,15 @@ def learner(engine, **settings):
     )
 
 
-def test_the_weights_of_each_step(engine):
-    """The sampler's log-probabilities are the trainer's after every update."""
+def test_each_step_is_sampled_with_its_own_weights(engine):
+    """The sampler's log-probabilities equal the trainer's after every update."""
     rows = collect(learner(engine), batch_size=4)
     assert len(rows) == 3 and all(row["train/logprob_gap/max"] < GAP for row in rows)
     assert rows[0]["train/loss"] != rows[2]["train/loss"]
 
 
 class Asks:
-    """Two turns; the observation is new text."""
+    """An environment with two turns, whose observation is text that the prompt does not contain."""
 
     def reset(self, **columns):
         self.turns = 0
@@ -134,7 +135,7 @@ class Asks:
         return "abc", float(len(completion) % 2), self.turns == 2, {}
 
 
-def test_several_turns(engine):
+def test_logprobs_of_several_turns_match_the_trainer(engine):
     made = make(
         model=model(), reward=(), rollout=RolloutConfig(max_prompt_length=16, max_tokens_to_generate=24), engine=engine,
         environment=Asks, environment_config=EnvironmentConfig(max_turns=2), max_steps=2, max_logprob_gap=GAP,
@@ -144,8 +145,8 @@ def test_several_turns(engine):
 
 
 @pytest.mark.parametrize("when", ["generating", "reloading"])
-def test_a_killed_server(server, engine, when, caplog):
-    """It comes back with the weights of the beginning; nothing is sampled with them."""
+def test_killed_server_is_used_again_with_the_current_weights(server, engine, when, caplog):
+    """The restarted server has the initial weights. No completion is sampled with them."""
     made = learner(engine, max_steps=3)
     fleet_server = engine._fleet.servers[0]
     place, reload, killers = engine.place, fleet_server.reload, []
@@ -174,8 +175,8 @@ def test_a_killed_server(server, engine, when, caplog):
     assert "used again" in caplog.text
 
 
-def test_a_refused_update_is_found(engine, monkeypatch):
-    """The weights of the step are not those that the server has read."""
+def test_server_with_stale_weights_raises(engine, monkeypatch):
+    """The server reads older weights than those of the step. The comparison of log-probabilities raises an error."""
     from tunix_like.errors import UserError
 
     made = learner(engine)

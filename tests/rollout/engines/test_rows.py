@@ -1,4 +1,4 @@
-"""Rows of an engine over HTTP that begin with an opening and are restarted."""
+"""Tests rows of an HTTP engine that begin with an opening and are restarted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Restarts:
         return [Reply(0, 0, tokens, restart=len(self.turns) == 2)]
 
 
-def test_a_restarted_row_follows_its_prompt():
+def test_restarted_row_continues_from_its_prompt():
     rows, samples, contexts = RowStates([Request([9, 8], 0, 1)], 20, Restarts()), [], []
     for token in (1, 2, 3):
         (index,) = rows.to_send()

@@ -1,4 +1,5 @@
-"""The engine over HTTP: what is sampled where and with which weights, and every way in which a server can fail."""
+"""Tests the HTTP engine against a stand-in server: which weights sample which step, and the handling of server
+failures."""
 
 import threading
 
@@ -16,8 +17,9 @@ from tunix_like.models.lora import add_lora
 from tunix_like.rollout.engines.vllm import VLLMEngine
 
 
-def test_a_run(serve, connect, tmp_path):
-    """Each step is sampled with its own weights, which an evaluation before it has sent already."""
+def test_each_step_is_sampled_with_its_own_weights(serve, connect, tmp_path):
+    """Each step is sampled with its own weights. If an evaluation precedes the step, the evaluation has already sent
+    them."""
     server = serve()
     engine = connect(server)
     learner = make(
@@ -44,8 +46,9 @@ def test_a_group_stays_on_one_server(serve, connect):
 
 
 @pytest.mark.parametrize("mode", ["lockstep", "eager"])
-def test_several_turns(serve, connect, mode):
-    """The same mask, log-probabilities and rewards as in this process; each turn's prompt is the whole history."""
+def test_several_turns_equal_those_of_the_local_engine(serve, connect, mode):
+    """The mask, log-probabilities and rewards equal those of the engine in this process. The prompt of each turn is the
+    whole history."""
     server = serve()
     rollout = RolloutConfig(max_prompt_length=16, max_tokens_to_generate=15)
     learner = make(
@@ -103,8 +106,8 @@ FAULTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_a_wrong_answer_is_asked_for_again(serve, connect, fault):
-    """It is not trained on: the log-probabilities of all samples are those of the trainer."""
+def test_faulty_answer_is_requested_again(serve, connect, fault):
+    """A faulty answer is not trained on: the log-probabilities of all samples equal those of the trainer."""
     server = serve()
     engine = connect(server)
     learner = make(reward=varied, engine=engine, max_steps=1, max_logprob_gap=1e-4)
@@ -120,7 +123,7 @@ def test_a_wrong_answer_is_asked_for_again(serve, connect, fault):
     assert not server.faults and rows[0]["train/logprob_gap/max"] < 1e-4
 
 
-def test_an_answer_that_stays_wrong(serve, connect):
+def test_answer_that_is_faulty_every_time_raises(serve, connect):
     server = serve()
     engine = connect(server)
     learner = make(reward=varied, engine=engine, max_steps=1)
@@ -130,7 +133,7 @@ def test_an_answer_that_stays_wrong(serve, connect):
         learner.train(ROWS, batch_size=4)
 
 
-def test_a_request_that_the_server_refuses(serve, connect):
+def test_request_that_the_server_rejects_raises(serve, connect):
     server = serve()
     engine = connect(server)
     learner = make(reward=varied, engine=engine, max_steps=1)
@@ -141,9 +144,9 @@ def test_a_request_that_the_server_refuses(serve, connect):
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_and_started_again(serve, connect, caplog):
-    """It has other weights then, and is not used before it has those of the step. With another server, that one works
-    meanwhile."""
+def test_restarted_server_gets_the_weights_of_the_step(serve, connect, caplog):
+    """The restarted server has other weights, and is not used before it has loaded those of the step. If there is a
+    second server, it continues to sample."""
     for count in (1, 2):
         servers = [serve() for _ in range(count)]
         engine = connect(*servers)
@@ -175,7 +178,7 @@ def test_a_server_that_is_killed_and_started_again(serve, connect, caplog):
 
 
 @pytest.mark.slow
-def test_a_slow_server(serve, connect, caplog):
+def test_request_to_a_slow_server_times_out(serve, connect, caplog):
     slow, quick = serve(), serve()
     engine = connect(slow, quick, request_timeout_seconds=1.0)
     place = engine.place
@@ -186,8 +189,9 @@ def test_a_slow_server(serve, connect, caplog):
 
 
 @pytest.mark.slow
-def test_all_servers_gone(serve, connect, tmp_path):
-    """The state before the step is saved, and the run goes on from there with the same prompts."""
+def test_loss_of_all_servers_saves_the_run(serve, connect, tmp_path):
+    """The state before the step is saved. The resumed run continues from it with the same prompts as the uninterrupted
+    run."""
     server = serve()
     seen = []
 
@@ -214,8 +218,8 @@ def test_all_servers_gone(serve, connect, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_lost_engine_in_an_evaluation(serve, connect, tmp_path):
-    """The step before it is complete: its row and its checkpoint are written."""
+def test_engine_lost_in_an_evaluation_keeps_the_completed_step(serve, connect, tmp_path):
+    """The last step before the evaluation is complete: its row of metrics and its checkpoint are written."""
     server = serve()
     learner = make(
         reward=varied, output_dir=str(tmp_path / "run"), max_steps=2,
@@ -229,10 +233,10 @@ def test_a_lost_engine_in_an_evaluation(serve, connect, tmp_path):
     assert len(steps) == 1 and (tmp_path / "run" / "checkpoints" / "1").exists()
 
 
-def test_another_model(serve, connect, tmp_path):
-    """Its log-probabilities differ, and nothing is sampled with it."""
+def test_server_with_other_weights_raises(serve, connect, tmp_path):
+    """The log-probabilities of the other model differ, and no completion is sampled with it."""
     server = serve()
-    server._load = lambda folder: None  # it does not read the weights that it is told to read
+    server._load = lambda folder: None  # the server ignores the request to load weights
     engine = connect(server)
     learner = make(reward=varied, engine=engine, max_steps=2)
     with pytest.raises(UserError, match=r"other log-probabilities .* differ by \S+ nats .*training.max_logprob_gap: "):
@@ -240,8 +244,8 @@ def test_another_model(serve, connect, tmp_path):
     assert len(server.asked) == 4 + 16 + 4, "one step with the weights of the folder, and two comparisons"
 
 
-def test_a_model_with_more_tokens(serve, connect):
-    """The comparison finds a token that this model has not, at once."""
+def test_token_outside_the_vocabulary_raises(serve, connect):
+    """The first comparison detects a token id that is not in the vocabulary of this model."""
     server = serve()
     learner = make(reward=varied, engine=connect(server), max_steps=1)
 
@@ -257,7 +261,7 @@ def test_a_model_with_more_tokens(serve, connect):
         learner.train(ROWS, batch_size=4)
 
 
-def test_a_server_of_another_kind(serve, connect, monkeypatch):
+def test_server_that_is_not_vllm_is_rejected(serve, connect, monkeypatch):
     server = serve()
     server.limit = None
     server.vllm = None
@@ -270,8 +274,8 @@ def test_a_server_of_another_kind(serve, connect, monkeypatch):
 
 
 @pytest.mark.slow
-def test_weights_of_adapters(serve, tmp_path):
-    """They are merged."""
+def test_lora_weights_are_merged_for_the_server(serve, tmp_path):
+    """The engine sends the merged weights."""
     server = serve()
     model = add_lora(make_model(), LoraConfig(rank=2), 0)
     rollout = RolloutConfig(engine="vllm", urls=[server.url], max_prompt_length=8, max_tokens_to_generate=4)
@@ -300,7 +304,7 @@ UNFIT = {
 
 
 @pytest.mark.parametrize(("settings", "message"), UNFIT.values(), ids=UNFIT)
-def test_servers_that_cannot_be_used(serve, connect, settings, message):
+def test_unusable_servers_are_rejected(serve, connect, settings, message):
     server = serve(**settings)
     with pytest.raises(
         UserError, match=rf"^rollout.urls: the server {server.url} cannot be used: .*{message}"
@@ -309,20 +313,20 @@ def test_servers_that_cannot_be_used(serve, connect, settings, message):
     assert "\n" not in str(error.value)
 
 
-def test_another_tokenizer(serve, connect):
+def test_server_with_another_tokenizer_is_rejected(serve, connect):
     server = serve()
     server.tokens_of = lambda text: [5, 6]
     with pytest.raises(UserError, match=r"it has another tokenizer: .* \[5, 6\] there"):
         connect(server)
 
 
-def test_a_server_with_a_key(serve, connect, monkeypatch):
+def test_key_of_the_environment_variable_is_sent(serve, connect, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     learner = make(reward=varied, engine=connect(serve(key="secret")), max_steps=1)
     assert np.isfinite(collect(learner, batch_size=4)[0]["train/loss"])
 
 
-def test_an_unreachable_server(connect):
+def test_unreachable_server_is_rejected(connect):
     with pytest.raises(
         UserError, match=r"http://127.0.0.1:9 cannot be used: cannot connect \(.*\)\. Start it, or remove it"
     ):
@@ -339,15 +343,15 @@ def test_an_unreachable_server(connect):
         ("http://me:secret@127.0.0.1:8000", "contains a user name or a key; set the environment variable VLLM_API_KEY"),
     ],
 )
-def test_wrong_addresses(url, message):
-    """They are found when the config is read."""
+def test_invalid_addresses_are_rejected(url, message):
+    """They are rejected when the config is read."""
     with pytest.raises(UserError, match=message) as error:
         RolloutConfig(engine="vllm", urls=[url])
     assert ":secret" not in str(error.value)
 
 
-def test_a_key_in_the_configuration(tmp_path):
-    """It is refused, and not shown."""
+def test_api_key_in_the_config_is_rejected(tmp_path):
+    """It is rejected, and the message does not contain it."""
     file = tmp_path / "a.yaml"
     file.write_text("rollout:\n  api_key: secret-1\n")
     for given in ((None, ["rollout.api_key=secret-1"]), (file, [])):
@@ -364,6 +368,6 @@ def test_a_key_in_the_configuration(tmp_path):
         ({"weights_folder": "a"}, "rollout.weights_folder: it needs rollout.engine=vllm"),
     ],
 )
-def test_wrong_settings(settings, message):
+def test_invalid_settings_are_rejected(settings, message):
     with pytest.raises(UserError, match=message):
         RolloutConfig(**settings)

@@ -1,5 +1,5 @@
-"""An environment that does what an environment should not when a turn says so; every other turn is answered by its
-length. `test_pool.py` runs it in processes of its own."""
+"""An environment for `test_pool.py`, which runs it in separate processes. Some turns name a fault, which the
+environment then causes. Every other turn is answered with its length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-np.random.seed(0)  # the state that all children would begin with
+np.random.seed(0)  # the state that all children would start with
 
 
 def _hang():
@@ -23,11 +23,11 @@ def _hang():
 
 
 def _spin():
-    9**9**9  # in C, without a look at signals or other threads
+    9**9**9  # in C code, which does not check for signals or other threads
 
 
 def _child():
-    """Hangs, and so do a program that it started and one that has left its session."""
+    """Hangs, with two child processes that hang too: one in its session, and one that has left it."""
     for new_session in (False, True):
         code = "import time; time.sleep(1000)"
         child = subprocess.Popen([sys.executable, "-c", code], start_new_session=new_session)
@@ -37,7 +37,7 @@ def _child():
 
 
 def _orphan():
-    """Exits, and leaves a program of another session behind, whose parent is gone."""
+    """Exits and leaves a process of another session, whose parent has ended."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
@@ -50,7 +50,7 @@ def _orphan():
 
 
 def _fork():
-    """The child would go on in the place of its parent."""
+    """Forks; the child would continue in place of its parent."""
     if os.fork() == 0:
         return "child", 77.0, False
     time.sleep(0.05)
@@ -87,7 +87,7 @@ def _print():
 
 
 def _sockets():
-    """Yields the descriptors of sockets of this process."""
+    """Yields the file descriptors of the sockets of this process."""
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
@@ -147,7 +147,8 @@ DEEDS = {
 
 
 class Env:
-    """Rewards each turn with its length and echoes it; the columns may say what `reset` does."""
+    """Rewards each turn with its length and returns it as the observation. The columns can select a fault of
+    `reset`."""
 
     def reset(self, start="", deed=None):
         self.turns = 0
@@ -164,7 +165,7 @@ class Env:
 
 
 class Scored:
-    """An environment of TRL."""
+    """An environment with the interface of TRL."""
 
     def __init__(self):
         self.total = 0
@@ -188,7 +189,7 @@ class Scored:
 
 
 class Slow:
-    """Cannot be loaded by a server that has no time."""
+    """An environment that cannot be loaded within the time limit."""
 
     def reset(self):
         time.sleep(1000)

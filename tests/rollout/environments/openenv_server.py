@@ -1,6 +1,6 @@
 """Servers for tests, made with OpenEnv's own helpers: python openenv_server.py KIND SESSIONS [PORT].
 
-It prints its port and serves. The tests run it as a process and do not import it.
+The script prints its port and serves. The tests run it as a process and do not import it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Base(Environment):
 
 
 class Guess(_Base):
-    """Answers HIGHER or LOWER to the number in the message; some words make it fail."""
+    """Answers HIGHER or LOWER to the number in the message. Some words cause a fault."""
 
     def step(self, action: Any, timeout_s: Any = None, **given: Any) -> Observation:
         assert self.is_reset, "a step without a reset"
@@ -83,7 +83,7 @@ class Exact(_Base):
 
 
 class Sums(MCPEnvironment):
-    """Tools as OpenEnv serves them; the reward is 1 for a sum of 12."""
+    """Serves tools as OpenEnv does. The reward is 1 for a sum of 12."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 

@@ -1,4 +1,5 @@
-"""Environments of every kind in this process: this library's, those of google-tunix and TRL, plain tools."""
+"""Tests environments of every kind in this process: those of this library, of google-tunix and of TRL, and plain
+tools."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def test_reset_gets_the_columns_that_it_takes():
         as_environment(Own).start({}).reset({"x": 1})
 
 
-def test_steps():
+def test_steps_of_an_environment_of_this_library():
     trajectory = as_environment(Own).start({})
     trajectory.reset({"start": 1})
     assert trajectory.step("a") == EnvStepResult("a", 3.0, False, {}) and trajectory.step("end").done
@@ -55,7 +56,7 @@ def test_steps():
 
 
 class Calculator:
-    """A TRL environment; `total` is a property, which TRL does not evaluate."""
+    """A TRL environment. `total` is a property, which TRL does not evaluate."""
 
     def __init__(self):
         self.value = None
@@ -93,7 +94,7 @@ class Calculator:
         return self.value
 
 
-def test_an_object_of_trl():
+def test_tools_and_reward_of_a_trl_environment():
     environment = as_environment(Calculator)
     assert [tool["function"]["name"] for tool in environment.tools()] == ["add", "divide"]
     trajectory = environment.start({})
@@ -108,7 +109,7 @@ def test_an_object_of_trl():
     assert (step.observation, step.done) == (None, True) and trajectory.finish() == 2.0
 
 
-def test_the_model_may_try_again_after_an_error():
+def test_tool_error_does_not_end_the_episode():
     trajectory = as_environment(Calculator).start({})
     trajectory.reset({})
     turns = {
@@ -128,7 +129,7 @@ def test_the_model_may_try_again_after_an_error():
 
 
 def test_factories_of_trl():
-    """A function that makes the object, and an object without a reward."""
+    """A function that returns the object, and an object without a reward."""
 
     class Plain(Calculator):
         get_reward = None
@@ -149,7 +150,7 @@ def test_factories_of_trl():
     assert (first.finish(), second.finish(), len(made)) == (2.0, 5.0, 3)
 
 
-def test_a_reward_that_is_no_number():
+def test_reward_that_is_not_a_number_raises():
     class Wrong(Calculator):
         def get_reward(self):
             return "much"
@@ -189,7 +190,7 @@ class TunixResult:
 
 
 class TunixBase:
-    """What google-tunix's `BaseTaskEnv` does, without its imports."""
+    """Behaves as google-tunix's `BaseTaskEnv`, without its imports."""
 
     def __init__(self, task=None, *, reward_fn=None, max_steps=1, **kwargs):
         self.task, self.reward_fn, self.max_steps, self.step_count = task or {}, reward_fn, max_steps, 0
@@ -205,7 +206,7 @@ class TunixBase:
 
 
 def tunix_classes():
-    """The stand-in, and google-tunix itself if it is installed."""
+    """Returns the stand-in, and the class of google-tunix if it is installed."""
     bases = [TunixBase]
     try:
         from tunix.rl.agentic.environments.base_environment import BaseTaskEnv
@@ -234,10 +235,10 @@ def test_environments_of_google_tunix(base):
     assert trajectory.finish() == 0.0
 
 
-def test_the_task_of_google_tunix_is_passed_as_it_passes_it():
+def test_constructor_of_a_google_tunix_environment_gets_the_row():
     class Plain(TunixBase):
         def _initial_observation(self):
-            return self.task  # the row, whose prompt the policy has
+            return self.task  # the whole row; the policy already has its prompt
 
         def _step_impl(self, action):
             return TunixResult(str(self.task["x"]), 1.0, True, {})
@@ -258,8 +259,8 @@ def test_the_task_of_google_tunix_is_passed_as_it_passes_it():
         assert trajectory.reset({"x": 7}) is None and trajectory.step("a").observation == "7"
 
 
-def test_the_tool_environment_of_google_tunix():
-    """A stand-in for its `ToolEnvironment`, which takes calls of its agent and answers by their ids."""
+def test_tool_environment_of_google_tunix():
+    """Uses a stand-in for its `ToolEnvironment`, which receives the calls of its agent and answers by their ids."""
 
     class Tools(TunixBase):
         tool_manager = type("Manager", (), {"get_json_schema": lambda self: [{"type": "function"}]})()
@@ -344,7 +345,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_class_that_is_no_environment_is_refused_by_name(kind):
+def test_class_that_is_not_an_environment_is_rejected(kind):
     with pytest.raises(UserError) as caught:
         as_environment(kind)
     assert REFUSED[kind] in str(caught.value)
@@ -383,7 +384,7 @@ class Raises(Own):
         raise SystemExit(3) if completion == "exit" else KeyError("no such key")
 
 
-def test_a_local_failure_has_its_line():
+def test_local_failure_names_the_line_of_the_error():
     environments = LocalEnvironments(Raises)
     for number, turn in enumerate(("key", "exit")):
         environments.reset(number, {"start": 1})
@@ -396,7 +397,7 @@ def test_a_local_failure_has_its_line():
         environments.step(3, "interrupt")
 
 
-def test_the_registry(tmp_path, monkeypatch):
+def test_registry_of_environments(tmp_path, monkeypatch):
     monkeypatch.setattr("tunix_like.rollout.environments.registry.ENVIRONMENTS", dict(ENVIRONMENTS))
     assert register_environment("mine")(Own) is Own and resolve("mine") is Own
     with pytest.raises(UserError, match="the name 'mine' is already registered"):

@@ -1,5 +1,5 @@
-"""The tokens between two turns: the same ids as transformers gives to the whole conversation, control tokens from the
-template only, and never more tokens than allowed."""
+"""Tests the tokens between two turns: they equal those of transformers for the whole conversation, control tokens come
+from the template only, and the limit on tokens holds."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ GEMMA = (
     "{{ '<start_of_turn>' + message.role.replace('assistant', 'model') + '\n' + message.content | trim"
     " + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-GLM = (  # no token ends a turn of the assistant: the start of the next message does
+GLM = (  # no token ends the assistant's turn: the start of the next message does
     "{{- '[gMASK]' }}{%- if tools %}{{- '<|system|>\n' }}" + TOOLS_QWEN + "{%- endif %}{%- for message in messages %}"
     "{{- ('<|observation|>' if message.role == 'tool' else '<|' ~ message.role ~ '|>') ~ '\n' ~ message.content }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>\n' }}{%- endif %}"
@@ -91,7 +91,7 @@ TEXTS = ["Question text, an answer, another question.\n\nassistant user system t
 
 
 def build(name, template=None, **changed):
-    """A byte-level tokenizer of a family, and the same one of transformers."""
+    """Returns a byte-level tokenizer of a family, and the same tokenizer of transformers."""
     from transformers import PreTrainedTokenizerFast
 
     own, bos, ends, more = FAMILIES[name]
@@ -134,7 +134,7 @@ def tool(text):
 
 def conversations(name):
     yield [], ["one", "two\n\n three "]
-    if name in ("qwen25", "llama"):  # elsewhere, two turns in a row are refused, or the template rewrites the first
+    if name in ("qwen25", "llama"):  # other templates reject two turns in a row, or rewrite the first
         yield [], ["", None, "x"]
     if name in WITH_TOOLS:
         yield TOOLS, [[tool("4")], "and then?", [tool('{"a": "b"}')]]
@@ -147,7 +147,7 @@ CASES = [(name, *case) for name in FAMILIES for case in conversations(name)]
 
 @pytest.mark.parametrize(("name", "tools", "observations"), CASES)
 def test_rows_are_the_ids_of_the_whole_conversation(name, tools, observations):
-    """Where the template does not rewrite earlier turns, and the sampled tokens are those of the text."""
+    """This holds if the template does not rewrite earlier turns and the sampled tokens are those of the text."""
     ours, theirs = BUILT[name]
     bridge = bridge_of(ours, tools)
     messages = [user("Question")]
@@ -166,7 +166,7 @@ def test_rows_are_the_ids_of_the_whole_conversation(name, tools, observations):
         assert row == rendered
 
 
-def test_a_batch_takes_one_request(monkeypatch):
+def test_batch_is_rendered_by_one_request(monkeypatch):
     ours, _ = BUILT["qwen25"]
     bridge = bridge_of(ours)
     observations = [f"text {i}" for i in range(50)]
@@ -179,25 +179,25 @@ def test_a_batch_takes_one_request(monkeypatch):
     assert bridge.tokens([], []) == []
 
 
-def test_another_end_token_stays_and_only_what_follows_is_added():
+def test_sampled_end_token_is_kept_and_not_added_again():
     for name in ("qwen25", "llama", "gemma"):
         ours, _ = BUILT[name]
         first, second = (one(bridge_of(ours), "x", end) for end in ours.eos_ids)
         assert first == second
-    ours, _ = BUILT["glm"]  # here the end is the beginning of the next message: written unless it was sampled
+    ours, _ = BUILT["glm"]  # the start of the next message ends the turn: it is added unless it was sampled
     assert ours.decode(one(bridge_of(ours), "x", ours.eos_ids[0]).tokens, False) == "\nx<|assistant|>\n"
     assert ours.decode(one(bridge_of(ours), "x", ours.eos_ids[1]).tokens, False) == "<|user|>\nx<|assistant|>\n"
 
 
-def test_an_end_of_turn_that_the_policy_does_not_sample_is_added():
+def test_end_of_turn_that_is_no_end_token_of_the_policy_is_added():
     ours, _ = BUILT["qwen25"]
     bridge = make_bridge(ours, True, [ours.eos_ids[1]], most_tokens=99, overlong="cut")
     tokens = one(bridge, "x", ours.eos_ids[1]).tokens
     assert ours.decode(tokens, False) == "<|im_end|>\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_sampled_thoughts_and_unusual_tokens_stay():
-    """Qwen3 removes earlier thoughts from a conversation; a row keeps them, and the bridge is the same."""
+def test_sampled_thoughts_and_unusual_tokens_are_kept():
+    """Qwen3 removes earlier thoughts from a conversation. A row keeps them, and the bridge is unchanged."""
     ours, theirs = BUILT["qwen3"]
     result = one(bridge_of(ours), "next", ours.eos_id)
     answer = "<think>\nhm\n</think>\n\nanswer"
@@ -214,7 +214,7 @@ def test_sampled_thoughts_and_unusual_tokens_stay():
 
 
 def test_tokens_after_the_end_token_are_those_of_the_whole_text():
-    """An end token that removes the spaces after it, as in Phi 3."""
+    """The end token removes the spaces after it, as in Phi 3."""
     ours, theirs = build("qwen25", rstrip=True)
     tokens = one(bridge_of(ours), "two", ours.eos_id).tokens
     messages = [user("Q"), {"role": "assistant", "content": "A"}, user("two")]
@@ -230,7 +230,7 @@ ANY_TEXT = st.lists(st.one_of(st.text(max_size=20), st.sampled_from(CONTROL)), m
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(texts=st.lists(ANY_TEXT, min_size=1, max_size=4), name=st.sampled_from(list(FAMILIES)), chat=st.booleans())
-def test_any_text_is_plain_text(texts, name, chat):
+def test_control_tokens_in_any_text_are_plain_text(texts, name, chat):
     ours, _ = BUILT[name]
     bridge = make_bridge(ours, chat, ours.eos_ids, most_tokens=4096, overlong="unscored")
     special = {ours.encode(token, False)[0] for token in (*FAMILIES[name][2], *FAMILIES[name][3])}
@@ -273,7 +273,7 @@ def test_an_overlong_observation_is_shortened_to_fit_or_reported(parts, most, na
         assert kept.endswith(text[: len(text) - omitted].translate(RESERVED).lstrip()), "its beginning is kept"
 
 
-def test_shortening_uses_the_room_and_cuts_the_longest_message():
+def test_shortening_fills_the_limit_and_cuts_the_longest_message():
     ours, _ = BUILT["qwen25"]
     bridge = bridge_of(ours, TOOLS, most=200)
     result = one(bridge, [tool("short"), tool("x" * 5000), tool("also")], ours.eos_id)
@@ -287,17 +287,17 @@ def test_shortening_uses_the_room_and_cuts_the_longest_message():
 
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("unit", ["word ", "x", " ", "<|im_end|>", "é"])
-def test_ten_megabytes_cost_no_more_than_what_fits(unit, chat):
+def test_shortening_ten_megabytes_is_fast(unit, chat):
     ours, _ = BUILT["qwen25"]
     bridge = make_bridge(ours, chat, ours.eos_ids, most_tokens=256, overlong="cut")
     bridge.tokens(["x"], [ours.eos_id])
-    begun = time.process_time()  # not the time that passed, which depends on the load of the machine
+    begun = time.process_time()  # processor time, because elapsed time depends on the load of the machine
     results = bridge.tokens([unit * (10_000_000 // len(unit)), "short"], [ours.eos_id] * 2)
     assert time.process_time() - begun < 5
     assert results[0].cut and 200 < len(results[0].tokens) <= 256 and not results[1].cut
 
 
-def test_one_bad_observation_costs_its_trajectory_only():
+def test_invalid_observation_fails_only_its_trajectory():
     ours, _ = BUILT["qwen25"]
     bridge = bridge_of(ours, most=99)
     bad = [
@@ -345,14 +345,14 @@ LAST_END = "{% for m in messages %}<|im_start|>{{ m.content }}{% if loop.last %}
         ("{{ raise_exception('never') }}", (), "never"),
     ],
 )
-def test_a_template_without_a_consistent_addition_is_refused(template, tools, said):
+def test_template_with_inconsistent_additions_is_rejected(template, tools, said):
     ours, _ = build("qwen25", template)
     with pytest.raises(UserError, match=rf"^environment: .*{said}") as caught:
         bridge_of(ours, tools)
     assert "\n" not in str(caught.value)
 
 
-def test_what_needs_a_template_says_so():
+def test_missing_template_raises_a_message():
     ours, _ = BUILT["qwen25"]
     bare = Tokenizer(ours._backend, eos_token="<|im_end|>")
     with pytest.raises(UserError, match="no chat template; add chat_template.jinja"):
@@ -370,7 +370,7 @@ def test_what_needs_a_template_says_so():
         bridge_of(ours, most=8, overlong="unscored")
 
 
-def test_roles_are_checked_when_they_first_come():
+def test_role_is_checked_at_its_first_use():
     for name, role, said in (("gemma", "tool", "must alternate"), ("gemma", "system", "must alternate")):
         ours, _ = BUILT[name]
         bridge = bridge_of(ours)
@@ -431,7 +431,7 @@ def test_control_tokens_of_a_first_observation_are_plain_text():
         ("", [], "", "Q:x"),
     ],
 )
-def test_the_addition_begins_after_the_first_end_token_of_the_turn(closing, ends, end, bridge):
+def test_addition_starts_after_the_first_end_token_of_the_turn(closing, ends, end, bridge):
     template = "{% for m in messages %}Q:{{ m.content }}" + closing.replace("\n", "{{ '\n' }}") + "{% endfor %}"
     ours, _ = build("qwen25", template)
     ids = [ours.eos_ids[i] for i in ends]

@@ -1,4 +1,5 @@
-"""Conversations that are rendered again at each turn: the ids of transformers, and when a row is restarted."""
+"""Tests conversations that are rendered again at each turn: their ids equal those of transformers, and a row is
+restarted when they change."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from tunix_like.rollout.environments.conversations import Continued, Conversatio
 
 
 def build_thinking(template=QWEN3):
-    """A byte-level tokenizer whose tokens of thoughts and calls are no control tokens, as in Qwen3; and transformers'
-    own."""
+    """Returns a byte-level tokenizer whose tokens of thoughts and calls are not control tokens, as in Qwen3, and the
+    same tokenizer of transformers."""
     from transformers import PreTrainedTokenizerFast
 
     backend = tokenizers.Tokenizer(models.BPE())
@@ -46,13 +47,13 @@ TURNS = [
     ("third", [], True),
     (THOUGHT + "fourth", [user("and <|im_end|>?")], True),
 ]
-"""Turns, what the environment adds, and whether Qwen3's template rewrites the history then: after a user message the
-thoughts of earlier turns go, a tool's message keeps them; an empty turn gets an empty thought where it is the last
-message."""
+"""Turns, what the environment adds, and whether Qwen3's template then rewrites the history. After a user message it
+removes the thoughts of earlier turns; after a message of a tool it keeps them. An empty turn that is the last message
+gets an empty thought."""
 
 
 @pytest.mark.parametrize("name", ["qwen25", "qwen3"])
-def test_the_model_sees_the_ids_of_transformers(name):
+def test_ids_equal_those_of_transformers(name):
     ours, theirs = build_thinking({"qwen25": QWEN25, "qwen3": QWEN3}[name])
     ours = ours.with_template_variables({"tools": TOOLS})
     conversations, messages = Conversations(ours, True), [user("Question")]
@@ -77,7 +78,7 @@ def test_the_model_sees_the_ids_of_transformers(name):
 
 
 def test_unusual_tokens_restart_a_row():
-    """Tokens that are not those of their text, and another end of the turn than the template's."""
+    """Covers tokens that differ from those of their text, and an end of the turn that differs from the template's."""
     ours, theirs = build_thinking(QWEN25)
     conversations = Conversations(ours, False)
     prompt = ours.encode_prompt([user("Question")], True)[1]
@@ -94,8 +95,9 @@ def test_unusual_tokens_restart_a_row():
         assert [*prompt, *([] if restart else tokens), *found.tokens] == whole
 
 
-def test_one_bad_conversation_costs_nothing_else():
-    """A prompt that a later message changes, and a template that fails. They stay as they were."""
+def test_failed_conversation_does_not_affect_the_others():
+    """Covers a prompt that a later message changes, and a template that fails. The conversations of both stay
+    unchanged."""
     template = (
         "{% for m in messages %}{% if m.content == 'fail' %}{{ raise_exception('no') }}{% endif %}"
         "{% if loop.first and messages[-1].content == 'other' %}X{% endif %}"
@@ -116,7 +118,7 @@ def test_one_bad_conversation_costs_nothing_else():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_families_begin_with_their_prompt(name):
+def test_conversation_of_each_family_starts_with_its_prompt(name):
     ours = BUILT[name][0]
     prompt = ours.encode_prompt([user("Q")], True)[1]
     (conversation,) = Conversations(ours, False).begin([([user("Q")], prompt)])
@@ -126,7 +128,7 @@ def test_families_begin_with_their_prompt(name):
 OPENED = QWEN3.replace(
     "{{- '<|im_start|>assistant\n' }}{%- endif %}", "{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}"
 )
-"""Opens the thought in the prompt, as the templates of models that always think."""
+"""Opens the thought in the prompt, as the templates of models that always think do."""
 
 
 @pytest.mark.parametrize(
@@ -136,8 +138,8 @@ OPENED = QWEN3.replace(
         (OPENED, {}, "<think>\n", ["hm\n</think>\n\none", "well\n</think>\n\ntwo"]),
     ],
 )
-def test_what_only_the_first_turn_sees_is_in_the_rows(template, variables, opening, turns):
-    """The prompt of the group is what every later turn keeps."""
+def test_opening_that_later_turns_drop_is_in_the_row(template, variables, opening, turns):
+    """Every later turn keeps the prompt of the group."""
     ours, theirs = build_thinking(template)
     ours = ours.with_template_variables(variables)
     conversations, messages = Conversations(ours, False), [user("Question")]
@@ -164,8 +166,8 @@ def test_what_only_the_first_turn_sees_is_in_the_rows(template, variables, openi
             "enable_thinking is defined and ", ""),
     ],
 )  # fmt: skip
-def test_a_template_whose_prompt_changes_is_refused(template):
-    """One that counts the messages in front, and one with a long end of the prompt."""
+def test_template_whose_prompt_changes_is_rejected(template):
+    """Covers a template that writes the number of messages first, and one with a long end of the prompt."""
     ours, _ = build_thinking(template)
     with pytest.raises(
         UserError, match=r"^environment\.history=template: after a later turn, .* Set environment\.hist"

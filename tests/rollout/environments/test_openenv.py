@@ -1,4 +1,4 @@
-"""The environment `openenv`: actions and observations by schema, servers that answer wrongly, and real servers."""
+"""Tests the environment `openenv`: actions and observations by schema, servers with wrong answers, and real servers."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ has_openenv = pytest.mark.skipif(
         ({"properties": {"a": {"$ref": "#/$defs/Kind"}}}, None, ActionForm("value", "a")),
     ],
 )
-def test_the_form_of_actions(schema, field, expected):
+def test_schema_of_actions(schema, field, expected):
     assert action_form(schema, field) == expected
 
 
-def test_a_field_that_actions_do_not_have():
+def test_unknown_field_of_actions_is_rejected():
     with pytest.raises(UserError, match="no field 'text'; they have: message"):
         action_form(MESSAGE, "text")
     with pytest.raises(UserError, match="need steps besides 'direction'"):
         action_form(MOVE, "direction")
 
 
-def test_turns_to_actions():
+def test_conversion_of_turns_to_actions():
     text, value, both = ActionForm("text", "m"), ActionForm("value", "n"), ActionForm("object", fields=("a", "b"))
     assert action_of(text, "<think>7 {</think> go\nleft ") == {"m": "go\nleft"}
     assert action_of(text, "opened by the template</think>left") == {"m": "left"}
@@ -82,7 +82,7 @@ def test_turns_to_actions():
         action_of(both, "[" * 100_000)
 
 
-def test_observations_to_text():
+def test_conversion_of_observations_to_text():
     assert text_of({}) is None and text_of({"a": "", "b": None, "c": [], "metadata": {"x": 1}}) is None
     assert text_of({"a": "seen", "b": ""}) == "seen" and text_of({"a": 0}) == "0" and text_of({"a": False}) == "false"
     assert text_of({"a": "é", "n": 2}) == '{"a": "é", "n": 2}' and text_of({"a": ["x"]}) == '["x"]'
@@ -91,7 +91,7 @@ def test_observations_to_text():
     assert text_of({"messages": [{"role": "user"}]}) == '[{"role": "user"}]'
 
 
-def test_results_of_tools_to_text():
+def test_conversion_of_tool_results_to_text():
     assert tool_result({"tool_name": "f", "result": "text"}) == "text" and tool_result({"result": None}) == ""
     assert tool_result({"result": {"a": 1}}) == '{"a": 1}' and tool_result({"result": 7}) == "7"
     parts = [{"type": "text", "text": "one"}, {"type": "image"}, {"type": "text", "text": "two"}]
@@ -101,7 +101,7 @@ def test_results_of_tools_to_text():
     assert tool_result({"error": "no"}) == "error: no" and tool_result({"text": "other"}) == "other"
 
 
-def test_addresses():
+def test_addresses_are_checked():
     assert checked_url("http://127.0.0.1:8000/") == "http://127.0.0.1:8000"
     assert checked_url("https://me-env.hf.space/base") == "https://me-env.hf.space/base"
     for wrong in ("127.0.0.1:8000", "ws://h", "http://", "http://h:x", "http://h?a=1", "", 3, None):
@@ -122,7 +122,7 @@ def test_addresses():
     ],
 )
 @has_websockets
-def test_arguments_that_are_wrong(arguments, message):
+def test_invalid_arguments_are_rejected(arguments, message):
     pool = EnvironmentPool("openenv", arguments=arguments, workers=1)
     with pytest.raises(UserError, match=message):
         _ = pool.tools
@@ -130,7 +130,8 @@ def test_arguments_that_are_wrong(arguments, message):
 
 @contextlib.contextmanager
 def odd_server(answers, schema=None) -> Iterator[str]:
-    """A server on this machine that sends these texts, one for each message, and then closes the session."""
+    """Yields the address of a local server that sends these texts, one for each message, and then closes the
+    session."""
     from websockets.datastructures import Headers
     from websockets.http11 import Response
     from websockets.sync.server import serve
@@ -180,7 +181,7 @@ def seen(**content) -> str:
     ],
 )
 @has_websockets
-def test_answers_that_are_wrong(answer, message):
+def test_invalid_answer_of_a_server_raises(answer, message):
     with odd_server([seen(), *([] if answer is None else [answer])]) as url:
         environment = OpenEnv(url)
         assert environment.tool_schemas() == [] and environment.reset() == "\nhi"
@@ -190,7 +191,7 @@ def test_answers_that_are_wrong(answer, message):
 
 
 @has_websockets
-def test_a_lost_session_is_not_opened_again():
+def test_lost_session_is_not_reopened():
     with odd_server([seen(), seen()]) as url:
         session = Session(url)
         assert session.call("reset", {})["observation"] == session.call("step", {})["observation"] == {"text": "hi"}
@@ -200,7 +201,7 @@ def test_a_lost_session_is_not_opened_again():
 
 
 @has_websockets
-def test_a_session_is_opened_when_the_server_answers_again(monkeypatch):
+def test_connection_is_retried_within_the_time_limit(monkeypatch):
     with odd_server([seen()]) as url:
         connect, failed = Session._connect, []
 
@@ -234,7 +235,7 @@ def test_only_a_lost_connection_is_an_unavailable_server():
 
 
 @has_websockets
-def test_a_server_without_a_free_session(monkeypatch):
+def test_server_without_a_free_session_raises(monkeypatch):
     full = '{"type": "error", "data": {"message": "full.", "code": "CAPACITY_REACHED"}}'
     with odd_server([full]) as url, pytest.raises(EnvironmentMisconfigured, match=r"full\. Each .*max_concurrent_envs"):
         OpenEnv(url).reset()
@@ -248,13 +249,13 @@ def test_a_server_without_a_free_session(monkeypatch):
     [("<html>", "did not answer with JSON"), ("{}", "has no schema of actions"), ("[]", "has no schema of actions")],
 )
 @has_websockets
-def test_a_server_that_is_no_openenv_server(schema, message):
+def test_server_that_is_not_an_openenv_server_is_rejected(schema, message):
     with odd_server([], schema) as url, pytest.raises(UserError, match=message):
         OpenEnv(url).tool_schemas()
 
 
 @has_websockets
-def test_a_metric_and_a_field_of_the_observation():
+def test_metrics_and_selected_field_of_the_observation():
     answer = seen(observation={"text": "hi", "n": 2, "metadata": {"score": 3, "note": "x"}}, reward=True)
     with odd_server([answer, answer]) as url:
         environment = OpenEnv(url, observation="n")
@@ -272,7 +273,7 @@ def test_a_metric_and_a_field_of_the_observation():
 
 @contextlib.contextmanager
 def serving(kind: str, sessions: int = 16) -> Iterator[str]:
-    """A real OpenEnv server in a process of its own."""
+    """Yields the address of a real OpenEnv server in a separate process."""
     command = [sys.executable, str(SERVER), kind, str(sessions)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -292,7 +293,7 @@ def serving(kind: str, sessions: int = 16) -> Iterator[str]:
 
 
 def wait(pool, count=1):
-    """The outcomes of `count` calls, by trajectory."""
+    """Returns the outcomes of `count` calls, by trajectory."""
     found = {}
     while len(found) < count:
         found |= {outcome.number: outcome for outcome in pool.outcomes(wait=True)}
@@ -328,7 +329,7 @@ def test_trajectories_have_sessions_of_their_own():
 
 
 @has_openenv
-def test_failures_cost_their_own_trajectory():
+def test_failure_affects_only_its_trajectory():
     with serving("guess", 3) as url, pool_of(url, observation="text", timeout_seconds=5) as pool:
         for number in range(4):
             pool.reset(number, {"number": 3})
@@ -346,7 +347,7 @@ def test_failures_cost_their_own_trajectory():
         assert found[two].failure.kind == "timeout" and found[three].done and found[three].failure is None
         pool.finish(three)
         wait(pool)
-        for number in (one, three):  # the sessions that have ended are free again
+        for number in (one, three):  # the sessions that have ended are available again
             pool.reset(number, {"number": 3})
         assert all(outcome.failure is None for outcome in wait(pool, 2).values())
         pool.step(one, "die")  # the server exits
@@ -363,14 +364,14 @@ def test_failures_cost_their_own_trajectory():
 
 
 @has_openenv
-def test_an_episode_that_is_over_at_its_reset():
+def test_episode_that_ends_at_its_reset_is_rejected():
     with serving("guess") as url, pool_of(url) as pool:
         pool.reset(0, {"rule": "over"})
         assert "the episode is over after the reset" in wait(pool)[0].failure.reason
 
 
 @has_openenv
-def test_actions_that_the_server_refuses():
+def test_actions_that_the_server_rejects_are_answered_with_an_error():
     with serving("walk") as url, pool_of(url) as pool:
         pool.reset(0, {})
         wait(pool)
@@ -411,8 +412,8 @@ def test_tools_of_a_server():
 
 @pytest.mark.slow
 @has_openenv
-def test_a_run_with_a_server(tmp_path, monkeypatch, capsys):
-    """A tiny model is checked, trained and evaluated with a real server; without one the run does not start."""
+def test_training_run_with_an_openenv_server(tmp_path, monkeypatch, capsys):
+    """A tiny model is checked, trained and evaluated with a real server. Without a server the run does not start."""
     from tunix_like.cli import main as cli
 
     monkeypatch.chdir(tmp_path)
@@ -432,7 +433,7 @@ def test_a_run_with_a_server(tmp_path, monkeypatch, capsys):
         own = [f"environment.arguments.url={small_server}", "training.output_dir=full"]
         assert cli.main(["train", example, *small, *own]) == 2
         assert "active. Cannot accept new connections. Each trajectory needs" in capsys.readouterr().err
-    # In a process of its own, because the type checks of the tests look at `tools` too.
+    # In a separate process, because the type checks of the tests examine `tools` too.
     command = [sys.executable, "-m", "tunix_like", "train", example, *small, at, "training.output_dir=other"]
     done = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, check=False

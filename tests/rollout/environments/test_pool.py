@@ -1,5 +1,5 @@
-"""Environments in real processes: whatever one does costs its own trajectory alone, in bounded time, and nothing is
-left behind."""
+"""Tests environments in separate processes: a fault affects only its own trajectory, calls end within the time limit,
+and no process or file descriptor is left."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def hasty():
 
 @pytest.fixture(scope="module")
 def limited():
-    """A pool for environments that need too much memory; on a busy machine it takes them seconds to have it."""
+    """A pool for environments that exceed the memory limit. On a busy machine they take seconds to allocate it."""
     pool = make(memory_gb=0.15)
     yield pool
     pool.close()
 
 
 def answers(pool, count):
-    """The next `count` outcomes by number."""
+    """Returns the next `count` outcomes by number."""
     got = []
     while len(got) < count:
         part = pool.outcomes(True)
@@ -75,7 +75,7 @@ def end(pool, numbers):
 
 
 def running(pid):
-    """Whether a process is there and is no zombie."""
+    """Returns whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -123,7 +123,7 @@ GROWING = {
 
 
 def check_alone(pool, what, kind, reason):
-    """Of three trajectories the second one does `what`; the others go on."""
+    """Checks that a fault `what` of the second of three trajectories does not affect the other two."""
     for number in range(3):
         pool.reset(number, {"start": f"s{number}", "unread": print})
     assert {n: o.observation for n, o in answers(pool, 3).items()} == {n: f"start s{n}" for n in range(3)}
@@ -147,17 +147,17 @@ def test_only_the_trajectory_at_fault_fails(patient, what, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("what", LASTING)
-def test_what_does_not_end_is_stopped(hasty, what):
+def test_call_that_does_not_end_is_stopped(hasty, what):
     check_alone(hasty, what, *LASTING[what])
 
 
 @pytest.mark.parametrize("what", GROWING)
-def test_what_grows_is_stopped(limited, what):
+def test_environment_above_the_memory_limit_is_stopped(limited, what):
     check_alone(limited, what, *GROWING[what])
 
 
 @pytest.mark.parametrize("what", ["os._exit", "raise", "garbage"])
-def test_a_reset_that_fails(patient, what):
+def test_failed_reset_affects_only_its_trajectory(patient, what):
     patient.reset(0, {"deed": what})
     patient.reset(1, {"start": "x"})
     got = answers(patient, 2)
@@ -165,7 +165,7 @@ def test_a_reset_that_fails(patient, what):
     end(patient, [1])
 
 
-def test_the_cause_of_a_failure_is_told_with_the_line(patient):
+def test_failure_names_its_cause_and_the_line(patient):
     patient.reset(0, {})
     answers(patient, 1)
     patient.step(0, "raise")
@@ -174,8 +174,9 @@ def test_the_cause_of_a_failure_is_told_with_the_line(patient):
     assert "adapters.py" not in reason and "fork_server.py" not in reason
 
 
-def test_deeds_that_change_nothing(patient):
-    """A child of the environment does not answer for it; signals to the server and their handlers have no effect."""
+def test_forks_and_signals_of_an_environment_have_no_effect(patient):
+    """A forked child does not answer for its environment. Signals to the server, and handlers for them, have no
+    effect."""
     for number, what in enumerate(("fork", "ignore", "signal")):
         patient.reset(number, {})
         answers(patient, 1)
@@ -187,7 +188,7 @@ def test_deeds_that_change_nothing(patient):
     end(patient, range(3))
 
 
-def test_a_large_observation_is_cut_where_it_is_made(patient, monkeypatch):
+def test_large_observation_is_cut_in_the_process_of_the_environment(patient, monkeypatch):
     monkeypatch.setattr(calls_module, "MOST_ANSWER", MOST_CHARACTERS + 1000)
     patient.reset(0, {})
     answers(patient, 1)
@@ -209,7 +210,7 @@ def test_children_draw_different_numbers(patient):
 
 
 def test_one_process_per_trajectory_and_few_calls_at_a_time(patient):
-    """The calls beyond `workers` wait, and their deadline begins when they start."""
+    """Calls beyond `workers` wait. Their deadline starts when they start."""
     count = 12
     assert list(patient.tools) == []  # the server has started
     for number in range(count):
@@ -224,8 +225,8 @@ def test_one_process_per_trajectory_and_few_calls_at_a_time(patient):
     assert until(lambda: not any(map(running, map(int, pids))))
 
 
-def test_time_without_a_look_does_not_count(hasty):
-    """An answer of a megabyte waits for its reader, who comes after the deadline."""
+def test_time_before_an_answer_is_read_does_not_count(hasty):
+    """An answer of a megabyte is read only after the deadline. The call does not time out."""
     for number in range(2):
         hasty.reset(number, {})
     answers(hasty, 2)
@@ -236,7 +237,7 @@ def test_time_without_a_look_does_not_count(hasty):
     end(hasty, range(2))
 
 
-def test_what_an_environment_started_goes_with_it(hasty, tmp_path):
+def test_processes_that_an_environment_started_are_ended(hasty, tmp_path):
     hasty.close()
     before = os.getcwd()
     os.chdir(tmp_path)
@@ -259,7 +260,7 @@ def test_what_an_environment_started_goes_with_it(hasty, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["server", pytest.param("freeze", marks=pytest.mark.slow)])
-def test_another_server_replaces_one_that_is_lost(what, monkeypatch):
+def test_lost_server_is_replaced(what, monkeypatch):
     monkeypatch.setattr(pool_module, "PATIENCE", 0.3)
     pool = make(workers=1, timeout_seconds=1.0)
     for number in range(2):
@@ -270,7 +271,7 @@ def test_another_server_replaces_one_that_is_lost(what, monkeypatch):
     failure = answers(pool, 1)[0].failure
     if what == "server":
         assert "the process that starts environments was killed by signal 9" in failure.reason
-    else:  # it is known at the next order
+    else:  # the failure is detected at the next order
         assert failure.kind == "timeout"
         assert until(lambda: (pool.outcomes(False), pool._server is None)[1])
     pool.step(1, "a")
@@ -281,7 +282,7 @@ def test_another_server_replaces_one_that_is_lost(what, monkeypatch):
     pool.close()
 
 
-def test_close_drops_everything_and_leaves_nothing():
+def test_close_ends_all_processes_and_closes_all_descriptors():
     count = descriptors()
     pool = make(workers=2)
     for number in range(6):
@@ -304,7 +305,7 @@ def test_many_trajectories_raise_the_limit_of_open_files(monkeypatch):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     pool = make()
     assert list(pool.tools) == []
-    free = os.dup(0)  # the lowest number that is free
+    free = os.dup(0)  # the lowest free descriptor
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free + 5, limits[1]))
     try:
@@ -327,7 +328,7 @@ def test_many_trajectories_raise_the_limit_of_open_files(monkeypatch):
         pool.close()
 
 
-def test_misuse(patient):
+def test_misuse_raises(patient):
     patient.reset(0, {})
     with pytest.raises(ValueError, match="Trajectory 0 already has an environment"):
         patient.reset(0, {})
@@ -381,7 +382,7 @@ FILES = {
 
 @pytest.mark.parametrize("text", FILES)
 def test_a_module_that_cannot_be_loaded(tmp_path, text):
-    """All trajectories that wait get the reason of one start."""
+    """All waiting trajectories get the error of a single start."""
     (tmp_path / "mine.py").write_text(text)
     pool = EnvironmentPool(f"{tmp_path}/mine.py:Env", workers=1, timeout_seconds=20, memory_gb=4)
     for number in range(3):
@@ -407,7 +408,7 @@ def test_a_module_that_is_not_loaded_in_time(tmp_path, monkeypatch):
 
 
 def soak(episodes):
-    """Runs episodes of all kinds; returns the descriptors before and after, and the processes that are left."""
+    """Runs episodes of all kinds. Returns the number of descriptors before and after, and the remaining processes."""
     pool = make(timeout_seconds=0.5, workers=2)
     pool.reset(0, {})
     answers(pool, 1)
@@ -436,13 +437,13 @@ def soak(episodes):
     return before, after, opened, resident
 
 
-def test_episodes_leave_nothing():
+def test_episodes_leave_no_processes_or_descriptors():
     before, after, opened, _ = soak(20)
     assert after == before and opened < 12
 
 
 @pytest.mark.slow
-def test_many_episodes_leave_nothing():
+def test_many_episodes_leave_no_processes_or_descriptors():
     _, _, opened, resident = soak(20)
     before, after, opened_later, resident_later = soak(600)
     assert after == before and opened_later == opened and resident_later < 1.1 * resident
@@ -473,7 +474,7 @@ if sys.argv[1] == "raises":
 @pytest.mark.parametrize(
     "how", ["killed", "both", *(pytest.param(how, marks=pytest.mark.slow) for how in ("ends", "raises"))]
 )
-def test_no_orphans(how, tmp_path):
+def test_no_process_outlives_the_training_process(how, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, how],
         cwd=tmp_path,
@@ -489,7 +490,7 @@ def test_no_orphans(how, tmp_path):
     if how in ("killed", "both"):
         assert all(map(running, found))
         process.send_signal(signal.SIGKILL)
-    if how == "both":  # the server cannot clean up, and what an environment started is left
+    if how == "both":  # the server cannot clean up, so processes that an environment started remain
         os.kill(found[0], signal.SIGKILL)
         process.wait(30)
         assert until(lambda: not any(map(running, found[:4])))

@@ -1,4 +1,4 @@
-"""What a user's environment may return, and the message for everything else."""
+"""Tests which values the environment of a user may return, and the error messages for all others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MESSAGE = {"role": "user", "content": "hello"}
         types.SimpleNamespace(observation="a", reward=np.array(1.5), done=True, info={"n": 2, "flag": 1}),
     ],
 )
-def test_accepted_forms(value):
+def test_valid_results_are_accepted(value):
     assert checked_step(value, "Env.step") == EnvStepResult("a", 1.5, True, {"n": 2.0, "flag": 1.0})
 
 
@@ -65,7 +65,7 @@ def test_defaults():
         (("a", 1.0, False, [1]), "info is [1], of type list; it must be a dict"),
     ],
 )
-def test_refused_forms(value, message):
+def test_invalid_results_are_rejected(value, message):
     with pytest.raises(UserError) as caught:
         checked_step(value, "Env.step")
     assert message in str(caught.value) and str(caught.value).startswith("Env.step")
@@ -83,7 +83,7 @@ def test_long_observations_are_cut():
 
 @given(st.text() | st.lists(st.fixed_dictionaries({"role": st.text(), "content": st.text()})))
 def test_text_can_be_encoded(observation):
-    """Lone surrogates, which UTF-8 does not have, are replaced; other text is unchanged."""
+    """Lone surrogates, which UTF-8 cannot encode, are replaced. Other text is unchanged."""
     checked = checked_observation(observation, "E")
     for text, original in zip(
         [checked] if isinstance(checked, str) else [m["content"] for m in checked],

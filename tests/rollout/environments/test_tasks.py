@@ -1,4 +1,5 @@
-"""The shipped environments: scripted episodes that are right, wrong and nonsense, and the calculator against Python."""
+"""Tests the shipped environments by scripted episodes with right, wrong and invalid turns, and the calculator against
+Python."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def test_the_shipped_environments_are_registered():
 
 
 @pytest.mark.parametrize("name", ["guess", "maze_steps", "calculator"])
-def test_a_process_that_loads_one_does_not_import_jax(name):
+def test_loading_an_environment_does_not_import_jax(name):
     code = (
         "import sys; from tunix_like.rollout.environments.fork_server import load; "
         f"load(['tunix_like.rollout.environments.{name}:' + {resolve(name).__name__!r}]); "
@@ -45,7 +46,7 @@ def test_a_process_that_loads_one_does_not_import_jax(name):
 
 
 @pytest.mark.parametrize("name", ["guess", "maze_steps", "calculator"])
-def test_they_run_in_this_process_unless_workers_are_set(name):
+def test_environments_run_in_this_process_unless_workers_are_set(name):
     yaml_file = ROOT / "examples" / "environments" / f"{name}.yaml"
     assert isinstance(environments_of(load(yaml_file)), LocalEnvironments)
     pool = environments_of(load(yaml_file, ["environment.workers=3"]))
@@ -55,8 +56,8 @@ def test_they_run_in_this_process_unless_workers_are_set(name):
     pool.close()
 
 
-def test_limits_that_have_no_effect():
-    """They are refused, and the default values of a saved config are not."""
+def test_limits_without_an_effect_are_rejected():
+    """Limits that the environment does not use are rejected. The default values of a saved config are accepted."""
     yaml_file = ROOT / "examples" / "environments" / "guess.yaml"
     for key in ("timeout_seconds", "memory_gb"):
         message = f"environment.{key}: guess runs in the training process, where it has no limits; set environment.work"
@@ -67,7 +68,7 @@ def test_limits_that_have_no_effect():
 
 
 def bisect(number):
-    """The number of turns of bisection."""
+    """Returns the number of turns of bisection."""
     game, low, high = Guess(), 0, NUMBERS - 1
     game.reset(number)
     while True:
@@ -81,14 +82,15 @@ def bisect(number):
         low, high = (middle + 1, high) if result.observation == "HIGHER" else (low, middle - 1)
 
 
-def test_bisection_takes_5_125_turns():
-    """A tree of 64 numbers has 2**d of them in each depth d up to 5, and one more below; none takes an eighth turn."""
+def test_bisection_takes_5_125_turns_on_average():
+    """In the search tree of 64 numbers each depth d up to 5 has 2**d of them, and the next depth has one. No number
+    needs eight turns."""
     turns = [bisect(number) for number in range(NUMBERS)]
     assert sum(turns) == sum((depth + 1) * 2**depth for depth in range(6)) + 7 == 328
     assert max(turns) == MOST_GUESSES and sum(turns) / NUMBERS == 5.125
 
 
-def test_guesses_that_are_wrong_or_nonsense():
+def test_wrong_and_invalid_guesses():
     game = Guess()
     game.reset(20)
     said = ["I think 3", "63", "64", "", "-20", "20.5"]
@@ -117,7 +119,7 @@ def test_a_walk_to_the_goal():
     assert results[-1].info == {"moves": 6.0, "blocked": 0.0}
 
 
-def test_a_walk_that_is_wrong_or_nonsense():
+def test_wrong_and_invalid_walks():
     _, results = walk(*["UP", "LEFT", "DOWN", "NORTH", "", "right", "RIGHT RIGHT"], *["UP"] * (MOST_MOVES - 7))
     assert {result.observation for result in results[:-1]} == {"RIGHT"} and not any(r.reward for r in results)
     assert results[-1].done and results[-1].observation is None
@@ -132,7 +134,7 @@ def test_the_solutions_of_mazes_reach_the_goal():
         grid = maze.make(7, rng)
         environment = MazeSteps()
         environment.reset(grid)
-        results = [environment.step(move) for move in maze.solve(grid)[::2]]  # two steps of the grid are one move
+        results = [environment.step(move) for move in maze.solve(grid)[::2]]  # two cells of the grid are one move
         assert results[-1].reward == 1.0 and results[-1].done
     assert set(MOVES) == set(maze.MOVES)
 
@@ -154,7 +156,7 @@ EXPRESSION = st.recursive(
 
 
 @given(EXPRESSION)
-def test_the_calculator_is_pythons_arithmetic(expression):
+def test_calculator_equals_the_arithmetic_of_python(expression):
     try:
         value = eval(expression, {"__builtins__": {}})
     except (ZeroDivisionError, OverflowError):
@@ -164,7 +166,7 @@ def test_the_calculator_is_pythons_arithmetic(expression):
     except ValueError as error:
         large = isinstance(value, int) and value.bit_length() > MOST_BITS // 4
         bad = value is None or isinstance(value, complex) or not math.isfinite(value) or large
-        # a number can be too large within an expression that has a small value
+        # A number can be too large although the value of the expression is small.
         assert bad or "too large" in str(error) or "not a real number" in str(error)
         return
     assert value is not None
@@ -172,7 +174,7 @@ def test_the_calculator_is_pythons_arithmetic(expression):
 
 
 @given(st.text(max_size=60))
-def test_any_other_text_is_an_error_that_does_not_repeat_it(text):
+def test_calculator_rejects_other_text_without_repeating_it(text):
     try:
         result = calculator(text)
     except ValueError as error:
@@ -245,7 +247,8 @@ def test_the_calculator_in_an_episode():
 
 @pytest.mark.slow
 def test_a_short_run_learns_to_walk(tmp_path):
-    """From random legal walks; only the direction is asserted. The process has optimized programs and one device."""
+    """The run starts from random legal walks, and only the direction of the reward is asserted. The process has
+    optimized programs and one device."""
     small = ["data.maze_size=7", "data.train_size=150", "data.eval_size=32", "model.config.num_hidden_layers=2",
              "sft.max_steps=80", "training.max_steps=25", "eval.samples=8", "eval.k=[1]"]  # fmt: skip
     yaml_file = str(ROOT / "examples" / "environments" / "maze_steps.yaml")

@@ -1,4 +1,4 @@
-"""Tool calls in the text of a turn."""
+"""Tests the parser of tool calls in the text of a turn."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CALLS = st.lists(st.tuples(TEXT.filter(len), st.dictionaries(TEXT, VALUES, max_s
         ("[1, 2]", []),
     ],
 )
-def test_calls(text, calls):
+def test_calls_are_parsed(text, calls):
     assert tool_calls(text) == calls
 
 
@@ -69,7 +69,7 @@ def test_calls(text, calls):
         ('<tool_call>{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>", ["not valid JSON"]),
     ],
 )
-def test_malformed_calls(text, errors):
+def test_malformed_calls_are_reported(text, errors):
     calls = tool_calls(text)
     assert len(calls) == len(errors)
     for call, error in zip(calls, errors, strict=True):
@@ -99,7 +99,7 @@ PIECES = [
 
 
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=12).map("".join))
-def test_it_never_raises(text):
+def test_parser_never_raises(text):
     for call in tool_calls(text):
         assert isinstance(call.name, str) and isinstance(call.arguments, dict)
         assert call.error is None or call.error

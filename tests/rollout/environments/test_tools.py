@@ -1,4 +1,4 @@
-"""Schemas of tools; `transformers` is the oracle."""
+"""Tests the schemas of tools. `transformers` is the oracle."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def generator(a: int):
         (3, "which is not callable"),
     ],
 )
-def test_refused_tools(function, message):
+def test_tools_without_a_schema_are_rejected(function, message):
     with pytest.raises(UserError) as caught:
         schema_of(function)
     assert message in str(caught.value)
@@ -201,5 +201,5 @@ def test_refused_tools(function, message):
         (nothing, {"a": 3}, "there is no argument 'a'; valid: none"),
     ],
 )
-def test_arguments(function, arguments, problem):
+def test_arguments_are_validated(function, arguments, problem):
     assert argument_problem(schema_of(function), arguments) == problem

@@ -1,5 +1,5 @@
-"""Environments of the package `verifiers`: requests to tokens and turns to answers with a stand-in for its process, and
-the real package where it is installed."""
+"""Tests environments of the package `verifiers`: the conversion of requests to tokens and of turns to answers with a
+stand-in for its process, and runs with the real package if it is installed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ has_verifiers = pytest.mark.skipif(
 )
 
 Harness = Callable[[dict[str, Any]], Generator[Any, dict[str, Any], dict[str, Any]]]
-"""A script: it yields the bodies of requests, gets the answers, and returns fields of the end."""
+"""A script: it yields the bodies of requests, receives the answers, and returns fields of the result."""
 
 
 class Process:
@@ -117,7 +117,7 @@ class Process:
 
 
 def chat(*texts: str, **fields: Any) -> dict[str, Any]:
-    """A request whose messages are of the user and of the assistant in turn."""
+    """Returns a request whose messages are alternately of the user and of the assistant."""
     roles = itertools.cycle(["user", "assistant"])
     return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)], **fields}
 
@@ -128,7 +128,7 @@ def said(answer: dict[str, Any]) -> str:
 
 @pytest.fixture
 def opened(monkeypatch):
-    """`opened(harness, rows, size)` begins trajectories of rows with these columns."""
+    """`opened(harness, rows, size)` starts trajectories of rows with these columns."""
 
     def begin(harness, rows=({"word": "ab"},), size=2, **settings) -> Trajectories:
         monkeypatch.setattr(Process, "harness", staticmethod(harness))
@@ -144,7 +144,7 @@ def opened(monkeypatch):
 
 
 def ids(*texts: str) -> list[int]:
-    """What the model sees: the rendered conversation and the start of the answer."""
+    """Returns the input of the model: the rendered conversation and the start of the answer."""
     (text,) = TOKENIZER.render_guarded([chat(*texts)["messages"]], True)
     return TOKENIZER.encode_guarded(str(text), 1000)
 
@@ -159,7 +159,7 @@ def two_tries(task):
     return {"reward": 0.5, "metrics": {"letters": float(len(said(second)))}}
 
 
-def test_a_request_that_continues_is_appended_and_every_token_is_as_sampled(opened):
+def test_continued_conversation_keeps_the_sampled_tokens(opened):
     trajectories = opened(two_tries)
     (problem,) = trajectories.problems
     assert [*problem.tokens, *trajectories.opening(0)] == ids("ab") and problem.text == "<user>ab<end><assistant>"
@@ -193,7 +193,7 @@ def test_a_request_with_another_history_is_a_new_segment(opened):
     assert trajectories.episodes()[0].rewritten == 1
 
 
-def test_requests_that_do_not_fit_the_row_leave_their_trajectory_unscored(opened):
+def test_request_that_does_not_match_the_prompt_is_unscored(opened):
     def other(task):
         yield chat("ab")
         yield chat("cd")
@@ -222,7 +222,7 @@ def test_requests_that_do_not_fit_the_row_leave_their_trajectory_unscored(opened
     assert all("ended without a request" in each.failure[1] for each in trajectories.episodes())
 
 
-def test_a_first_request_that_is_too_long(opened):
+def test_first_request_above_the_prompt_limit_fails(opened):
     def harness(task):
         yield chat("a" * 40)
 
@@ -230,7 +230,7 @@ def test_a_first_request_that_is_too_long(opened):
     assert "more than rollout.max_prompt_length=16" in trajectories.episodes()[0].failure[1]
 
 
-def test_a_truncated_turn_is_answered_and_later_requests_are_refused(opened):
+def test_requests_after_a_truncated_turn_are_rejected(opened):
     got = []
 
     def harness(task):
@@ -246,7 +246,7 @@ def test_a_truncated_turn_is_answered_and_later_requests_are_refused(opened):
     assert got[1]["status"] == 400
 
 
-def test_the_limit_of_turns_and_a_reply_without_space(opened):
+def test_turn_limit_and_reply_without_space_end_the_row(opened):
     def endless(task):
         texts = ["ab"]
         while (answer := (yield chat(*texts)))["status"] == 200:
@@ -265,7 +265,7 @@ def test_the_limit_of_turns_and_a_reply_without_space(opened):
     assert [(each.reward, each.turns, each.limited) for each in episodes] == [(0.75, 3, True), (0.75, 1, False)]
 
 
-def test_requests_of_one_episode_at_the_same_time_are_answered_one_after_the_other(opened):
+def test_concurrent_requests_of_an_episode_are_answered_in_order(opened):
     def both(task):
         yield [chat("ab"), chat("ab", "c", "?")]
         yield None
@@ -282,7 +282,7 @@ def test_requests_of_one_episode_at_the_same_time_are_answered_one_after_the_oth
 
 @contextlib.contextmanager
 def served(model, rollout, folder):
-    """An engine whose server is a stand-in for vLLM."""
+    """Yields an engine whose server is a stand-in for vLLM."""
     export_model(model, TOKENIZER, folder / "model")
     server = StandIn(folder / "model", TOKENIZER)
     rollout = dataclasses.replace(rollout, engine="vllm", urls=[server.url])
@@ -293,8 +293,8 @@ def served(model, rollout, folder):
 
 
 @pytest.mark.parametrize("where", ["local", "vllm"])
-def test_a_learner_trains_on_exactly_the_tokens_that_were_sampled(monkeypatch, tmp_path, where):
-    """Rows that go on and rows with two segments: the trainer computes the log-probabilities of the sampler."""
+def test_learner_trains_on_the_sampled_tokens(monkeypatch, tmp_path, where):
+    """Some rows are continued and some have two segments. The trainer computes the log-probabilities of the sampler."""
 
     def harness(task):
         first = yield chat("ab")
@@ -321,7 +321,7 @@ def test_a_learner_trains_on_exactly_the_tokens_that_were_sampled(monkeypatch, t
     assert max(row["train/turns/rewritten"] for row in rows) > 0 and max(row["train/turns/mean"] for row in rows) > 1
 
 
-def test_episodes_that_hang_fail_or_lose_their_process(opened):
+def test_failed_episodes_affect_only_their_trajectory(opened):
     def harness(task):
         if task["word"] == "silent":
             yield None
@@ -364,12 +364,12 @@ def test_episodes_that_hang_fail_or_lose_their_process(opened):
         ({"tool_choice": "required"}, "tool_choice"),
     ],
 )
-def test_requests_that_training_cannot_answer(fields, named):
+def test_unsupported_requests_are_rejected(fields, named):
     with pytest.raises(RequestError, match=named):
         Call.of(0, chat("ab") | fields)
 
 
-def test_the_form_of_answers():
+def test_fields_of_answers():
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     call = Call.of(3, chat("ab", temperature=0.3, max_tokens=4, tools=[tool]))
     text = 'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -401,7 +401,7 @@ def test_the_row_of_a_task():
           "data.sources=[{name: verifiers}]"], "cannot be part of a mix"),
     ],
 )  # fmt: skip
-def test_keys_that_have_no_effect(overrides, named):
+def test_keys_without_an_effect_are_rejected(overrides, named):
     with pytest.raises(UserError, match=named):
         has_environment(load(EXAMPLE, overrides))
 
@@ -415,14 +415,14 @@ def test_keys_that_have_no_effect(overrides, named):
         ([], "pip install 'tunix-like\\[envs\\]'"),
     ],
 )
-def test_data_that_cannot_be_read(monkeypatch, overrides, named):
+def test_data_that_cannot_be_read_is_rejected(monkeypatch, overrides, named):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(verifiers_process.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=named):
         load_source(load(EXAMPLE, overrides).data)
 
 
-def test_a_tokenizer_without_a_chat_template():
+def test_tokenizer_without_a_chat_template_is_rejected():
     plain = Tokenizer(TOKENIZER._backend, eos_token="<end>")
     with pytest.raises(UserError, match="no chat template"):
         make_player(VerifiersEnvironments({}), EnvironmentConfig(), plain, RolloutConfig())
@@ -453,7 +453,7 @@ def test_the_tasks_of_the_example(monkeypatch):
         ([f"data.path={ODD}", "data.arguments={taskset: {rows: 0}}", "data.eval_arguments=null"], "has no tasks"),
     ],
 )  # fmt: skip
-def test_environments_that_cannot_be_used(monkeypatch, overrides, named):
+def test_unusable_environments_are_rejected(monkeypatch, overrides, named):
     monkeypatch.chdir(ROOT)
     with pytest.raises(UserError, match=named):
         load_source(load(EXAMPLE, overrides).data)
@@ -461,7 +461,7 @@ def test_environments_that_cannot_be_used(monkeypatch, overrides, named):
 
 @has_verifiers
 @pytest.mark.slow
-def test_a_harness_that_cannot_start():
+def test_harness_that_cannot_start_is_rejected():
     made = VerifiersEnvironments({"path": str(ODD), "arguments": {}, "list": None})
     player = make_player(made, EnvironmentConfig(), TOKENIZER, RolloutConfig())
     assert player is not None
@@ -501,8 +501,8 @@ def test_episodes_of_the_real_package_that_hang_crash_or_fail():
 
 @has_verifiers
 @pytest.mark.slow
-def test_a_run_of_the_example(monkeypatch, tmp_path):
-    """Training, evaluation and resumption with the real package."""
+def test_training_run_of_the_example(monkeypatch, tmp_path):
+    """Trains, evaluates and resumes with the real package."""
     monkeypatch.chdir(ROOT)
     small = ["sft.max_steps=30", "data.batch_size=8", "data.eval_size=8", "eval.samples=2", "eval.k=[1]"]
     steps = [f"training.output_dir={tmp_path / 'run'}", "training.loggers=[]", *small]
@@ -528,7 +528,7 @@ def has_ended(pid: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the state of a process is read from Linux's /proc")
 def test_the_process_ends_with_the_training_process():
-    """Also while it loads; its input stays open here."""
+    """It also ends while it loads. The test keeps its standard input open."""
     code = (
         "import os, subprocess, sys; given = [sys.executable, '-m', 'tunix_like.runtime.verifiers_worker']; "
         "print(subprocess.Popen([*given, str(os.getpid())], stdout=subprocess.DEVNULL).pid)"

@@ -1,4 +1,4 @@
-"""An environment of the package `verifiers` whose episodes end in all kinds of ways, by the column `answer`."""
+"""An environment of the package `verifiers`. The column `answer` selects how its episodes end."""
 
 import asyncio
 import os

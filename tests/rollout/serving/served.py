@@ -1,4 +1,5 @@
-"""Models, tokenizers and servers of these tests: random letters, and a model that says what it is told to."""
+"""Models, tokenizers and servers for the tests of serving: random models of letters, and a model with a fixed
+answer."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ NAME = "letters"
 
 
 def random_model(vocabulary: int, seed: int = 0) -> tuple[Any, Any]:
-    """Graph and weights large enough for logits that differ."""
+    """Returns graph and weights of a model. The weights are large enough for logits that differ."""
     config = DecoderConfig(
         vocab_size=vocabulary, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2,
         head_dim=8, qkv_bias=True, qk_norm=True,
@@ -44,14 +45,14 @@ def random_model(vocabulary: int, seed: int = 0) -> tuple[Any, Any]:
 
 
 def letters() -> tuple[Weights, Tokenizer]:
-    """A random model of letters."""
+    """Returns a random model whose tokens are letters."""
     tokenizer = Tokenizer(letters_backend(), eos_token="<eos>")
     graphdef, params = random_model(tokenizer.vocab_size)
     return Weights(graphdef, params, tokenizer.eos_ids), tokenizer
 
 
 def speaker(words: Sequence[str]) -> tuple[Weights, Tokenizer]:
-    """A chat model whose every answer is `words`, one token each; and its byte-level tokenizer."""
+    """Returns a chat model that answers every prompt with `words`, one token each, and its byte-level tokenizer."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -70,7 +71,8 @@ def speaker(words: Sequence[str]) -> tuple[Weights, Tokenizer]:
 
 
 def successor_model(vocabulary: int, chain: Sequence[int]) -> tuple[Any, Any]:
-    """After each token of `chain` comes the next one. The layers compute as always, and add nothing."""
+    """Returns a model that predicts after each token of `chain` the next one. The layers are computed as usual and add
+    zero."""
     width = -(-vocabulary // 4) * 4
     config = DecoderConfig(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=8, num_layers=1, num_heads=2, num_kv_heads=1,
@@ -99,7 +101,7 @@ def settings_of(weights: Weights, longest: int, **changed: Any) -> Settings:
 def running(
     weights: Weights, tokenizer: Tokenizer, rows: int = 8, longest: int = 200, key: str | None = None, **changed: Any
 ) -> Iterator[tuple[str, Server]]:
-    """The address of a server in a thread, with everything between HTTP and the decoder."""
+    """Yields the address of a server that runs in a thread, with all parts from HTTP to the decoder."""
     settings = settings_of(weights, longest, **changed)
     server = Server(settings, tokenizer, Hub(Slots(weights, rows, longest), Metrics(), settings.max_waiting))
     config = uvicorn.Config(make_app(server, key), port=0, log_level="warning", lifespan="off")

@@ -1,4 +1,4 @@
-"""Completions of the batcher against those of the sampler: what runs beside a completion does not change it."""
+"""Tests that completions of the batcher equal those of the sampler, whatever is computed in the same batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GRAPHDEF, PARAMS = random_model(VOCABULARY)
 
 
 class Run:
-    """A batcher and what it delivers."""
+    """A batcher and the completions that it returns."""
 
     def __init__(self, rows=6, longest=200, eos_ids=(EOS,), mesh=None):
         params = place_params(PARAMS, mesh)
@@ -63,7 +63,7 @@ def run():
 
 
 def many_jobs(count, rng, longest_prompt=150):
-    """Jobs of all kinds: lengths, numbers of completions, and sampling parameters."""
+    """Returns jobs with different lengths, numbers of completions and sampling parameters."""
     for _ in range(count):
         prompt = rng.integers(0, VOCABULARY, rng.integers(1, longest_prompt)).tolist()
         sampling = JobSampling(
@@ -77,7 +77,7 @@ def many_jobs(count, rng, longest_prompt=150):
 
 
 def alone(job: Job, eos_ids=(EOS,)):
-    """The completions of a job from the sampler of the trainer."""
+    """Returns the completions of a job from the sampler of the trainer."""
     sampling = job.sampling
     made = Sampler(GRAPHDEF, eos_ids, max_prompt_length=200, max_tokens=sampling.max_tokens)
     warm = SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k)
@@ -99,7 +99,7 @@ def check(found, jobs):
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [3, programs.MOST_STEPS])
 def test_completions_are_those_of_the_sampler(run, monkeypatch, steps):
-    """With few rows, so that completions wait, join beside others, and caches grow and shrink."""
+    """There are few rows, so that completions wait and join running batches, and caches grow and shrink."""
     monkeypatch.setattr(batcher, "MOST_STEPS", steps)
     monkeypatch.setattr(programs, "FIRST_WIDTH", 32)
     jobs = list(many_jobs(16, np.random.default_rng(3)))
@@ -138,7 +138,7 @@ def test_prompts_that_arrive_together_are_computed_together(run, monkeypatch):
     assert seen == [(6, 64), (1, 200)]
 
 
-def test_other_seeds_and_numbers_are_other_completions(run):
+def test_different_seeds_and_numbers_give_different_completions(run):
     jobs = [Job([1, 2], 1, JobSampling(30, seed=seed), number) for seed in (1, 2, 1 << 40) for number in (0, 1)]
     found = run(eos_ids=()).finish(jobs)
     assert len({tuple(tokens) for tokens, _, _ in found.values()}) == len(jobs)
@@ -206,8 +206,8 @@ def test_an_error_fails_the_requests_and_not_the_server(run, monkeypatch):
     check(made.finish([good]), [good])
 
 
-def test_slots_that_cannot_be_allocated_again(run, monkeypatch):
-    """The thread goes on: requests are answered with an error until there is memory."""
+def test_failed_allocation_of_slots_does_not_end_the_thread(run, monkeypatch):
+    """The thread continues. Requests are answered with an error until memory is available."""
     made = run(rows=2)
     reset, tried = made.slots.reset, []
 
@@ -232,7 +232,7 @@ def test_slots_that_cannot_be_allocated_again(run, monkeypatch):
 
 @pytest.mark.slow
 def test_warm_up_compiles_everything(run, monkeypatch):
-    """After it, no job compiles a program."""
+    """After the warm-up, no job compiles a program."""
     made = run(rows=3, longest=150)
     made.slots.warm_up()
     watched = [programs.advance, programs._place, programs._begin, programs._resized_prompts, programs._resized_rows]

@@ -1,4 +1,4 @@
-"""The server through the client of OpenAI and plain HTTP; answers against the sampler of the trainer."""
+"""Tests the server with the OpenAI client and plain HTTP. The sampler of the trainer is the oracle of the answers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def post(address, path, body, **more):
 
 
 def expected(letters, text, max_tokens, n=1, seed=0, sampling=GREEDY):
-    """Tokens and log-probabilities of the sampler, by completion."""
+    """Returns tokens and log-probabilities of the sampler, by completion."""
     weights, tokenizer = letters
     made = Sampler(weights.graphdef, weights.eos_ids, max_prompt_length=200, max_tokens=max_tokens)
     prompt = tokenizer.encode_prompt(text, False)[1]
@@ -107,7 +107,7 @@ def test_several_prompts_and_token_ids(client, letters):
 
 
 @pytest.mark.parametrize("stop", [None, ["zz", "d"], ["c"]])
-def test_a_stream_is_the_whole_answer(client, stop):
+def test_streamed_parts_add_up_to_the_whole_answer(client, stop):
     given = {
         "model": NAME, "prompt": ["abc>", "fab>"], "max_tokens": 60, "seed": 3, "n": 2, "stop": stop, "logprobs": 0,
         "extra_body": {"return_token_ids": True},
@@ -168,7 +168,7 @@ def test_generate_has_the_fields_of_vllm(address, letters):
 
 @pytest.mark.slow
 def test_many_clients_get_their_own_answers(client, letters):
-    """64 at once, with all lengths; every answer is the greedy one of its prompt."""
+    """64 concurrent clients with prompts of all lengths. Each answer is the greedy completion of its prompt."""
     rng = np.random.default_rng(0)
     words = ["".join(rng.choice(list("abcdefghij"), rng.integers(1, 60))) + ">" for _ in range(64)]
     sizes = rng.integers(1, 100, 64).tolist()
@@ -236,7 +236,7 @@ OTHERS = {"prompt": "abc>", "max_tokens": 4}
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {}, "stream": True}, "stream"),
     ],
 )
-def test_bad_requests_are_refused(address, path, body, part):
+def test_invalid_requests_are_rejected(address, path, body, part):
     answer = httpx.post(
         f"{address}{path}", content=json.dumps(body), headers={"content-type": "application/json"}, timeout=60
     )
@@ -244,7 +244,7 @@ def test_bad_requests_are_refused(address, path, body, part):
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_values_without_an_effect_are_allowed(client):
+def test_default_values_of_unsupported_keys_are_accepted(client):
     answer = client.completions.create(
         model=NAME, prompt="a>", max_tokens=3, presence_penalty=0, frequency_penalty=0.0, logit_bias={}, echo=False,
         best_of=1, user="me", suffix=None, extra_body={"min_p": 0, "repetition_penalty": 1.0, "top_k": -1},
@@ -264,12 +264,12 @@ def test_values_without_an_effect_are_allowed(client):
         (b" " * (MOST_BYTES + 1), "application/json", 413),
     ],
 )
-def test_bodies_that_are_no_json(address, content, kind, status):
+def test_body_that_is_not_json_is_rejected(address, content, kind, status):
     answer = httpx.post(f"{address}/v1/completions", content=content, headers={"content-type": kind})
     assert answer.status_code == status and answer.json()["error"]["message"]
 
 
-def test_unknown_routes_methods_and_models(address, client):
+def test_unknown_routes_methods_and_models_are_rejected(address, client):
     assert httpx.get(f"{address}/v2").status_code == 404
     answer = httpx.get(f"{address}/v1/completions")
     assert answer.status_code == 405 and answer.json()["error"]["code"] == 405
@@ -291,7 +291,7 @@ def metrics(address):
 
 @pytest.fixture
 def slow(letters, monkeypatch):
-    """Starts a server with few rows whose completions take half a minute, since each call samples one token."""
+    """Starts a server with few rows, whose completions take half a minute because each call samples one token."""
     weights, tokenizer = letters
 
     @contextlib.contextmanager
@@ -313,18 +313,18 @@ def test_a_client_that_disconnects_frees_its_rows(slow, stream):
         body = {"prompt": [[1], [2], [3]], "max_tokens": 1400, "stream": stream}
         with contextlib.suppress(httpx.ReadTimeout):
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=2) as answer:
-                lines = answer.iter_lines()  # its end closes the connection
+                lines = answer.iter_lines()  # closing the stream closes the connection
                 next(lines)
                 assert stream and server.hub.batcher.running == 2 and server.hub.batcher.waiting == 1
         wait_until(lambda: server.hub.batcher.running == server.hub.batcher.waiting == 0)
         assert not server.hub.queues and 0 < server.hub.metrics.generated_tokens - before < 2000
 
 
-def test_too_many_waiting_requests_are_told_to_come_back(slow):
+def test_full_queue_answers_that_the_client_should_retry(slow):
     with slow(rows=1, max_waiting=2) as (url, server):
         body = {"prompt": "a>", "max_tokens": 1400, "n": 3, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
-            lines = answer.iter_lines()  # its end closes the connection
+            lines = answer.iter_lines()  # closing the stream closes the connection
             next(lines)
             refused = post(url, "/v1/completions", OTHERS)
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
@@ -347,7 +347,7 @@ def test_a_key_is_required(letters):
             openai.OpenAI(base_url=f"{url}/v1", api_key="no", max_retries=0).models.list()
 
 
-def test_metrics_count(letters):
+def test_metrics_count_requests_and_tokens(letters):
     with served.running(*letters) as (url, _):
         for _ in range(3):
             assert (
@@ -363,7 +363,7 @@ def test_metrics_count(letters):
         assert found['tunix_like_request_seconds_bucket{le="+Inf"}'] == 3
 
 
-def test_a_failure_of_the_batcher_is_an_answer(letters, monkeypatch):
+def test_failure_of_the_batcher_is_answered_with_an_error(letters, monkeypatch):
     with served.running(*letters) as (url, server):
         advance = server.hub.batcher.slots.advance
         monkeypatch.setattr(server.hub.batcher.slots, "advance", lambda *given: 1 / 0)
@@ -375,7 +375,7 @@ def test_a_failure_of_the_batcher_is_an_answer(letters, monkeypatch):
 
 @pytest.fixture(scope="module")
 def caller():
-    """A client of a model that calls a tool in every answer, and its tokenizer."""
+    """Yields a client of a model that calls a tool in every answer, and its tokenizer."""
     weights, tokenizer = served.speaker(CALL)
     with served.running(weights, tokenizer, longest=2000, max_tokens=40) as (url, _):
         yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), tokenizer
@@ -415,7 +415,7 @@ def test_tool_calls_are_parsed(caller):
     assert none.choices[0].message.tool_calls is None and none.usage == client.chat.completions.create(**given).usage
 
 
-def test_the_conversation_goes_on_after_a_tool(caller):
+def test_conversation_continues_after_a_tool_result(caller):
     client, _ = caller
     (choice,) = client.chat.completions.create(model=NAME, messages=QUESTION, tools=[TOOL]).choices
     (call,) = choice.message.tool_calls
@@ -456,14 +456,14 @@ def test_a_streamed_chat_with_tools(caller, monkeypatch):
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "JSON"),
     ],
 )
-def test_bad_chats_are_refused(caller, changed, part):
+def test_invalid_chats_are_rejected(caller, changed, part):
     with pytest.raises(openai.BadRequestError) as error:
         caller[0].chat.completions.create(**({"model": NAME, "messages": QUESTION} | changed))
     assert part in str(error.value)
 
 
-def test_the_page_shows_what_works(address, capsys):
-    """The code and the body of `curl` of docs/serving.md."""
+def test_example_of_the_documentation_works(address, capsys):
+    """Runs the `curl` command of docs/serving.md and compares the body of the answer."""
     text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").replace("http://127.0.0.1:8000", address)
     (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
     exec(compile(code, "serving.md", "exec"), {})
@@ -477,8 +477,8 @@ def test_the_limit_of_the_body_is_checked_before_it_is_read(address, monkeypatch
     assert post(address, "/v1/completions", {"prompt": "a" * 2000}).status_code == 413
 
 
-def test_the_client_of_renderers(caller, tmp_path):
-    """It renders a chat, samples by token ids, checks tokens and log-probabilities, and parses the answer."""
+def test_client_of_the_package_renderers(caller, tmp_path):
+    """The client renders a chat, samples by token ids, checks tokens and log-probabilities, and parses the answer."""
     renderers = pytest.importorskip("renderers")
     from renderers.client import generate
     from transformers import PreTrainedTokenizerFast

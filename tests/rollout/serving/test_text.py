@@ -1,4 +1,4 @@
-"""Text in parts is the text of all tokens; tool calls are separated from content wherever the parts are cut."""
+"""Tests incremental detokenization against the decoded whole text, and the separation of tool calls from content."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def byte_level():
 
 
 def metaspace():
-    """Whose decoder removes the space before the first word."""
+    """Returns a tokenizer whose decoder removes the space before the first word."""
     words = {word: index for index, word in enumerate(["<s>", "▁the", "▁a", "b", "▁", "c"])}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<s>"))
     backend.add_special_tokens(["<s>"])
@@ -42,7 +42,7 @@ BACKENDS = {"bytes": (byte_level(), 300), "metaspace": (metaspace(), 6)}
 
 
 def grown(stream, tokens, cuts):
-    """Adds tokens in parts; returns the text, the number of tokens used, and the stop string."""
+    """Adds tokens in parts. Returns the text, the number of tokens used, and the stop string."""
     ends = sorted({cut % (len(tokens) + 1) for cut in cuts} | {len(tokens)})
     text, used, start = "", 0, 0
     for end in ends:
@@ -55,11 +55,11 @@ def grown(stream, tokens, cuts):
 
 @pytest.mark.parametrize("name", BACKENDS)
 @given(data=st.data())
-def test_parts_are_the_whole_text(name, data):
+def test_text_of_parts_equals_the_decoded_whole_text(name, data):
     backend, size = BACKENDS[name]
     decode = lambda ids: backend.decode(list(ids), skip_special_tokens=True)  # noqa: E731
     tokens = data.draw(st.lists(st.integers(0, size - 1), max_size=30))
-    if name == "bytes":  # bytes that are no text are replaced, more of them at once than one by one
+    if name == "bytes":  # the number of replacement characters depends on how bytes are grouped
         text = data.draw(st.text(max_size=30))
         tokens = backend.encode(text).ids
     cuts = data.draw(st.lists(st.integers(0, 30), max_size=8))
@@ -69,7 +69,7 @@ def test_parts_are_the_whole_text(name, data):
 @given(text=st.text("abc", max_size=40), stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
        cuts=st.lists(st.integers(0, 40), max_size=8))  # fmt: skip
 def test_stop_strings_are_found_wherever_the_parts_are_cut(text, stops, cuts):
-    """Letters are tokens. The oracle adds them to the text one by one."""
+    """Each letter is a token. The oracle adds the letters to the text one at a time."""
     tokens = list(map(ord, text))
     found = grown(TextStream(lambda ids: "".join(map(chr, ids)), stops), tokens, cuts)
     for length in range(1, len(text) + 1):
@@ -99,7 +99,7 @@ ANSWERS = {
 
 @pytest.mark.parametrize("name", ANSWERS)
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_a_streamed_answer_is_the_parsed_one(name, size):
+def test_streamed_answer_equals_the_parsed_whole_answer(name, size):
     text, count = ANSWERS[name]
     content, calls = parsed_calls(text)
     assert len(calls) == count and (calls or content == text)
@@ -112,7 +112,7 @@ def test_a_streamed_answer_is_the_parsed_one(name, size):
 
 
 def test_each_token_of_a_stream_is_decoded_once_for_its_logprob(monkeypatch):
-    """The events of a long completion take as long as its whole answer."""
+    """Writing the events of a long completion takes as long as writing its whole answer."""
     request = Request((Job([1], 1, JobSampling(100)),), stream=True, logprobs=True)
     answer = CompletionAnswer(request, Settings("letters", "1", 20, 128, 100), reverse_text.tokenizer())
     whole = CompletionAnswer(request, answer.settings, answer.tokenizer)
