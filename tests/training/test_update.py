@@ -231,7 +231,9 @@ def test_omitting_zero_advantages_does_not_change_the_gradient(name, live):
     assert difference(left, whole) <= 1e-6
     split = data_of(Layout(1, 1, 1, False), batch=batch, rows=rows)
     assert split.packed.sets == np.count_nonzero(live) and (split.packed.length > 0).sum() == sum(live)
-    assert difference(gradient_of(split, objective="mixed")[0], whole) <= 1e-6
+    every_row = data_of(Layout(1, 1, 1, False), batch=batch)  # the same layout: another one changes the order of sums
+    both = (gradient_of(data, objective="mixed")[0] for data in (split, every_row))
+    assert difference(*both) <= 1e-6
 
 
 def test_mixed_estimators_in_one_step():
