@@ -219,7 +219,7 @@ class ChatAnswer(StreamedAnswer):
             yield {"index": choice.index, "delta": delta, **self._rest(choice, tokens, bool(calls))}
 
     def _rest(self, choice: Choice, tokens: slice, called: bool) -> dict[str, Any]:
-        """Returns the fields that follow the message of a choice. `called` says whether the choice has tool calls."""
+        """Returns the fields that follow the message of a choice. `called`: the choice has tool calls."""
         logprobs = [self._logprob(*each) for each in zip(choice.tokens[tokens], choice.logprobs[tokens], strict=True)]
         found: dict[str, Any] = {
             "logprobs": {"content": logprobs, "refusal": None} if self.request.logprobs else None,
