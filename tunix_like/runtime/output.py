@@ -53,7 +53,7 @@ class Unread(SystemExit):
 
 
 class _Unwritten(UserError):
-    """Standard output cannot be written, although its reader has not exited."""
+    """Standard output cannot be written for a reason other than an exited reader, for example a full disk."""
 
     status = 74
 

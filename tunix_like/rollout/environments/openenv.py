@@ -236,8 +236,8 @@ def action_of(form: ActionForm, completion: str) -> dict[str, Any]:
     """Converts the text of a turn to an action. `<think>` blocks and a Markdown block around JSON are removed first.
 
     Raises:
-      InvalidAction: the action is not text (`form.kind` is not `text`) and the turn is not valid JSON, or the action is
-        an object (`form.kind` is `object`) and the turn is not a JSON object.
+      InvalidAction: the turn is not valid JSON, or `form.kind` is `object` and the turn is not a JSON object. If
+        `form.kind` is `text`, this error is never raised.
     """
     text = without_thinking(completion).strip()
     if form.kind == "text":

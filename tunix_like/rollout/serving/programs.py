@@ -61,7 +61,7 @@ class Starts(NamedTuple):
     """The completions to start, one entry per slot. Slots for which `take` is False are not changed.
 
     Attributes:
-      source: index of the prompt among the prefilled prompts (`fresh` of `start`).
+      source: index of the prompt in the argument `fresh` of the function `start`.
       seed: the high and the low 32 bits of `JobSampling.seed`.
       number, sample: index of the prompt in its request, and index of the completion among the completions of the
         prompt.
