@@ -47,7 +47,8 @@ def load(config: DataConfig) -> DataSource:
     `data.path` is a folder with `{split}.jsonl` and `{eval_split}.jsonl`, or a hub id; the default is openai/gsm8k.
 
     Raises:
-      UserError: a folder or file is missing, a row is invalid (named by file and line), or the hub is not reachable.
+      UserError: a folder or file is missing, a row is invalid (the message names its file and line), or the hub is not
+        reachable.
     """
     rows = _Rows(PromptFormat.of(config, template="{question}"))
     if config.path is not None and Path(config.path).is_dir():

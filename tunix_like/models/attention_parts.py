@@ -18,8 +18,9 @@ class Lengths(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """A mask by the positions of the keys. Query `n` of batch entry `i` sees the keys of this entry whose position is
-    `starts[i, n]` or higher. If `starts` is None, it sees all keys with a position of 0 or higher.
+    """An attention mask that is defined by the positions of the keys. Query `n` of batch entry `i` sees the keys of
+    this entry whose position is `starts[i, n]` or higher. If `starts` is None, it sees all keys with a position of 0 or
+    higher.
 
     The keys can be in any order. A key with position -1 is never seen.
     """

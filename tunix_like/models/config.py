@@ -190,7 +190,8 @@ class DecoderConfig:
         return result
 
     def _scalar(self) -> dict[str, float]:
-        """Returns `query_pre_attn_scalar` for transformers: never null, and an int if it is a whole number."""
+        """Returns the entry `query_pre_attn_scalar` as the library `transformers` expects it: `head_dim` if it is
+        unset, and an int if it is a whole number."""
         value = self.head_dim if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar
         return {"query_pre_attn_scalar": int(value) if value == int(value) else value}
 

@@ -110,7 +110,7 @@ def cast_params(graphdef: Any, params: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnames=("size", "max_tokens", "room", "key_words"))
 def empty_rows(prompts: Prompts, size: int, max_tokens: int, room: int, key_words: int) -> Rows:
-    """Allocates `size` rows per slot, with a cache of `room` columns. No row is live.
+    """Allocates `size` rows per slot. Each row has a cache of `room` columns, and no row is live.
 
     Args:
       max_tokens: length of the last axis of `Rows.tokens` and `Rows.logprobs`.

@@ -89,7 +89,7 @@ class Rollout(NamedTuple):
 
     @property
     def sampled_lengths(self) -> Int[np.ndarray, "P G"]:
-        """Returns for each completion the number of its tokens that the policy sampled; tokens of replies are not
+        """Returns the number of sampled tokens of each completion. Tokens of the environment's replies are not
         counted."""
         mask = self.completions.token_mask
         return self.completions.lengths if mask is None else mask.sum(axis=-1, dtype=np.int32)

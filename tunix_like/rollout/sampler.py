@@ -88,7 +88,8 @@ class Sampler:
         """Converts the weights for sampling: matrices to the compute dtype, and all weights to the layout of the
         sampler's mesh.
 
-        Without a mesh, `params` is returned unchanged, and each call of a program casts the matrices.
+        Without a mesh, `params` is returned unchanged. Each call of a compiled sampling function then casts the
+        matrices.
         """
         if self.mesh is None:
             return params

@@ -143,8 +143,7 @@ def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | No
 
     Args:
       device: the backend and memory to plan for; None means the CPU of this machine.
-      devices: descriptions of the devices for which programs are compiled; None means a simulation on all devices of
-        the current backend.
+      devices: descriptions of the devices to compile for; None means all devices of the current backend.
 
     Raises:
       UserError: a key is invalid, config.json is missing, or the mesh does not fit the devices or parameters.

@@ -53,7 +53,8 @@ class Unread(SystemExit):
 
 
 class _Unwritten(UserError):
-    """Standard output cannot be written for a reason other than an exited reader, for example a full disk."""
+    """Writing to standard output failed, for example because the disk is full. `Unread` is the error for a reader that
+    has exited."""
 
     status = 74
 

@@ -233,11 +233,12 @@ def _takes_text(schema: Mapping[str, Any]) -> bool:
 
 
 def action_of(form: ActionForm, completion: str) -> dict[str, Any]:
-    """Converts the text of a turn to an action. `<think>` blocks and a Markdown block around JSON are removed first.
+    """Converts the text of a turn to an action. `<think>` blocks are removed first. If the action is JSON, a Markdown
+    code fence around it is removed too.
 
     Raises:
-      InvalidAction: the turn is not valid JSON, or `form.kind` is `object` and the turn is not a JSON object. If
-        `form.kind` is `text`, this error is never raised.
+      InvalidAction: the text is not valid JSON, or `form.kind` is `object` and the JSON is not an object. With the
+        kind `text`, this error is never raised.
     """
     text = without_thinking(completion).strip()
     if form.kind == "text":

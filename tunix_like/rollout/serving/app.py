@@ -243,7 +243,7 @@ async def _collect(hub: Hub, answer: Answer, began: float) -> None:
 
 
 async def _grown(hub: Hub, answer: Answer, began: float) -> AsyncGenerator[tuple[Choice, str, slice], None]:
-    """Yields, for each new part of a completion, the completion, its new text and the indices of its new tokens.
+    """Yields one tuple per new part of a completion: the completion, its new text and the indices of its new tokens.
 
     Raises:
       Failed: the batcher failed.
