@@ -38,8 +38,8 @@ def markdown_text() -> str:
         f"{_NOTICE} from the dataclasses of `tunix_like/config/schema.py`. Set a key in a YAML file, or as",
     ]
     lines += [
-        "`section.key=value` after a command. `null` means unset: the default then depends on the learner, the data",
-        "source or the machine.",
+        "`section.key=value` after a command. `null` means unset. If a row does not say what applies then, it depends",
+        "on the learner or the data source.",
     ]
     for section, section_keys in itertools.groupby(keys(), key=lambda key: key.name.rpartition(".")[0]):
         lines += ["", f"## {section}", "", "| key | default | meaning | values |", "|---|---|---|---|"]

@@ -31,7 +31,8 @@ class ModelConfig(Checked):
         choices=("pretrained", "random"),
     )
     config: dict[str, Any] | None = key(
-        doc="inline Hugging Face config.json, instead of `path`, for init: random; vocab_size may be omitted"
+        doc="content of a Hugging Face config.json, used instead of `path` if init is random; if vocab_size is not "
+        "set, it is the size of the data source's vocabulary"
     )
     dtype: str | None = key(
         doc="compute dtype; unset: bfloat16 on TPU and GPU, float32 on CPU", choices=("float32", "bfloat16")
@@ -87,16 +88,17 @@ class DataConfig(Checked):
         "environment of that package), or mix (the sources listed in `sources`)",
     )
     sources: list[dict[str, Any]] | None = key(
-        doc="mix: list of {name, <keys of that source>}; optional: label, weight (share of the prompts), and "
-        "advantage_estimator, k, truncation_order, ddof for the groups of this source"
+        doc="mix: list of sources, each a mapping with `name` and the data keys of that source; optional keys: label "
+        "(name in metrics), weight (share of the prompts), and the estimator for the groups of this source: "
+        "advantage_estimator, k, truncation_order, ddof"
     )
     path: str | None = key(
         doc="local file or folder, or hub dataset id, for sources that read files; verifiers: id of the environment, "
         "or FILE.py"
     )
     arguments: dict[str, Any] | None = key(
-        doc="verifiers: configuration of the environment in its own form, e.g. {taskset: {split: train}, agent: "
-        "{harness: {id: my_harness}}}"
+        doc="verifiers: configuration of the environment, with the keys that the package verifiers defines, e.g. "
+        "{taskset: {split: train}, agent: {harness: {id: my_harness}}}"
     )
     eval_arguments: dict[str, Any] | None = key(
         doc="verifiers: arguments of the taskset for the held-out rows, e.g. {split: test}; unset: the "
@@ -106,7 +108,8 @@ class DataConfig(Checked):
     eval_split: str = key("test", doc="split to evaluate on")
     prompt_template: str | None = key(doc="Python format string over the row's columns, e.g. '{question}'")
     answer_template: str | None = key(
-        doc="jsonl, hub: format string for the column `answer`, which SFT and exact_match read, e.g. '{the sum}'"
+        doc="jsonl, hub: format string that builds the column `answer` from other columns, e.g. '{the sum}'; SFT and "
+        "exact_match read this column"
     )
     system_prompt: str | None = key(doc="system message; implies the chat template", blank=True)
     apply_chat_template: bool | None = key(
@@ -127,7 +130,7 @@ class DataConfig(Checked):
     train_size: int | None = key(doc="training rows to use or to generate; unset: the source's default", at_least=1)
     eval_size: int | None = key(doc="held-out rows to use or to generate; unset: the source's default", at_least=1)
     maze_size: int | None = key(
-        doc="maze, maze_steps: side length of the square, walls included; odd (unset: 9)", at_least=5, at_most=255
+        doc="maze, maze_steps: side length in squares, walls included; must be odd (unset: 9)", at_least=5, at_most=255
     )
     text_length: int | None = key(doc="reverse_text: maximum string length (unset: 4)", at_least=2, at_most=1000)
 
@@ -142,14 +145,17 @@ class AlgorithmConfig(Checked):
     )
     num_generations: int = key(8, doc="completions per prompt (group size G)", at_least=2)
     num_iterations: int = key(1, doc="number of passes over one rollout batch", at_least=1)
-    k: int | None = key(doc="maxpo, passk: K of max@K, 1..G-1; pkpo: 1..G", at_least=1)
+    k: int | None = key(doc="maxpo, pkpo: k of max@k; passk: k of pass@k; required; 1..G-1, for pkpo 1..G", at_least=1)
     truncation_order: int | None = key(
-        doc="maxrl: order of the truncated likelihood, 1..G-1; unset: Algorithm 1 of the paper, order G-1", at_least=1
+        doc="maxrl: order at which the log-likelihood is truncated, 1..G-1; unset: Algorithm 1 of arXiv 2602.02710, "
+        "whose order is G-1",
+        at_least=1,
     )
     ddof: int | None = key(doc="grpo: divisor of the group variance; 1: G-1; 0: G (unset: 1)", at_least=0, at_most=1)
     estimator_params: dict[str, Any] | None = key(doc="keyword parameters of a custom estimator")
     binarize: bool = key(
-        False, doc="train on success (1 if the total reward reaches rewards.success_threshold, else 0)"
+        False,
+        doc="replace each total reward by 1 if it reaches rewards.success_threshold, else by 0, before the advantages",
     )
     policy_loss_fn: str | None = key(doc="ppo_clip, reinforce, gspo, cispo, dppo, or FILE.py:function")
     loss_params: dict[str, Any] | None = key(doc="keyword parameters of a custom loss")
@@ -160,10 +166,16 @@ class AlgorithmConfig(Checked):
     epsilon_high: float | None = key(doc="ppo_clip, gspo, cispo: upper clip range (unset: epsilon; gspo 4e-4)", above=0)
     epsilon_c: float | None = key(doc="ppo_clip, gspo: dual-clip bound for negative advantages (unset: off)", above=1)
     dppo_mask_high: float | None = key(
-        doc="dppo: mask tokens with A > 0 whose probability rose by more than this (unset: 0.2)", above=0, at_most=1
+        doc="dppo: drop the policy term of tokens with A > 0 whose probability exceeds the sampler's probability by "
+        "more than this (unset: 0.2)",
+        above=0,
+        at_most=1,
     )
     dppo_mask_low: float | None = key(
-        doc="dppo: mask tokens with A <= 0 whose probability fell by more than this (unset: 0.2)", above=0, at_most=1
+        doc="dppo: drop the policy term of tokens with A <= 0 whose probability is below the sampler's probability by "
+        "more than this (unset: 0.2)",
+        above=0,
+        at_most=1,
     )
     kl_tau: float | None = key(doc="dppo: weight of the squared log-ratio to the sampler (unset: 1e-3)", at_least=0)
     beta: float = key(
@@ -176,9 +188,10 @@ class AlgorithmConfig(Checked):
     kl_in_reward: bool | None = key(doc="subtract beta * KL from the reward instead of adding it to the loss")
     entropy_coef: float = key(0.0, doc="weight of the entropy bonus, per token, in nats", at_least=0)
     sampler_is: str | None = key(
-        doc="importance weights for completions that were not sampled by the trained policy; token, sequence: ratios "
-        "truncated to sampler_is_min and sampler_is_threshold; token_mask, sequence_mask: weight 0 outside these "
-        "bounds (unset: off)",
+        doc="importance weights for completions that were not sampled by the trained policy, from the ratio of each "
+        "token (token, token_mask) or of each completion (sequence, sequence_mask); token, sequence: ratios are "
+        "truncated to sampler_is_min and sampler_is_threshold; token_mask, sequence_mask: ratios outside these bounds "
+        "become 0 (unset: off)",
         choices=("token", "sequence", "token_mask", "sequence_mask"),
     )
     sampler_is_threshold: float | None = key(
@@ -187,8 +200,9 @@ class AlgorithmConfig(Checked):
     sampler_is_min: float | None = key(doc="sampler_is: lower bound of the ratio (unset: none)", above=0, below=1)
     sampler_is_kl: bool = key(False, doc="sampler_is: multiply the KL in the loss by importance weights too")
     overlong: str | None = key(
-        doc="for completions that reach the token limit; mask: exclude truncated completions from the loss; penalty: "
-        "soft penalty of DAPO over the last overlong_buffer tokens before the limit (unset: neither)",
+        doc="treatment of overlong completions; mask: exclude completions that the token limit truncated from the "
+        "loss; penalty: reduce the reward of completions that end within the last overlong_buffer tokens before the "
+        "limit (soft penalty of DAPO) (unset: neither)",
         choices=("mask", "penalty"),
     )
     overlong_buffer: int | None = key(
@@ -244,8 +258,8 @@ class RolloutConfig(Checked):
     )
     engine: str = key(
         "local",
-        doc="what samples during training; local: this process; vllm: the servers of `urls`. SFT and `eval` sample in "
-        "this process",
+        doc="where completions are sampled during RL; local: in this process; vllm: on the servers of `urls`. SFT and "
+        "the command `eval` always sample in this process",
         choices=("local", "vllm"),
     )
     urls: list[str] | None = key(doc="addresses of vLLM servers, e.g. [http://127.0.0.1:8000]; for engine: vllm")
@@ -257,7 +271,7 @@ class RolloutConfig(Checked):
         600.0, doc="engine: vllm: time limit of one request, which samples one turn of a completion", above=0
     )
     wait_for_servers_seconds: float = key(
-        600.0, doc="engine: vllm: time without any server after which the run is saved and stops", above=0
+        600.0, doc="with engine vllm: the run is saved and stops if it has no working server for this time", above=0
     )
 
     def __post_init__(self) -> None:
@@ -306,15 +320,16 @@ class EnvironmentConfig(Checked):
 
     section = "environment"
     name: str | None = key(
-        doc="maze_steps, guess, calculator, openenv, or FILE.py:Class or package.module:Class (also a factory, or an "
-        "environment of google-tunix or TRL); unset: completions have a single turn"
+        doc="maze_steps, guess, calculator, openenv, FILE.py:NAME or package.module:NAME, where NAME is a class or a "
+        "function that makes environments (classes of google-tunix and TRL also work); unset: completions have a "
+        "single turn"
     )
     arguments: dict[str, Any] | None = key(
         doc="keyword arguments of the class or factory, e.g. {url: http://127.0.0.1:8000} for openenv"
     )
     tools: list[str] | None = key(
-        doc="instead of name: functions that the model may call as tools, as FILE.py:function or "
-        "package.module:function; they need type hints and a docstring"
+        doc="functions that the model may call as tools, as FILE.py:function or package.module:function; they need "
+        "type hints and a docstring; set either this key or name"
     )
     max_turns: int = key(8, doc="maximum number of turns of the policy in a trajectory", at_least=1)
     max_observation_tokens: int = key(
@@ -341,8 +356,9 @@ class EnvironmentConfig(Checked):
         choices=("lockstep", "eager"),
     )
     workers: int | None = key(
-        doc="number of environment steps that run at once; each trajectory has its own process; unset: up to 4 "
-        "(openenv: 32); maze_steps, guess and calculator run in the training process",
+        doc="maximum number of environment steps that run at the same time; unset: up to 4 (openenv: 32). Each "
+        "trajectory has its own process; if this key is unset, maze_steps, guess and calculator run in the training "
+        "process",
         at_least=1,
     )
     timeout_seconds: float = key(
@@ -405,8 +421,8 @@ class RLTrainingConfig(Checked):
     mini_batch_size: int | None = key(doc="prompts per optimizer update; unset: data.batch_size", at_least=1)
     train_micro_batch_size: int | str = key(
         "auto",
-        doc="completions of full length per forward and backward pass; auto: as many as have 512 tokens together on a "
-        "CPU, elsewhere up to 16384 tokens if memory allows it",
+        doc="number of completions of full length per forward and backward pass; auto: on a CPU, completions of 512 "
+        "tokens in total; on other devices, of up to 16384 tokens, if they fit into memory",
         choices=("auto",),
         at_least=1,
     )
@@ -419,8 +435,9 @@ class RLTrainingConfig(Checked):
     )
     max_checkpoints_to_keep: int = key(2, doc="number of newest checkpoints to keep", at_least=1)
     best_metric: str | None = key(
-        doc="evaluation metric, e.g. eval/pass@1 (higher is better): the step with its highest value is saved at once "
-        "and kept in addition to the newest checkpoints; needs eval_every_n_steps; unset: none"
+        doc="evaluation metric, e.g. eval/pass@1. A higher value must be better. The step with the highest value is "
+        "saved after its evaluation and kept in addition to the newest checkpoints. Needs eval_every_n_steps; unset: "
+        "none"
     )
     log_rollouts_every_n_steps: int = key(10, doc="steps between files of completions in rollouts/", at_least=1)
     log_samples_every_n_steps: int | None = key(
@@ -441,8 +458,8 @@ class RLTrainingConfig(Checked):
     )
     max_logprob_gap: float | None = key(
         0.1,
-        doc="stop the run if the mean difference between the log-probabilities of sampler and trainer, in nats per "
-        "token, exceeds this in the first update of the run; null: off",
+        doc="maximum of the mean absolute difference between the log-probabilities of sampler and trainer, in nats per "
+        "token; if the first update of the run exceeds it, the run stops; null: off",
         above=0,
     )
     remat: bool = key(False, doc="recompute each layer in the backward pass: less memory, about a third more compute")

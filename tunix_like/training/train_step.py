@@ -159,6 +159,19 @@ def chunk_loss(
     weights: Float[Array, "P G"],
 ) -> tuple[Float[Array, ""], dict[str, dict[str, Float[Array, ""]]]]:
     """Computes the chunk's contribution to the loss, and sums and maxima over its tokens for the metrics."""
+    outputs = chunk_logprobs(spec.graphdef, params, states, inputs.batch, chunk, spec.options)
+    return _loss_of(spec, outputs, chunk, inputs, advantages, weights)
+
+
+def _loss_of(
+    spec: StepSpec,
+    outputs: tuple[Float[Array, "A b r T"], Float[Array, "A b r T"]],
+    chunk: Chunk,
+    inputs: StepInputs,
+    advantages: Float[Array, "P G #T"],
+    weights: Float[Array, "P G"],
+) -> tuple[Float[Array, ""], dict[str, dict[str, Float[Array, ""]]]]:
+    """Computes the result of `chunk_loss` from the log-probabilities and entropies of the chunk's tokens."""
 
     def rows(values: Any) -> Any:  # [P G ...] -> [A (b r) ...]
         if values is None:
@@ -166,7 +179,6 @@ def chunk_loss(
         selected = chunk.rows_of(values)
         return selected.reshape(len(selected), -1, *selected.shape[3:])
 
-    outputs = chunk_logprobs(spec.graphdef, params, states, inputs.batch, chunk, spec.options)
     logprobs, entropy = (x.reshape(len(x), -1, x.shape[-1]) for x in outputs)
     length = chunk.length.reshape(len(chunk.length), -1, 1)
     mask = rows(inputs.batch.sampled) & (length > 0)
@@ -237,8 +249,10 @@ def gradient(
         (prompts,) = pull_back(jax.tree.map(lambda x, like: x.astype(like.dtype), cotangents, states))
         return add(grads, prompts), totals
 
-    states = jax.eval_shape(states_of, working, 0)
-    _, extra = jax.eval_shape(loss, working, states, jax.eval_shape(chunk_of, packed, 0, 0))
+    # The shapes of the metrics do not depend on the model, so the model is not traced for them.
+    chunk = jax.eval_shape(chunk_of, packed, 0, 0)
+    values = jax.ShapeDtypeStruct((*chunk.length.shape, inputs.batch.completion_tokens.shape[-1]), jnp.float32)
+    _, extra = jax.eval_shape(functools.partial(_loss_of, spec), (values, values), chunk, inputs, advantages, weights)
     totals = {
         "sums": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), extra["sums"]),
         "largest": jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), extra["largest"]),
