@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.parameters import others_slow
 from tunix_like.algorithms.losses import TokenInputs, kl_estimate
 from tunix_like.algorithms.objective import build_objective
 from tunix_like.algorithms.off_policy import DEFAULT_UPPER, SamplerCorrection, finish_metrics
@@ -123,7 +124,7 @@ def both_chances(world=TWO_TOKENS) -> tuple[np.ndarray, np.ndarray]:
 # --- the expected gradient --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "reinforce", "cispo", "gspo"])
+@pytest.mark.parametrize("loss", others_slow(["ppo_clip", "reinforce", "cispo", "gspo"], "ppo_clip"))
 @pytest.mark.parametrize("world", [TWO_TOKENS, TWO_TURNS], ids=["two tokens", "two turns"])
 def test_the_ratio_of_the_completion_has_no_bias(world, loss):
     """The expected gradient is exact if no ratio reaches a bound, whatever values the tokens of an environment have.
@@ -360,7 +361,7 @@ def kl_per_prefix(mode: str, prefixes) -> np.ndarray:
     return np.asarray(jax.grad(total)(jnp.asarray(CURRENT)))
 
 
-@pytest.mark.parametrize("mode", KL_LOSS_MODES)
+@pytest.mark.parametrize("mode", others_slow(KL_LOSS_MODES, "low_var_kl"))
 def test_gradient_of_the_kl_loss_with_its_own_ratio(mode):
     """Ratios of completions give every KL loss its on-policy gradient. Ratios of tokens give the gradient at the
     prefixes of the sampler. Without ratios the tokens also come from the sampler."""

@@ -10,6 +10,7 @@ from math import comb
 import numpy as np
 import pytest
 
+from tests.parameters import others_slow
 from tunix_like.algorithms import population_weights as module
 from tunix_like.algorithms.advantages import compute_advantages
 from tunix_like.algorithms.objective import GroupEstimator
@@ -49,7 +50,7 @@ def closed_forms(size):
         yield "pkpo", {"k": k}, lambda p, k=k: k * (1 - p) ** (k - 1)
 
 
-@pytest.mark.parametrize("size", [2, 8, 64])
+@pytest.mark.parametrize("size", others_slow([2, 8, 64], 2, 8))
 def test_closed_forms(size):
     rows = list(closed_forms(size))
     found = weights_of([GroupEstimator(name, params) for name, params, _ in rows], size, RATES)

@@ -40,6 +40,7 @@ def test_rows_are_read_in_order_with_blank_lines_crlf_and_no_final_newline(tmp_p
     assert list(copy) == expected
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_text_of_the_rows(tmp_path):
     file = tmp_path / "big.jsonl"
     with file.open("w") as out:

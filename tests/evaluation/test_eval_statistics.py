@@ -222,7 +222,7 @@ def paired(rate):
     return draw, rate * 2 / 3
 
 
-@pytest.mark.parametrize("size", (32, 256))
+@pytest.mark.parametrize("size", others_slow((32, 256), 32))
 def test_coverage_of_paired_differences(size, monkeypatch):
     monkeypatch.setattr(eval_statistics, "DRAWS", 1000)
     found = coverages([(*paired(rate), (-1.0, 1.0)) for rate in RATES], size, 1000)

@@ -13,17 +13,18 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from tests.parameters import others_slow
 from tunix_like import LoraConfig, UserError, add_lora, load_adapter, load_model, merge_lora, save_adapter
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import load_abstract, save_model
 from tunix_like.models.lora import join_params, split_params, without_adapters
 
-from .test_parity import FAMILIES, MASKS, SMALL, TOKENS, slow_variants
+from .test_parity import FAMILIES, MASKS, SMALL, TOKENS
 
 REAL = MASKS["right"]
 
 
-@pytest.fixture(scope="module", params=slow_variants(["qwen2", "qwen3", "llama-rope", "gemma3"]))
+@pytest.fixture(scope="module", params=others_slow(["qwen2", "qwen3", "llama-rope", "gemma3"], "qwen3"))
 def place(request, tmp_path_factory):
     """Returns (transformers model, its folder) of one family. The families cover biases, another head width, and norms
     after the MLP."""

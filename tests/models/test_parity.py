@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.parameters import others_slow
 from tests.rollout.arrays import sample_groups
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
@@ -163,6 +164,7 @@ def test_logits_agree_with_transformers(reference, side):
     np.testing.assert_allclose(our_logits(ours, mask)[mask], theirs[mask], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("reference", others_slow(FAMILIES, "qwen3", "gemma3"), indirect=True)
 def test_sampled_tokens_and_their_log_probabilities(reference):
     """64 greedy tokens are the argmax of the full forward pass of transformers. Tokens drawn at a temperature have the
     log-probabilities that transformers and the trainer compute."""

@@ -16,6 +16,8 @@ from tunix_like.cli.main import main
 from tunix_like.data import reverse_text
 from tunix_like.storage.metrics import rows
 
+pytestmark = pytest.mark.slow
+
 STEPS, SIZE = 3, 4
 LETTERS = [a + b for a in "abcd" for b in "efgh"]
 DATA = [reverse_text.record(text) | {"live": i % 3 == 0 or i > 10} for i, text in enumerate(LETTERS)]

@@ -145,6 +145,7 @@ def test_mesh_samples_the_same_tokens(steps, shape):
     np.testing.assert_allclose(found.logprobs, steps[0].logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_cache_holds_the_current_segment_and_the_prompt_is_prefilled_once(monkeypatch):
     """Rows are longer than the cache."""
     monkeypatch.setattr(schedule, "FIRST_CACHE", 16)
@@ -157,6 +158,7 @@ def test_the_cache_holds_the_current_segment_and_the_prompt_is_prefilled_once(mo
     assert max(rooms) == 64, "the longest segment has 42 tokens"
 
 
+@pytest.mark.slow
 def test_without_a_restart_there_are_no_segments():
     class Never(Restarting):
         def restarts(self, group, sample, turn):

@@ -15,6 +15,7 @@ import pytest
 import tokenizers
 from flax import nnx
 
+from tests.parameters import others_slow
 from tests.rollout.arrays import sample_groups
 from tunix_like.config.schema import RolloutConfig
 from tunix_like.data.tokenizer import Tokenizer
@@ -180,7 +181,7 @@ def events(monkeypatch) -> list[tuple]:
     return seen
 
 
-@pytest.mark.parametrize("rows", [1, 4, 6, 7, 13, 18])
+@pytest.mark.parametrize("rows", others_slow([1, 4, 6, 7, 13, 18], 7))
 def test_tokens_do_not_depend_on_the_number_of_rows(ragged, monkeypatch, rows):
     """Fewer rows than a group, a whole group, and several groups. Waiting completions take the rows that become
     free."""

@@ -80,6 +80,7 @@ def naive_steps(order):
     return steps
 
 
+@pytest.mark.slow
 def test_one_pass_ends_when_the_data_is_used_up(tmp_path):
     """With max_steps unset, the data determines the number of steps, every row is sampled once, and the last step gets
     the remaining rows. A schedule that needs the number of steps is rejected."""
@@ -118,6 +119,7 @@ def whole(tmp_path_factory):
     return folder, Watched(folder, max_steps=6).train(DATA["grain"](), shuffle=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DATA)
 def test_resumed_run_equals_the_uninterrupted_run(kind, tmp_path, whole):
     """The run stops after steps 1 and 4 of 6, and is resumed by a new learner on new data each time. Sampled rows,

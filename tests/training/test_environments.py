@@ -234,6 +234,7 @@ def test_first_observations_are_part_of_the_prompt():
         collect(learner(Random))
 
 
+@pytest.mark.slow
 def test_evaluation_uses_the_environment():
     made = learner(eval_config=EvalConfig(samples=2, batch_size=3))
     found = made.evaluate(ROWS[:5])
@@ -241,6 +242,7 @@ def test_evaluation_uses_the_environment():
     assert len(found.texts) == 5 and found.rewards.shape == (5, 2)
 
 
+@pytest.mark.slow
 def test_lockstep_waits_for_all_replies(monkeypatch):
     """This includes a full cache with live rows: the next operation must not depend on time."""
     from tunix_like.rollout import schedule

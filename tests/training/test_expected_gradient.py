@@ -17,7 +17,6 @@ import optax
 import pytest
 from flax import nnx
 
-from tests.parameters import others_slow
 from tunix_like.algorithms.losses import kl_estimate
 from tunix_like.training.packing import Layout, pack
 from tunix_like.training.train_step import StepInputs, step_inputs
@@ -131,7 +130,8 @@ def every_group(mode: str, loss: str, kind: str = "one turn"):
     return expected
 
 
-@pytest.mark.parametrize("kind", others_slow(WORLDS, "one turn"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WORLDS)
 @pytest.mark.parametrize("name", ASCENDS)
 def test_expected_gradient_equals_the_exact_gradient(name, kind):
     """The loss is the whole learner loss under `seq-mean-token-sum`, over all groups of three of all completions of a

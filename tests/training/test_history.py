@@ -121,6 +121,7 @@ def test_context_of_letters_follows_the_template():
     assert check_contexts(made, lambda messages: tokenizer.encode_prompt(messages, True)[1], ROWS[:4]) >= 8
 
 
+@pytest.mark.slow
 def test_sampler_and_trainer_use_the_same_context():
     made = learner()
     sampled = watch_sampler(made)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tunix_like
+from tests.parameters import others_slow
 from tunix_like import (
     LEARNERS,
     AlgorithmConfig,
@@ -66,7 +67,7 @@ def test_defaults_of_unset_keys():
     assert resolve(AlgorithmConfig(loss_agg_mode="token-mean"), GRPOConfig).loss_agg_mode == "token-mean"
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize("name", others_slow(DEFAULTS, "grpo", "rloo", "maxrl", "maxpo"))
 def test_each_learner_trains(name):
     """Each learner trains two steps. The metrics of the first step are those of its estimator, loss and weights."""
     rewards, found = [], []

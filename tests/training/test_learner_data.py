@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.parameters import others_slow
 from tests.tiny_model import letters_backend
 from tunix_like import (
     EvalConfig,
@@ -53,7 +54,7 @@ def test_messages_go_through_the_chat_template():
         learner.train([{"prompt": [{"content": "ab"}]}])
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("kind", others_slow(SOURCES, "MapDataset", "generator"))
 def test_one_pass_over_any_kind_of_data(kind):
     """With max_steps=None every row is used once, whatever container the rows are in, and an evaluation runs at the
     end."""

@@ -32,6 +32,7 @@ from .small_learner import (
 )
 
 
+@pytest.mark.slow
 def test_estimators_without_module_or_hash(monkeypatch):
     """Functions made by `exec` and callable dataclasses are such estimators."""
     monkeypatch.setattr("tunix_like.algorithms.registry.ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))

@@ -94,7 +94,7 @@ def test_maxima_of_several_updates_are_not_averaged(monkeypatch):
     assert last["train/is_ratio/mean"] == pytest.approx((first["is_ratio/mean"] + second["is_ratio/mean"]) / 2)
 
 
-@pytest.mark.parametrize("updates", [{"num_iterations": 2}, {"mini_batch_size": 2}])
+@pytest.mark.parametrize("updates", others_slow([{"num_iterations": 2}, {"mini_batch_size": 2}], {"num_iterations": 2}))
 def test_several_updates_of_one_batch(updates):
     """ppo_clip uses the batch again with the log-probabilities before the first update, so ratios differ from 1."""
     algorithm = {name: value for name, value in updates.items() if name == "num_iterations"}
@@ -224,6 +224,7 @@ def test_kl_without_a_reward_signal_leads_to_the_reference():
     assert rows[0]["train/loss"] == pytest.approx(rows[0]["train/kl"], rel=0.5)
 
 
+@pytest.mark.slow
 def test_kl_in_the_reward_with_another_reference():
     """rloo subtracts beta * sum of log-ratios from each reward before the estimator. The test computes this
     separately."""

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.parameters import others_slow
 from tunix_like.algorithms.losses import TokenInputs
 from tunix_like.config.schema import LOSS_AGG_MODES
 from tunix_like.models.decoder import Decoder
@@ -114,6 +115,7 @@ def test_gradient_equals_the_sum_over_segments_as_separate_rows(mode):
     assert difference(whole, found) > 0.05
 
 
+@pytest.mark.slow
 def test_sequence_ratio_includes_all_segments():
     """GSPO has one ratio per completion, over the sampled tokens of all of its segments."""
     objective = make_objective(policy_loss_fn="gspo", loss_agg_mode="sequence-mean-token-mean", updates=2, beta=0.0)
@@ -143,8 +145,8 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[4]], ids=str)
+@pytest.mark.parametrize("model", others_slow(MODELS, "blocked"))
+@pytest.mark.parametrize("layout", others_slow([LAYOUTS[0], LAYOUTS[1], LAYOUTS[4]], LAYOUTS[1]), ids=str)
 def test_logprobs_equal_those_of_separate_rows(model, layout):
     graphdef, params = MODELS[model]
     run = jax.jit(functools.partial(batch_logprobs, graphdef, options=PLAIN))
@@ -165,6 +167,7 @@ def test_single_segment_equals_no_segments():
     np.testing.assert_equal(one[1], other[1])
 
 
+@pytest.mark.slow
 def test_masked_target_does_not_change_the_gradient():
     """The target is the last token of a segment, which is not in the context of another token."""
     changed = BATCH.completion_tokens.copy()

@@ -203,7 +203,9 @@ def test_resumed_run_equals_the_uninterrupted_run(tmp_path):
         make(6, output_dir=str(tmp_path / "parts"), seed=1).train(ROWS)
 
 
-@pytest.mark.parametrize(("schedule", "warns"), [("constant", False), ("cosine", True)])
+@pytest.mark.parametrize(
+    ("schedule", "warns"), [("constant", False), pytest.param("cosine", True, marks=pytest.mark.slow)]
+)
 def test_changed_length_logs_a_warning_if_the_schedule_depends_on_it(schedule, warns, tmp_path, caplog):
     sft = {"optimizer": OptimizerConfig(learning_rate=1e-2, schedule=schedule)}
     make(1, sft=sft, output_dir=str(tmp_path)).train(ROWS)

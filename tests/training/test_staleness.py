@@ -59,6 +59,7 @@ def test_sampling_weights_are_one_update_older():
     assert gaps[0] < 1e-4 < min(gaps[1:]), "the sampler's log-probabilities are those of its own weights"
 
 
+@pytest.mark.slow
 def test_staleness_0_on_other_devices_equals_the_synchronous_run():
     apart = stale(staleness=0, max_steps=3)
     mesh = build_mesh(MeshConfig(), jax.devices()[:-SAMPLING])
@@ -123,6 +124,7 @@ def test_an_interrupted_run_without_a_folder_continues_with_the_next_prompts():
     assert parts == seen[:3]
 
 
+@pytest.mark.slow
 def test_evaluation_uses_the_weights_of_its_step():
     """The evaluation of a step uses the weights of this step, as in a run without staleness."""
     learner = stale(max_steps=3, eval_config=EvalConfig(samples=2), eval_every_n_steps=1)

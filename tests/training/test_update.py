@@ -118,7 +118,8 @@ def test_shared_prefix_with_every_term(other_logprobs):
     assert other_metrics == pytest.approx(metrics, rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", others_slow(LAYOUTS, LAYOUTS[2]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_sampler_correction_by_completion(layout, other_logprobs):
     """Compares the loss, and metrics over completions in every layout."""
     old, ref = other_logprobs["old_logprobs"], other_logprobs["ref_logprobs"]
@@ -143,7 +144,8 @@ def test_sampler_correction_by_completion(layout, other_logprobs):
     assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
-@pytest.mark.parametrize("mode", others_slow(DEFAULT_UPPER, "token_mask"))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", DEFAULT_UPPER)
 def test_correction_is_one_if_the_sampler_is_the_policy(mode, other_logprobs):
     """The gradient is bitwise that of a run without a correction."""
     batch = BATCH._replace(rollout_logprobs=other_logprobs["old_logprobs"])

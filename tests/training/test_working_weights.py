@@ -48,16 +48,16 @@ def assert_equal_trees(found, expected, tolerance=2e-5):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("layout", others_slow([WHOLE, LAYOUTS[2]], LAYOUTS[2]), ids=str)
+@pytest.mark.parametrize("remat", others_slow([False, True], True))
 @pytest.mark.parametrize("name", others_slow(MODELS, "equal layers"))
-def test_stacked_layers_have_the_same_gradient(name, remat):
-    """Compares the gradient of every parameter, for lanes with their own prompts and for lanes that select a prompt of
-    a set."""
+def test_stacked_layers_have_the_same_gradient(name, remat, layout):
+    """Compares the gradient of every parameter, for lanes with their own prompts (`WHOLE`) and for lanes that select a
+    prompt of a set."""
     graphdef, params = make_model(**MODELS[name])
-    for layout in (WHOLE, LAYOUTS[2]):
-        plain = gradients(graphdef, params, False, False, layout)
-        assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(plain)) > 0.1
-        assert_equal_trees(gradients(graphdef, params, True, remat, layout), plain)
+    plain = gradients(graphdef, params, False, False, layout)
+    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(plain)) > 0.1
+    assert_equal_trees(gradients(graphdef, params, True, remat, layout), plain)
 
 
 def test_stacked_layers_have_the_same_logprobs():

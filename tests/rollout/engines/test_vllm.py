@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.parameters import others_slow
 from tests.rollout.engines.stand_in import until
 from tests.training.small_learner import ROWS, TOKENIZER, collect, make, make_model, params_of, varied
 from tests.training.test_environments import Vowels
@@ -45,7 +46,7 @@ def test_a_group_stays_on_one_server(serve, connect):
     assert len(groups[0]) == len(groups[1]) == 2 and not groups[0] & groups[1]
 
 
-@pytest.mark.parametrize("mode", ["lockstep", "eager"])
+@pytest.mark.parametrize("mode", others_slow(["lockstep", "eager"], "eager"))
 def test_several_turns_equal_those_of_the_local_engine(serve, connect, mode):
     """The mask, log-probabilities and rewards equal those of the engine in this process. The prompt of each turn is the
     whole history."""

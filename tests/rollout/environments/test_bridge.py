@@ -253,6 +253,7 @@ def test_control_tokens_in_any_text_are_plain_text(texts, name, chat):
     name=st.sampled_from(["qwen25", "llama"]),
     chat=st.booleans(),
 )
+@pytest.mark.slow
 def test_an_overlong_observation_is_shortened_to_fit_or_reported(parts, most, name, chat):
     ours, _ = BUILT[name]
     texts = [text * times for text, times in parts]

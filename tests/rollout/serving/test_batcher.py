@@ -127,6 +127,7 @@ def test_a_prompt_is_computed_once_for_its_completions(run, monkeypatch):
     assert seen == [[1, 2, 3]]
 
 
+@pytest.mark.slow
 def test_prompts_that_arrive_together_are_computed_together(run, monkeypatch):
     made, seen = run(rows=8), []
     prefill = made.slots.prefill
@@ -157,6 +158,7 @@ def test_a_stop_id_ends_a_completion(run):
         assert found[short, sample][2] == ("stop" if stop in tokens else "length")
 
 
+@pytest.mark.slow
 def test_cancelled_completions_free_their_rows(run):
     made = run(rows=2, longest=4000, eos_ids=())
     long = [Job([1], 2, JobSampling(3990)), Job([2], 1, JobSampling(3990))]
