@@ -245,8 +245,7 @@ class Engine(Protocol):
     def row_steps(self) -> int:
         """The number of token positions computed so far, including unused positions; 0 if this number is not known.
 
-        The utilisation of a training step is the number of its
-        sampled tokens divided by the increase of `row_steps`.
+        The utilisation of a training step is the number of its sampled tokens divided by the increase of `row_steps`.
         """
 
     def place(self, params: Any) -> Any:
