@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix_like.algorithms.registry import check_new_name, find_registered, own_parameters
+from tunix_like.algorithms.registry import find_registered, own_parameters
 from tunix_like.errors import UserError
+from tunix_like.runtime.user_code import check_new_name
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +- this value before `exp`, so that neither the value nor the gradient overflows."""
@@ -87,7 +88,7 @@ def register_policy_loss_fn(
     """
 
     def register(function: PolicyLossFunction) -> PolicyLossFunction:
-        check_new_name("policy loss", name, POLICY_LOSSES)
+        check_new_name("policy loss", name, POLICY_LOSSES, reserved=".:")
         if behaviour not in ("trainer", "rollout"):
             raise UserError(f"policy loss '{name}': behaviour must be 'trainer' or 'rollout', got '{behaviour}'.")
         POLICY_LOSSES[name] = PolicyLoss(function, behaviour, extra_term)

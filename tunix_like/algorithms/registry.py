@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from tunix_like.errors import UserError, nearest
-from tunix_like.runtime.user_code import is_place, load_function
+from tunix_like.runtime.user_code import check_new_name, is_place, load_function
 from tunix_like.types import AdvantageEstimator
 
 Params = Mapping[str, Any]
@@ -90,7 +90,7 @@ def register_advantage_estimator(
     """
 
     def register(function: AdvantageEstimator) -> AdvantageEstimator:
-        check_new_name("advantage estimator", name, ADVANTAGE_ESTIMATORS)
+        check_new_name("advantage estimator", name, ADVANTAGE_ESTIMATORS, reserved=".:")
         if isinstance(takes, str) and takes not in REWARD_KINDS:
             raise UserError(f"advantage estimator '{name}': takes='{takes}'. {nearest(takes, REWARD_KINDS)}")
         ADVANTAGE_ESTIMATORS[name] = Estimator(
@@ -139,16 +139,6 @@ def find_registered(name: str, registry: dict[str, Any], unknown: str, unregiste
             f"{unknown} '{name}'. {nearest(name, names)} For your own function write path/to/file.py:function."
         )
     return registry[name]
-
-
-def check_new_name(what: str, name: str, registry: dict[str, Any]) -> None:
-    """Raises UserError if a name is already registered, or looks like a file or a module."""
-    if name in registry:
-        raise UserError(f"{what} '{name}' is already registered; choose another name.")
-    if is_place(name):
-        raise UserError(
-            f"{what} '{name}': names with '.' or ':' are reserved for files and modules; choose another name."
-        )
 
 
 def _check_signature(name: str, function: Callable[..., Any]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tunix_like.errors import UserError, nearest
 from tunix_like.rewards.calls import check_form
-from tunix_like.runtime.user_code import load_function
+from tunix_like.runtime.user_code import check_new_name, load_function
 
 if TYPE_CHECKING:
     from tunix_like.types import RewardFunction
@@ -33,15 +33,9 @@ def register_reward_fn(name: str, answer: Callable[[str], Hashable | None] | Non
     Raises:
       UserError: the name is already registered, or contains a colon (reserved for files and modules).
     """
-    if ":" in name:
-        raise UserError(
-            f"register_reward_fn: the name '{name}' must not contain a colon, which is reserved for "
-            "'FILE.py:function'; choose another."
-        )
 
     def register(function: _F) -> _F:
-        if name in REWARDS:
-            raise UserError(f"register_reward_fn: the name '{name}' is already registered; choose another.")
+        check_new_name("reward function", name, REWARDS)
         REWARDS[name] = function
         if answer is not None:
             ANSWERS[name] = answer

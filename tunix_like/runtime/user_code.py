@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +24,23 @@ def is_place(name: str) -> bool:
     """Returns whether a name is a path to a function (`FILE.py:function`, `package.module:function`,
     `package.module.function`) and not a registered name."""
     return ":" in name or "." in name
+
+
+def check_new_name(what: str, name: str, registry: Mapping[str, Any], reserved: str = ":") -> None:
+    """Checks that a name can be registered.
+
+    Args:
+      what: the kind of function, for the error message, e.g. "reward function".
+      reserved: characters that the name must not contain, because they mark a file or a module.
+
+    Raises:
+      UserError: the name is in `registry`, or contains a reserved character.
+    """
+    if name in registry:
+        raise UserError(f"{what} '{name}' is already registered; choose another name.")
+    if any(character in name for character in reserved):
+        marks = " or ".join(f"'{character}'" for character in reserved)
+        raise UserError(f"{what} '{name}': names with {marks} are reserved for files and modules; choose another name.")
 
 
 def is_own(function: Callable[..., Any]) -> bool:

@@ -400,10 +400,10 @@ def test_local_failure_names_the_line_of_the_error():
 def test_registry_of_environments(tmp_path, monkeypatch):
     monkeypatch.setattr("tunix_like.rollout.environments.registry.ENVIRONMENTS", dict(ENVIRONMENTS))
     assert register_environment("mine")(Own) is Own and resolve("mine") is Own
-    with pytest.raises(UserError, match="the name 'mine' is already registered"):
+    with pytest.raises(UserError, match="environment 'mine' is already registered"):
         register_environment("mine")(Own)
-    with pytest.raises(UserError, match="must not contain a colon"):
-        register_environment("a:b")
+    with pytest.raises(UserError, match="environment 'a:b': names with ':' are reserved"):
+        register_environment("a:b")(Own)
     with pytest.raises(UserError, match="has no method 'step'"):
         register_environment("other")(NoStep)
     with pytest.raises(UserError, match="Environment 'min' is unknown. Did you mean 'mine'"):

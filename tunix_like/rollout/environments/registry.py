@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from tunix_like.errors import UserError, nearest
 from tunix_like.rewards.pool import place_of
 from tunix_like.rollout.environments.adapters import as_environment
-from tunix_like.runtime.user_code import load_function
+from tunix_like.runtime.user_code import check_new_name, load_function
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -27,15 +27,9 @@ def register_environment(name: str) -> Callable[[_F], _F]:
       UserError: the name is already registered, or contains a colon (reserved for files and modules), or the class
         cannot be an environment.
     """
-    if ":" in name:
-        raise UserError(
-            f"register_environment: the name '{name}' must not contain a colon, which is reserved for 'FILE.py:Class'; "
-            "choose another."
-        )
 
     def register(factory: _F) -> _F:
-        if name in ENVIRONMENTS:
-            raise UserError(f"register_environment: the name '{name}' is already registered; choose another.")
+        check_new_name("environment", name, ENVIRONMENTS)
         as_environment(factory)
         ENVIRONMENTS[name] = factory
         return factory
