@@ -23,9 +23,9 @@ from tunix_like.algorithms.registry import (
 )
 from tunix_like.errors import UserError
 
-from .oracles import NAN
+from .oracles import EVERY, NAN
 
-BUILT_IN = "drgrpo, grpo, maxpo, maxrl, opo, passk, pkpo, reinforce_pp, rloo"
+BUILT_IN = ", ".join(sorted({name for name, _ in EVERY}))
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,74 @@
+"""Tests that the page of metrics lists every metric that runs write."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.training import test_environments, test_staleness
+from tests.training.small_learner import ROWS, TOKENIZER, collect, make, make_model
+from tunix_like import AlgorithmConfig, EvalConfig, GRPOLearner, RolloutConfig, SFTConfig, SFTTrainer
+
+pytestmark = pytest.mark.slow
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+SAMPLES = EvalConfig(samples=2)
+
+
+def documented(section=""):
+    """Returns a pattern of the names in the tables (and, for SFT, the text) of a section of the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    text = text[text.index(f"## {section}") :]
+    lines = [line.split("|")[1] if line.startswith("|") else line for line in text.splitlines()]
+    names = {name for line in lines for name in re.findall(r"`([^`\s]+)`", line)}
+    return re.compile("|".join(re.sub(r"<\w+>", "[\\\\w.@/-]+", re.escape(name)) for name in sorted(names)))
+
+
+def unknown(rows, prefix, pattern):
+    names = {name.removeprefix(prefix) for row in rows for name in row if name.startswith(prefix)}
+    assert names
+    return sorted(name for name in names if not pattern.fullmatch(name))
+
+
+def rewards(prompts, completions, **columns):
+    return [float(len(completion) % 2) for completion in completions]
+
+
+def all_rows():
+    yield from collect(
+        make(
+            AlgorithmConfig(
+                num_generations=4, beta=0.1, sampler_is="token", dynamic_sampling=True, overlong="mask",
+                advantage_estimator="grpo",
+            ),
+            learner=GRPOLearner, reward={"length": rewards}, eval_config=SAMPLES,
+        ),
+        [row | {"data_source": "ab"[i % 2]} for i, row in enumerate(ROWS)],
+        ROWS[:2],
+    )  # fmt: skip
+    yield from collect(test_environments.learner(eval_config=SAMPLES), eval_ds=ROWS[:2])
+    yield from collect(test_staleness.stale())
+
+
+def test_every_metric_of_training_and_evaluation_is_on_the_page():
+    rows = list(all_rows())
+    assert unknown(rows, "train/", documented()) == []
+    assert unknown(rows, "eval/", documented("Evaluation")) == []
+    names = set().union(*rows)
+    assert {"train/kl", "train/staleness", "train/environment/good", "train/dynamic_sampling/extra_batches"} <= names
+    assert {"train/sampler_is/ess", "train/overlong/masked_frac", "train/pass@1/a", "eval/low/pass@1"} <= names
+    assert "new" not in names and unknown([{"train/new": 1}], "train/", documented()) == ["new"]
+
+
+def test_every_metric_of_fine_tuning_is_on_the_page():
+    found = []
+    trainer = SFTTrainer(
+        model=make_model(),
+        tokenizer=TOKENIZER,
+        sft_config=SFTConfig(max_steps=2, batch_size=2, eval_every_n_steps=1),
+        rollout_config=RolloutConfig(max_prompt_length=8, max_tokens_to_generate=4),
+        evaluate=lambda params, step: {"eval/pass@1": 0.5},
+    )
+    trainer.train(ROWS, on_row=lambda row: found.append(dict(row)))
+    pattern = documented("Supervised fine-tuning")
+    assert unknown(found, "sft/", re.compile(f"{pattern.pattern}|step")) == []
