@@ -10,10 +10,6 @@ import os
 import time
 from pathlib import Path
 
-# The imported modules (jax, torch, transformers) have millions of objects. With the default thresholds, the collections
-# that visit all of them take a tenth of the time of the tests.
-gc.set_threshold(50_000, 20, 20)
-
 # Set before jax is imported. The pytest workers and the programs that tests start inherit these variables.
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Torch is only the reference of some tests. Several torch threads would compete with jax for the processor cores.
@@ -41,6 +37,9 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# The imported modules (jax, torch, transformers) have millions of objects. With the default thresholds, the collections
+# that visit all of them take a tenth of the time of the tests.
+gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
