@@ -38,9 +38,16 @@ EVERY: list[tuple[str, dict[str, Any]]] = [
     ("opo", {}),
     ("reinforce_pp", {}),
 ]
-every = pytest.mark.parametrize(
-    ("name", "params"), EVERY, ids=["-".join([n, *(f"{k}{v}" for k, v in p.items())]) for n, p in EVERY]
+IDS = ["-".join([n, *(f"{k}{v}" for k, v in p.items())]) for n, p in EVERY]
+every = pytest.mark.parametrize(("name", "params"), EVERY, ids=IDS)
+
+QUICK = ("grpo", "maxrl", "maxpo-k3", "pkpo-k3", "opo")
+every_some_slow = pytest.mark.parametrize(
+    ("name", "params"),
+    [pytest.param(*each, marks=() if i in QUICK else pytest.mark.slow) for i, each in zip(IDS, EVERY, strict=True)],
+    ids=IDS,
 )
+"""Like `every`, but plain `pytest` runs the test for the estimators in `QUICK` only."""
 
 SPEAKS_OF_CONSTANT = (("pkpo", {"k": 1}), ("reinforce_pp", {}))
 """The estimators that give constant groups nonzero advantages."""

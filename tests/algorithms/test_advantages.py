@@ -28,6 +28,7 @@ from .oracles import (
     definition,
     estimate,
     every,
+    every_some_slow,
     kinds_of_groups,
     least_scored,
     taken,
@@ -250,7 +251,7 @@ mild = batches(st.integers(-8, 8).map(float), shortest=1)
 """Rewards whose sums, shifts and products are exact in float32, so that only the estimator rounds."""
 
 
-@every
+@every_some_slow
 @settings(max_examples=30, deadline=None, database=None, derandomize=True)
 @given(batch=wild)
 def test_invariants_hold_for_any_rewards(name, params, batch):
@@ -276,7 +277,7 @@ def test_invariants_hold_for_any_rewards(name, params, batch):
             assert abs(row @ length) <= 1e-5 * size * length.sum() + 1e-30, "the sum over tokens"
 
 
-@every
+@every_some_slow
 @settings(max_examples=20, deadline=None, database=None, derandomize=True)
 @given(batch=mild, seed=st.integers(0, 99), shift=st.integers(1, 64), scale=st.sampled_from([0.5, 3.0, 1000.0]))
 def test_permutation_shift_and_scale_of_rewards(name, params, batch, seed, shift, scale):

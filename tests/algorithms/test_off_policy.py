@@ -186,6 +186,7 @@ def test_bias_of_one_completion_outside_the_bounds():
         np.testing.assert_allclose(found, gained * own[low], atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", DEFAULT_UPPER)
 def test_bias_as_the_bounds_widen(mode):
     """The bias converges to 0 for ratios of completions, and to the bias of unbounded token ratios for ratios of
@@ -260,6 +261,7 @@ PAGE = {
 """The table of docs/off_policy.md: the bias in percent of the length of the true gradient, for three samplers."""
 
 
+@pytest.mark.slow
 def test_biases_of_the_documentation_page():
     ranges = []
     for place, gap in enumerate((0.05, 0.2, 0.8)):
@@ -282,6 +284,7 @@ BINARY_ESTIMATORS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "params"), BINARY_ESTIMATORS, ids=str)
 def test_off_policy_advantages_of_successes(name, params):
     """For 0/1 rewards the expected gradient is `w(q) grad p`, where `q` is the pass rate of the sampler. The direction

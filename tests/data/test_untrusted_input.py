@@ -74,6 +74,7 @@ def test_yaml_aliases_are_rejected(name, tmp_path):
     assert load(None, ["data.path=*a"]).data.path == "*a", "a key of text holds it as text"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("levels", [2_000, 100_000])
 def test_yaml_that_is_nested_too_deeply(levels, tmp_path):
     (tmp_path / "a.yaml").write_text("model: {config: {x: " + "[" * levels + "]" * levels + "}}\n")

@@ -164,7 +164,7 @@ def test_logits_agree_with_transformers(reference, side):
     np.testing.assert_allclose(our_logits(ours, mask)[mask], theirs[mask], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("reference", others_slow(FAMILIES, "qwen3", "gemma3"), indirect=True)
+@pytest.mark.parametrize("reference", others_slow(FAMILIES, "gemma3"), indirect=True)
 def test_sampled_tokens_and_their_log_probabilities(reference):
     """64 greedy tokens are the argmax of the full forward pass of transformers. Tokens drawn at a temperature have the
     log-probabilities that transformers and the trainer compute."""

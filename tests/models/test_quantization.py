@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 from tests.models.test_lora import HF
+from tests.parameters import others_slow
 from tunix_like import LoraConfig, UserError, add_lora, load_model, merge_lora
 from tunix_like.models import quantization, weights
 from tunix_like.models.loading import load_abstract, save_model
@@ -60,7 +61,7 @@ def test_nf4_table_is_the_published_table():
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
-@pytest.mark.parametrize("lead", [(3,), (2, 3), ()])
+@pytest.mark.parametrize("lead", others_slow([(3,), (2, 3), ()], (2, 3)))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("form", ["of the platform", "many rows", "fused"])
 def test_product_and_gradient_match_float64(monkeypatch, kind, lead, dtype, form):

@@ -248,6 +248,7 @@ BETWEEN |= dict.fromkeys("\u2044\u2215", Fraction(5, 6))
 """The characters, other than digits, that make a number together with a 5 before and a 6 after them."""
 
 
+@pytest.mark.slow
 def test_characters_between_digits_do_not_join_them():
     """Tests the characters of the first Unicode plane between and after digits: ASCII, characters with a compatibility
     form, marks, numerals and spaces. The oracle is the table of numeric values of Unicode."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.parameters import others_slow
 from tests.process import ROOT
 from tests.rewards import misbehaving
 from tunix_like.errors import UserError
@@ -76,7 +77,7 @@ FAILS = {
 }
 
 
-@pytest.mark.parametrize("what", FAILS)
+@pytest.mark.parametrize("what", others_slow(FAILS, "raise", "os._exit", "kill", "close", "text"))
 def test_only_the_failing_completion_is_unscored(workers, what):
     """Uses groups of four. One completion of the second group fails, and the seven others have their rewards."""
     kind, reason = FAILS[what]

@@ -126,6 +126,7 @@ class Failing(Vowels):
         return b"bytes" if self.answer[0] == "h" else super().step(completion)
 
 
+@pytest.mark.slow
 def test_failure_of_an_environment_affects_only_its_trajectory(tmp_path):
     made = learner(Failing, output_dir=str(tmp_path))
     rows = collect(made, batch_size=8)
@@ -207,6 +208,7 @@ def test_limits_of_turns_and_observations():
     assert 0 < row["train/reward/error_frac"] <= 0.25 and row["train/turns/cut_observations"] == 0
 
 
+@pytest.mark.slow
 def test_first_observations_are_part_of_the_prompt():
     class Opens(Vowels):
         def reset(self, answer, **columns):

@@ -174,6 +174,7 @@ def passes(monkeypatch) -> collections.Counter[str]:
     return counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "chunks"),
     [(Layout(1, 1, 1, False), [7, 1, 0]), pytest.param(Layout(2, 2, 1, True), [4, 1, 0], marks=pytest.mark.slow)],

@@ -195,6 +195,7 @@ def test_invalid_settings_are_rejected_before_compilation():
         collect(learner(), [{"prompt": "ab", "answer": "b"}] * 4)
 
 
+@pytest.mark.slow
 def test_engine_that_does_not_restart_rows_is_rejected():
     class Deaf:
         """A responder that does not restart rows."""
@@ -219,6 +220,7 @@ def test_engine_that_does_not_restart_rows_is_rejected():
         collect(learner(engine=Own()))
 
 
+@pytest.mark.slow
 def test_a_trajectory_whose_prompt_changes_is_unscored():
     """The other trajectories continue."""
     sometimes = (

@@ -88,6 +88,7 @@ def test_without_shuffling_rows_come_in_order():
     assert seen == [row["prompt"] for row in [*ROWS, *ROWS[:4]]]
 
 
+@pytest.mark.slow
 def test_small_and_empty_data():
     row = collect(make(max_steps=1), ROWS[:3], batch_size=8)[0]
     assert row["step"] == 1
@@ -118,6 +119,7 @@ def test_long_prompts_are_skipped_and_counted(caplog):
         make().train([*ROWS, *long], overlong_prompts="error")
 
 
+@pytest.mark.slow
 def test_long_prompts_after_the_checked_rows_are_skipped(monkeypatch):
     monkeypatch.setattr(stream, "SCANNED_ROWS", len(ROWS))
     rows = [*ROWS, {"prompt": "abcdefgh>", "answer": "b"}]
@@ -126,6 +128,7 @@ def test_long_prompts_after_the_checked_rows_are_skipped(monkeypatch):
         make(max_steps=4).train(rows, batch_size=4, overlong_prompts="error")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "number"),
     [(ROWS[:3], 3), pytest.param([*ROWS[:5], {"prompt": "abcdefgh>", "answer": "b"}], 5, marks=pytest.mark.slow)],

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import tunix_like
+from tests.parameters import others_slow
 from tunix_like import (
     CustomConfig,
     CustomLearner,
@@ -53,6 +54,7 @@ def test_estimators_without_module_or_hash(monkeypatch):
         assert make(algo, learner=CustomLearner, max_steps=1).train(ROWS, batch_size=4)["step"] == 1
 
 
+@pytest.mark.slow
 def test_user_defined_estimators_are_traced_by_each_learner(monkeypatch):
     """A user's function may read state that has changed since. A second learner traces it again."""
     monkeypatch.setattr("tunix_like.algorithms.registry.ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
@@ -111,7 +113,7 @@ BAD_ESTIMATORS = {
 }
 
 
-@pytest.mark.parametrize("function", BAD_ESTIMATORS)
+@pytest.mark.parametrize("function", others_slow(BAD_ESTIMATORS, "broken"))
 def test_invalid_estimator_changes_no_weight(function, tmp_path):
     """The invalid result is detected before the weights change, in the step in which it occurs. The completions are
     saved."""

@@ -105,7 +105,7 @@ def plain_gradient(objective, ids):
     return jax.jit(jax.grad(loss))(PARAMS)
 
 
-@pytest.mark.parametrize("mode", range(len(LOSS_AGG_MODES)), ids=LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", others_slow(range(len(LOSS_AGG_MODES)), 0), ids=LOSS_AGG_MODES)
 def test_gradient_equals_the_sum_over_segments_as_separate_rows(mode):
     ids = np.full(PROMPTS, mode, np.int32)
     batch = BATCH_OF_SEGMENTS._replace(estimator_ids=ids)

@@ -255,6 +255,7 @@ def test_mixed_estimators_in_one_step():
     assert TRACES["mixed"] == traces
 
 
+@pytest.mark.slow
 def test_kl_and_entropy_need_groups_without_signal(other_logprobs):
     """KL and entropy give completions of advantage 0 a gradient too, so omitting them would change the gradient."""
     rewards = np.where(np.arange(PROMPTS)[:, None] == 1, 0.7, BATCH.rewards).astype(np.float32)
@@ -353,6 +354,7 @@ def test_mask_of_all_tokens_equals_no_mask():
     np.testing.assert_equal(one[1], other[1])
 
 
+@pytest.mark.slow
 def test_advantages_of_single_tokens():
     batch = BATCH._replace(token_mask=SAMPLED)
     run = jax.jit(plain_step(GRAPHDEF, PerToken(), keep_gradient, PLAIN))
@@ -362,7 +364,7 @@ def test_advantages_of_single_tokens():
     assert difference(found, plain_gradient(Reinforce(), SAMPLED, jnp.zeros(PROMPTS, jnp.int32))) > 0.1
 
 
-@pytest.mark.parametrize("loss", ["nan in the loss", "nan in the gradient"])
+@pytest.mark.parametrize("loss", others_slow(["nan in the loss", "nan in the gradient"], "nan in the gradient"))
 def test_non_finite_loss_does_not_change_weights_and_optimizer(loss, monkeypatch):
     """One token of one completion is affected. Adam's counts and moments are unchanged too."""
 
@@ -403,7 +405,7 @@ def test_uncounted_tokens_do_not_change_the_gradient():
     assert difference(gradient_of(data_of())[0], gradient) > 0.1, "they would teach otherwise"
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("bad", others_slow([np.nan, np.inf], np.inf))
 def test_non_finite_advantage_does_not_change_weights_and_optimizer(bad, monkeypatch):
     """Weights and the optimizer's state are bitwise unchanged."""
     monkeypatch.setattr(estimators, "ADVANTAGE_ESTIMATORS", dict(estimators.ADVANTAGE_ESTIMATORS))

@@ -46,6 +46,7 @@ def test_a_group_stays_on_one_server(serve, connect):
     assert len(groups[0]) == len(groups[1]) == 2 and not groups[0] & groups[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", others_slow(["lockstep", "eager"], "eager"))
 def test_several_turns_equal_those_of_the_local_engine(serve, connect, mode):
     """The mask, log-probabilities and rewards equal those of the engine in this process. The prompt of each turn is the
