@@ -32,10 +32,10 @@ def _centred(rewards: Rewards, scored: Scored) -> tuple[Array, Array, Array, Arr
     """Returns `r_i - m` (0 if unscored), `m`, the number `n` of scored rewards, and whether two rewards of the group
     differ.
 
-    For `r_i - m`, the largest reward is subtracted before the mean is taken. Otherwise the differences `r_i - m` of
-    rewards near 1000 would have rounding errors of 1e-4. The returned `m` is the plain mean. Adding the largest reward
-    back to the shifted mean would lose the last digits of the mean, for example with one success among 1000
-    completions.
+    Before `r_i - m` is computed, the largest reward is subtracted from all rewards. This does not change `r_i - m`, but
+    avoids rounding errors, which would be 1e-4 for rewards near 1000. The returned `m` is the mean of the rewards
+    themselves. The mean of the shifted rewards plus the largest reward would lose the last digits of the mean, for
+    example with one success among 1000 completions.
     """
     group = spread(rewards, scored)
     divisor = jnp.maximum(group.scored, 1)

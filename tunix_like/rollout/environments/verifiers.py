@@ -88,8 +88,8 @@ class VerifiersEnvironments:
         self._ready: list[Outcome] = []
 
     def reset(self, number: int, columns: Mapping[str, Any]) -> None:
-        """Queues an episode with the task in the column `task`. The first request of the episode becomes the
-        observation of the outcome."""
+        """Queues an episode with the task in the column `task`. The observation of the outcome is the first request
+        that the episode sends to the policy."""
         self.calls.pop(number, None)
         task = columns.get(TASK_COLUMN)
         if isinstance(task, Mapping):
