@@ -8,6 +8,7 @@ import gc
 import importlib.metadata
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 # Set before jax is imported. The pytest workers and the programs that tests start inherit these variables.
@@ -42,6 +43,22 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(50_000, 20, 20)
 
 
+# On Linux a process may have 65,530 memory mappings (`vm.max_map_count`). A compiled program takes about nine, and XLA
+# ends the process when a mapping fails.
+MAPPINGS = Path("/proc/self/maps")
+TOO_MANY_MAPPINGS = 16_000
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Excludes all imported modules from garbage collection."""
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """After the last test of a file: releases the compiled programs if the process has many memory mappings."""
+    yield
+    file_ends = nextitem is None or nextitem.path != item.path
+    if file_ends and MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > TOO_MANY_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
