@@ -150,6 +150,7 @@ def test_importing_the_package_does_not_import_heavy_libraries():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_importing_a_learner_does_not_import_scipy():
     """Only the exact confidence interval needs scipy."""
     code = "import sys\nfrom tunix_like import MaxRLLearner\nsys.exit('scipy' in sys.modules)"

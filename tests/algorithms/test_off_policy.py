@@ -125,7 +125,10 @@ def both_chances(world=TWO_TOKENS) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("loss", others_slow(["ppo_clip", "reinforce", "cispo", "gspo"], "ppo_clip"))
-@pytest.mark.parametrize("world", [TWO_TOKENS, TWO_TURNS], ids=["two tokens", "two turns"])
+@pytest.mark.parametrize(
+    "world",
+    [pytest.param(TWO_TOKENS, id="two tokens"), pytest.param(TWO_TURNS, id="two turns", marks=pytest.mark.slow)],
+)
 def test_the_ratio_of_the_completion_has_no_bias(world, loss):
     """The expected gradient is exact if no ratio reaches a bound, whatever values the tokens of an environment have.
     This also holds for `rloo` and `drgrpo`, because the mean reward of the sampler is a valid baseline."""
@@ -241,6 +244,7 @@ def test_bounds_on_the_ratios_of_tokens():
         assert distance(wanted, expected(make("token", NO_BOUND))) > 0.05
 
 
+@pytest.mark.slow
 def test_bias_of_similar_policies():
     """The policies differ as after one update. Without a correction and with ratios of tokens the bias is of first
     order in the difference. Ratios of completions have no bias if all are within the bounds."""

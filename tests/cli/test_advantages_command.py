@@ -324,6 +324,7 @@ def size_of_png(path):
     return struct.unpack(">II", head[16:24])
 
 
+@pytest.mark.slow
 def test_figure_file(command, own, tmp_path):
     path = tmp_path / "w.png"
     _, notes = command("1,0,0,0", "--plot", str(path), "k=3", f"estimator={own}:twice")

@@ -81,6 +81,7 @@ def test_written_values_equal_the_measured_values(place, monkeypatch, capsys):
     assert (summary["problems"], summary["samples"], summary["temperature"]) == (6, 4, 1.0)
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_split(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     said_by(capsys, "model", *SETTINGS, "data.split=train", "eval.max_problems=5", "--out", "train.jsonl")
@@ -89,6 +90,7 @@ def test_the_rows_of_a_split(place, monkeypatch, capsys):
     assert [row["prompt"] for row in rows] == [each["prompt"] for each in train][:5] and summary["split"] == "train"
 
 
+@pytest.mark.slow
 def test_prompts_that_are_too_long(place, monkeypatch, capsys, caplog):
     """The title, the table, the summary and a warning contain the count. data.overlong_prompts=error makes the row an
     error."""
@@ -130,6 +132,7 @@ def test_bad_input(place, monkeypatch, capsys, argv, words):
     assert error.startswith("error: ") and all(word in error for word in words), error
 
 
+@pytest.mark.slow
 def test_comparison_of_a_model_with_a_file(place, monkeypatch, capsys):
     """An evaluation of the model with the settings of the file has the same values. With fewer samples it still shares
     metrics."""

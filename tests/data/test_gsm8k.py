@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.parameters import others_slow
 from tunix_like.config.schema import DataConfig
 from tunix_like.data import load_source
 from tunix_like.data.tokenizer import Tokenizer
@@ -106,7 +107,7 @@ def example():
     return module
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", others_slow(["qwen2", "qwen3"], "qwen3"))
 def test_tiny_model_folder_is_read_by_transformers(tmp_path, monkeypatch, family):
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 

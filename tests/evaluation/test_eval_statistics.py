@@ -197,7 +197,8 @@ def rare_ones(rate, samples):
     return draw, rate / 2 + (1 - rate / 2) * rate / 2
 
 
-@pytest.mark.parametrize("size", others_slow(SIZES, 64))
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
 def test_coverage_with_several_samples_each(size, monkeypatch):
     """At least 93 % of 300 intervals contain the truth (the standard error at 95 % is 1.3 %). For well spread values
     the interval is only slightly wider than the normal one."""

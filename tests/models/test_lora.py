@@ -65,6 +65,7 @@ def torch_logits(model):
     return out.logits.float().numpy()[REAL]
 
 
+@pytest.mark.slow
 def test_logits_are_equal_in_peft_transformers_and_after_loading(place, tmp_path):
     """The logits of this package equal those of PEFT with the adapters on the base model, of transformers with the
     merged folder, and of this package after loading either. They differ from those of the base model."""

@@ -207,6 +207,7 @@ def test_workers_start_when_needed_and_leave_no_files_or_processes(tmp_path, mon
     close_pools(functions.values())
 
 
+@pytest.mark.slow
 def test_memory_has_a_limit(monkeypatch):
     """A leaking worker is replaced between calls. A worker that grows during a call is stopped in it."""
     functions = pooled([misbehaving.leaking, misbehaving.deed], workers=1, timeout_seconds=20, memory_gb=0.15)

@@ -255,6 +255,7 @@ def test_parameters_by_row_equal_common_parameters(seed):
         np.testing.assert_allclose(logprobs[row], expected[1][row], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_top_k_by_row_equals_common_top_k():
     """Cases with ties, with k equal to the number of tokens, and with zeros."""
     rng = np.random.default_rng(0)

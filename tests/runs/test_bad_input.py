@@ -16,6 +16,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import tunix_like
+from tests.parameters import others_slow
 from tests.runs.mistakes import MISTAKES, NORM, OWN, REVERSE, REVERSED
 from tests.tiny_model import HF
 from tunix_like.cli import main as cli
@@ -187,7 +188,9 @@ def listing(folder):
     return {str(path): path.stat().st_mtime_ns for path in files}
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize(
+    "name", others_slow(MISTAKES, *(name for name in MISTAKES if name != "adapters larger than the memory"))
+)
 def test_error_is_one_line_before_anything_is_compiled(name, place, monkeypatch, capsys, forbid_sampling_and_training):
     monkeypatch.chdir(place)
     argv, words = MISTAKES[name]

@@ -78,6 +78,7 @@ def test_the_peak_of_a_device(monkeypatch, kind, peak):
     assert speed.peak_flops() == (None if peak is None else 2 * peak)
 
 
+@pytest.mark.slow
 def test_a_trace_of_some_steps(tmp_path):
     profile = speed.Profile([2, 3], tmp_path)
     sizes = []

@@ -142,6 +142,7 @@ def test_batch_larger_than_the_data_logs_a_warning(caplog, rows, number):
     assert "data.batch_size" not in caplog.text
 
 
+@pytest.mark.slow
 def test_long_evaluation_prompts_are_counted(caplog):
     held_out = [ROWS[0], reverse_text.record("abcdefghijkl"), *ROWS[1:3]]
     learner = make(max_steps=1, eval_config=EvalConfig(samples=2, batch_size=8))
@@ -156,6 +157,7 @@ def test_long_evaluation_prompts_are_counted(caplog):
         learner.train(ROWS, held_out, batch_size=4, overlong_prompts="error")
 
 
+@pytest.mark.slow
 def test_a_tokenizer_of_transformers(tmp_path):
     import transformers
 

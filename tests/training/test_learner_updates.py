@@ -70,6 +70,7 @@ def test_a_step_without_a_counted_token_changes_nothing(tmp_path):
     assert rows[-1]["train/groups/zero_signal_frac"] == 1 and rows[-1]["train/grad_norm"] == 0
 
 
+@pytest.mark.slow
 def test_maxima_of_several_updates_are_not_averaged(monkeypatch):
     """The ratio is 1 in the first update of a batch, and the metric is the maximum of the second."""
     updates = []

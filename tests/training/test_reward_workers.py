@@ -101,6 +101,7 @@ def test_failure_of_all_rewards_in_step_1_stops_the_run(tmp_path):
     assert all(slot.worker is None for slot in functions["raises"].pool._slots)
 
 
+@pytest.mark.slow
 def test_later_exception_of_a_reward_is_counted(tmp_path):
     """The function runs in this process and fails for one prompt of step 2. Its group has no reward; the other group is
     unaffected."""

@@ -101,6 +101,7 @@ def test_loss_equals_the_likelihood_and_the_model_is_updated():
     assert last["sft/loss"] > naive_nll(model, ROWS), "the model handed in is the one that was trained"
 
 
+@pytest.mark.slow
 def test_a_second_call_without_a_folder_continues():
     """Two calls of two steps equal one of four: rows, moments and learning rates."""
     rows, model, whole = [], make_model(), make_model()
@@ -163,6 +164,7 @@ def test_gradient_equals_that_of_the_answers_likelihood():
     assert distance < 1e-5
 
 
+@pytest.mark.slow
 def test_stops_at_success(caplog):
     calls = []
 

@@ -322,6 +322,7 @@ def test_server_with_another_tokenizer_is_rejected(serve, connect):
         connect(server)
 
 
+@pytest.mark.slow
 def test_key_of_the_environment_variable_is_sent(serve, connect, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     learner = make(reward=varied, engine=connect(serve(key="secret")), max_steps=1)

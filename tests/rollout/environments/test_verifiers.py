@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.parameters import others_slow
 from tests.process import ROOT
 from tests.rollout.engines.stand_in import StandIn, until
 from tests.tiny_model import HF
@@ -293,7 +292,8 @@ def served(model, rollout, folder):
     server.stop()
 
 
-@pytest.mark.parametrize("where", others_slow(["local", "vllm"], "local"))
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["local", "vllm"])
 def test_learner_trains_on_the_sampled_tokens(monkeypatch, tmp_path, where):
     """Some rows are continued and some have two segments. The trainer computes the log-probabilities of the sampler."""
 

@@ -139,6 +139,7 @@ def test_prompts_that_arrive_together_are_computed_together(run, monkeypatch):
     assert seen == [(6, 64), (1, 200)]
 
 
+@pytest.mark.slow
 def test_different_seeds_and_numbers_give_different_completions(run):
     jobs = [Job([1, 2], 1, JobSampling(30, seed=seed), number) for seed in (1, 2, 1 << 40) for number in (0, 1)]
     found = run(eos_ids=()).finish(jobs)

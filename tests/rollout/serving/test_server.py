@@ -306,7 +306,8 @@ def slow(letters, monkeypatch):
     return start
 
 
-@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_disconnects_frees_its_rows(slow, stream):
     with slow(rows=2) as (url, server):
         before = server.hub.metrics.generated_tokens
@@ -320,6 +321,7 @@ def test_a_client_that_disconnects_frees_its_rows(slow, stream):
         assert not server.hub.queues and 0 < server.hub.metrics.generated_tokens - before < 2000
 
 
+@pytest.mark.slow
 def test_full_queue_answers_that_the_client_should_retry(slow):
     with slow(rows=1, max_waiting=2) as (url, server):
         body = {"prompt": "a>", "max_tokens": 1400, "n": 3, "stream": True}
