@@ -13,7 +13,7 @@ from flax import nnx
 
 from tests.parameters import others_slow
 from tests.rollout.test_sampler import WARM, chosen_logprobs
-from tests.rollout.test_turns import MODELS, MOST, PROMPTS, SIZE, VOCABULARY, Scripted, play
+from tests.rollout.test_turns import MODELS, MOST, PROMPTS, ROUNDING, SIZE, VOCABULARY, Scripted, play
 from tunix_like import UserError
 from tunix_like.config.schema import MeshConfig
 from tunix_like.models.sharding import AXES, build_mesh
@@ -133,7 +133,7 @@ def test_tokens_do_not_depend_on_the_schedule(monkeypatch, steps, rows, seed):
     found = play(Restarting(lockstep=seed is None, seed=seed), max_concurrent_rows=rows)
     for name in ("tokens", "lengths", "finished", "token_mask", "segment_start"):
         np.testing.assert_array_equal(getattr(found, name), getattr(steps[0], name), err_msg=name)
-    np.testing.assert_allclose(found.logprobs, steps[0].logprobs, atol=5e-5)
+    np.testing.assert_allclose(found.logprobs, steps[0].logprobs, atol=ROUNDING)
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_mesh_samples_the_same_tokens(steps, shape):
     found = play(Restarting(), mesh=build_mesh(MeshConfig(shape=shape, axis_names=list(AXES))))
     np.testing.assert_array_equal(found.tokens, steps[0].tokens)
     np.testing.assert_array_equal(found.segment_start, steps[0].segment_start)
-    np.testing.assert_allclose(found.logprobs, steps[0].logprobs, atol=1e-5)
+    np.testing.assert_allclose(found.logprobs, steps[0].logprobs, atol=ROUNDING)
 
 
 @pytest.mark.slow

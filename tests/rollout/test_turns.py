@@ -30,6 +30,10 @@ RNG = np.random.default_rng(0)
 VOCABULARY, MOST = 20, 70
 PROMPTS = [RNG.integers(0, VOCABULARY, length).tolist() for length in (5, 1, 11, 20, 3, 7)]
 ENDS, SIZE = (3, 5, 7), 4
+# Programs of other shapes, or for other devices, add float32 numbers in another order. On one device, the
+# log-probabilities of this file and of `test_restarts.py` differ by up to 1.5e-5 from the same model in float64. Two
+# programs differed by up to 1.9e-5.
+ROUNDING = 5e-5
 PLAIN = DecoderConfig(
     vocab_size=VOCABULARY,
     hidden_size=16,
@@ -183,8 +187,7 @@ def test_tokens_do_not_depend_on_the_schedule(monkeypatch, steps, rows, seed):
     found = play(Scripted(lockstep=seed is None, seed=seed), max_concurrent_rows=rows)
     for name in ("tokens", "lengths", "finished", "token_mask"):
         np.testing.assert_array_equal(getattr(found, name), getattr(steps[0], name), err_msg=name)
-    # Programs of other shapes round differently: the largest difference seen was 1.3e-5, of values up to 10.
-    np.testing.assert_allclose(found.logprobs, steps[0].logprobs, atol=5e-5)
+    np.testing.assert_allclose(found.logprobs, steps[0].logprobs, atol=ROUNDING)
 
 
 def test_without_replies_it_equals_the_one_turn_sampler():
@@ -211,4 +214,4 @@ def test_mesh_samples_the_same_tokens(steps, shape):
     found = play(Scripted(), mesh=build_mesh(MeshConfig(shape=shape, axis_names=list(AXES))))
     np.testing.assert_array_equal(found.tokens, steps[0].tokens)
     np.testing.assert_array_equal(found.token_mask, steps[0].token_mask)
-    np.testing.assert_allclose(found.logprobs, steps[0].logprobs, atol=1e-5)
+    np.testing.assert_allclose(found.logprobs, steps[0].logprobs, atol=ROUNDING)
