@@ -7,6 +7,7 @@ import contextlib
 import gc
 import importlib.metadata
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,11 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# A shell ignores SIGINT for a command in the background, and `nohup` ignores SIGHUP. Programs that tests start would
+# ignore them too.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _handler)
 # The imported modules (jax, torch, transformers) have millions of objects. With the default thresholds, the collections
 # that visit all of them take a tenth of the time of the tests.
 gc.set_threshold(50_000, 20, 20)
