@@ -14,7 +14,7 @@ from tunix_like.data import reverse_text
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.storage.metrics import rows
 from tunix_like.training import guards
-from tunix_like.training.guards import GapWatch, Skipped, SkipWatch
+from tunix_like.training.guards import GapWatch, UpdateInputs, SkipWatch
 
 from .repeated_prompts import BATCH
 
@@ -69,7 +69,7 @@ def test_disagreeing_sampler_stops_the_run(monkeypatch, tmp_path):
 def test_saved_skipped_update_is_read_unchanged(tmp_path):
     mask = np.zeros(BATCH.rewards.shape, bool)
     mask[1, 2] = True
-    given = Skipped(12, 1, BATCH, mask, mask.any(axis=1), None, BATCH.rollout_logprobs)
+    given = UpdateInputs(12, 1, BATCH, mask, mask.any(axis=1), None, BATCH.rollout_logprobs)
     file = guards.write_skipped(tmp_path / "skipped", given)
     assert file.name == "step_000012_update_1.npz"
     found = guards.read_skipped(file)
@@ -87,7 +87,7 @@ def test_failed_write_of_a_skipped_update_does_not_stop_the_run(tmp_path, caplog
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
-        update = Skipped(1, 0, BATCH, mask, mask.any(axis=1), None, None)
+        update = UpdateInputs(1, 0, BATCH, mask, mask.any(axis=1), None, None)
         guards.check_updates(told(1), [update], watch, GapWatch(None), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

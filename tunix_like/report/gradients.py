@@ -32,7 +32,7 @@ from tunix_like.runs.build import WeightedReward, check_config
 from tunix_like.runs.reward_functions import reward_functions
 from tunix_like.runs.trained import Trained, open_trained
 from tunix_like.training.engine import make_engine
-from tunix_like.training.guards import Skipped
+from tunix_like.training.guards import UpdateInputs
 from tunix_like.types import Problem, SamplingParams
 
 GRADIENT_KEY = 3
@@ -105,7 +105,7 @@ def _sample(trained: Trained, sampler: Sampler, problems: list[Problem], rewards
     return Rollout(problems, texts, completions, score_completions(rewards, problems, texts, size))
 
 
-def _update(config: Config, rollout: Rollout, objective: Objective) -> Skipped:
+def _update(config: Config, rollout: Rollout, objective: Objective) -> UpdateInputs:
     """Builds the inputs of one optimizer update from the rollout, as a training step does."""
     lengths, most = rollout.completions.lengths, config.rollout.max_tokens_to_generate
     total = rollout.scores.total.reshape(lengths.shape)
@@ -114,11 +114,11 @@ def _update(config: Config, rollout: Rollout, objective: Objective) -> Skipped:
     live = objective.live_rows(batch.rewards, batch.scored, estimator_ids(objective, rollout))
     if batch.trained is not None:
         live = live & batch.trained
-    return Skipped(0, 0, batch, live, np.ones(len(live), bool), None, None)
+    return UpdateInputs(0, 0, batch, live, np.ones(len(live), bool), None, None)
 
 
 def _norms(
-    update: Skipped, trained: Trained, program: Any, on_progress: Callable[[int], None]
+    update: UpdateInputs, trained: Trained, program: Any, on_progress: Callable[[int], None]
 ) -> Float[np.ndarray, "P"]:
     """Computes the gradient norm of each prompt; 0 if none of its completions has a gradient."""
     live, norms = update.live, np.zeros(len(update.live))

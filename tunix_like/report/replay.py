@@ -23,7 +23,7 @@ from tunix_like.runtime import console, progress
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.training.arguments import forward_options
 from tunix_like.training.forward import place_packed
-from tunix_like.training.guards import FOLDER, Skipped, read_skipped
+from tunix_like.training.guards import FOLDER, UpdateInputs, read_skipped
 from tunix_like.training.train_step import StepSpec, gradient, step_inputs
 from tunix_like.training.updates import pack_update
 
@@ -44,7 +44,7 @@ class Losses(NamedTuple):
         return [row for row in self.by_completion if not np.isfinite(row[2:]).all()]
 
 
-def open_run(file: Path, overrides: Sequence[str] = ()) -> tuple[Skipped, Trained, int]:
+def open_run(file: Path, overrides: Sequence[str] = ()) -> tuple[UpdateInputs, Trained, int]:
     """Opens a saved update, and the checkpoint of the same run whose step is nearest to the step of the update.
 
     Returns:
@@ -64,7 +64,7 @@ def open_run(file: Path, overrides: Sequence[str] = ()) -> tuple[Skipped, Traine
     return skipped, open_trained(str(run / "checkpoints" / str(step)), overrides), step
 
 
-def replay(skipped: Skipped, trained: Trained, on_progress: Callable[[int], None] = lambda done: None) -> Losses:
+def replay(skipped: UpdateInputs, trained: Trained, on_progress: Callable[[int], None] = lambda done: None) -> Losses:
     """Computes the loss and gradient norm of the whole update and of each single completion.
 
     A single completion has the advantage and weight that it has in the whole update. The model's weights are unchanged.
@@ -103,7 +103,7 @@ def program_of(trained: Trained, objective: Objective) -> Any:
 
 
 def norms_of(
-    update: Skipped,
+    update: UpdateInputs,
     trained: Trained,
     program: Any,
     masks: Sequence[Bool[np.ndarray, "P G"]],
@@ -163,6 +163,6 @@ def print_report(file: Path, overrides: Sequence[str] = ()) -> None:
     console.table(title, ["group", "sample", "tokens", "reward", "loss", "gradient norm", "completion"], table)
 
 
-def _text(trained: Trained, skipped: Skipped, group: int, sample: int) -> str:
+def _text(trained: Trained, skipped: UpdateInputs, group: int, sample: int) -> str:
     length = skipped.batch.completion_lengths[group, sample]
     return trained.tokenizer.decode(skipped.batch.completion_tokens[group, sample, :length].tolist())[:60]

@@ -97,8 +97,8 @@ class GapWatch:
         self.most = None
 
 
-class Skipped(NamedTuple):
-    """The inputs of a skipped update, without the weights.
+class UpdateInputs(NamedTuple):
+    """The inputs of an optimizer update on the host, without the weights.
 
     `live` marks the completions that the model processes. `in_update` marks the groups of the update.
     """
@@ -112,7 +112,7 @@ class Skipped(NamedTuple):
     ref_logprobs: Float[np.ndarray, "P G T"] | None
 
 
-def write_skipped(folder: Path, skipped: Skipped) -> Path:
+def write_skipped(folder: Path, skipped: UpdateInputs) -> Path:
     """Writes the inputs of an update to `folder/step_<step>_update_<update>.npz`. Returns the path of this file.
 
     If the write fails, removes the partial file and raises OSError.
@@ -132,7 +132,7 @@ def write_skipped(folder: Path, skipped: Skipped) -> Path:
 
 def check_updates(
     rows: Sequence[Mapping[str, Any]],
-    updates: Sequence[Skipped],
+    updates: Sequence[UpdateInputs],
     skip_watch: SkipWatch,
     gap_watch: GapWatch,
     folder: Path | None,
@@ -165,7 +165,7 @@ def remove_files_after(folder: Path, step: int) -> None:
     remove_steps_after(folder / FOLDER, step)
 
 
-def read_skipped(file: Path) -> Skipped:
+def read_skipped(file: Path) -> UpdateInputs:
     """Reads a file that `write_skipped` wrote. Raises UserError if the file cannot be read or has another format."""
     try:
         with np.load(file, allow_pickle=False) as archive:
@@ -173,6 +173,6 @@ def read_skipped(file: Path) -> Skipped:
         numbers = json.loads(str(arrays.pop("numbers")))
         batch = GroupBatch(**{name: arrays.get(f"batch/{name}") for name in GroupBatch._fields})
         masks, logprobs = (arrays["live"], arrays["in_update"]), map(arrays.get, ("old_logprobs", "ref_logprobs"))
-        return Skipped(numbers["step"], numbers["update"], batch, *masks, *logprobs)
+        return UpdateInputs(numbers["step"], numbers["update"], batch, *masks, *logprobs)
     except (OSError, EOFError, zipfile.BadZipFile, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: not a skipped update ({error}); give a file of RUN/{FOLDER}.") from None

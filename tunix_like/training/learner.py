@@ -285,7 +285,8 @@ class Learner(Trainer):
             self.task, self.engine, self.tokenizer, objective, batches, batch_size, self.key, files.folder,
             self.first_failure, drawn, self.player,
         )  # fmt: skip
-        step_updates = Updates(self, self.algo, objective, mini, self.reference is not None)
+        own_engine = isinstance(self.engine, CheckedEngine)
+        step_updates = Updates(self, self.algo, objective, mini, self.reference, own_engine)
         rollouts = RolloutsAhead(collector, self.engine, self.iterator, lengths.max_staleness)
         self.iterator = None if self.iterator is None else rollouts
         return _Call(batch_size, rollouts, step_updates, evaluator, files, SignalWatch(self.task), profile)
@@ -323,10 +324,16 @@ class Learner(Trainer):
             clock = Clock()
             rollout, batch, metrics, sampled = taken.collected
             with progress.task("reference"):
-                batch, ref, kl_metrics = self._reference_logprobs(call.updates, batch, clock)
+                batch, ref, kl_metrics = call.updates.apply_reference(batch)
+            if ref is not None:
+                clock.lap("reference")
             with progress.task("update"), saved_on_failure(call.files.folder, number, rollout.problems, rollout.texts):
                 prompts = [problem.text for problem in rollout.problems]
-                advantages, update_metrics = call.updates(number, batch, prompts, ref)
+                updates = call.updates.prepare(number, batch, prompts, ref)
+                for inputs in updates.inputs():
+                    self.state, update, advantages = self.programs.train_step(self.state, inputs, self.frozen)
+                    updates.record(update, advantages)
+                advantages, update_metrics = updates.finish()
             self.done = number  # set before functions of the user run, because they can fail
             clock.lap("update")
             metrics |= kl_metrics | update_metrics
@@ -348,20 +355,6 @@ class Learner(Trainer):
         every = self.training.log_samples_every_n_steps
         if self._on_samples is not None and every is not None and (number == 1 or number % every == 0):
             self._on_samples(number, pick_samples(rollout, advantages))
-
-    def _reference_logprobs(
-        self, updates: Updates, batch: GroupBatch, clock: Clock
-    ) -> tuple[GroupBatch, Float[np.ndarray, "P G T"] | None, dict[str, float]]:
-        """Returns the batch, the reference model's log-probabilities (None if there is no such model), and metrics.
-
-        With `kl_in_reward`, the KL is subtracted from the rewards of the returned batch."""
-        if self.reference is None:
-            return batch, None, {}
-        ref, metrics = updates.logprobs(*self.reference, batch), {}
-        if self.algo.kl_in_reward:
-            batch, metrics["kl"] = updates.kl_into_reward(batch, ref)
-        clock.lap("reference")
-        return batch, ref, metrics
 
     def _settings(self) -> dict[str, Any]:
         parts = {"algorithm": self.algo, "rollout": self.rollout_config, "training": self.training}

@@ -95,9 +95,12 @@ def run(
                 files.save(over=False)
             with _stop_signals() as asked:
                 while not last:
-                    step, row = trainer.done + 1, _step(trainer, files)
-                    if row is None:
-                        break
+                    step, began = trainer.done + 1, time.perf_counter()
+                    with files.saved_if_engine_lost():
+                        if (metrics := trainer.step(step)) is None:
+                            break
+                        row = files.step_done(step, metrics, time.perf_counter() - began)
+                        row |= trainer.evaluate_if_due(step, last=trainer.complete)
                     better = files.write(row)
                     advance(1)
                     over = trainer.finished(row)
@@ -109,43 +112,34 @@ def run(
                         files.save(over)
                     if stop and (another_follows or not last):
                         files.end(stop)
-            if not last:  # the data is exhausted, so the last step is known only now
-                evaluated = by_first(lambda: _evaluated(trainer, files.log))  # before the run was resumed
-                if not evaluated and (final := trainer.evaluate_if_due(trainer.done, last=True)):
-                    files.write({trainer.step_key: trainer.done} | final)  # before a save, which can remove the best
-                if trainer.done and files.latest_step() != trainer.done:
-                    files.save(over=False)
+            if not last:
+                _finish_exhausted(trainer, files)
         if files.checkpoints is not None:
             with progress.task("writing the checkpoint"):
                 files.checkpoints.wait()
     return files.last_row
 
 
-def _step(trainer: Trainer, files: _Files) -> dict[str, Any] | None:
-    """Runs the next step and, if due, an evaluation. Returns the step's metrics, or None if the data is exhausted.
+def _finish_exhausted(trainer: Trainer, files: _Files) -> None:
+    """Evaluates and saves the last step of a run that ends because its data is exhausted.
 
-    Raises:
-      EngineLost: the servers do not answer. The last complete step and its metrics are saved first.
+    Such a run knows which step is the last one only after this step.
     """
-    step, began = trainer.done + 1, time.perf_counter()
-    row: dict[str, Any] = {}
-    try:
-        if (metrics := trainer.step(step)) is None:
-            return None
-        trainer.done = step  # the weights are those of this step, even if an evaluation or a logger fails
-        metrics["step_time_sec"] = time.perf_counter() - began
-        row = {trainer.step_key: step} | {f"{trainer.name}/{name}": x for name, x in metrics.items()}
-        return row | trainer.evaluate_if_due(step, last=trainer.complete)
-    except EngineLost:
-        if row:
-            files.write(row)
-        files.save_done()
-        raise
+    evaluated = by_first(lambda: _evaluated(trainer, files.log))  # before the run was resumed
+    if not evaluated and (final := trainer.evaluate_if_due(trainer.done, last=True)):
+        files.write({trainer.step_key: trainer.done} | final)  # before a save, which can remove the best
+    if trainer.done and files.latest_step() != trainer.done:
+        files.save(over=False)
 
 
 @dataclasses.dataclass
 class _Files:
-    """The checkpoints and the log of one call of `run`."""
+    """The checkpoints and the log of one call of `run`.
+
+    Attributes:
+      last_row: the values of all rows so far; a later row replaces values of the same name.
+      unwritten: the metrics of a step that is done but not written yet, because its evaluation is running.
+    """
 
     trainer: Trainer
     checkpoints: Checkpoints | None
@@ -153,12 +147,33 @@ class _Files:
     on_row: Callable[[dict[str, Any]], None]
     before_save: Callable[[], None]
     last_row: dict[str, Any] = dataclasses.field(default_factory=dict)
+    unwritten: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def step_done(self, step: int, metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Marks a step as done, also if its evaluation fails. Returns the row of its metrics, with prefixed names."""
+        trainer = self.trainer
+        trainer.done = step
+        prefixed = {f"{trainer.name}/{name}": value for name, value in metrics.items()}
+        self.unwritten = {trainer.step_key: step} | prefixed | {f"{trainer.name}/step_time_sec": seconds}
+        return dict(self.unwritten)
+
+    @contextlib.contextmanager
+    def saved_if_engine_lost(self) -> Iterator[None]:
+        """Context manager for a step and its evaluation. If the servers are lost, saves the last complete step."""
+        try:
+            yield
+        except EngineLost:
+            if self.unwritten:
+                self.write(self.unwritten)
+            self.save_done()
+            raise
 
     def write(self, row: dict[str, Any]) -> bool:
         """Writes a row of metrics. Converts arrays in `row` to numbers.
 
         Returns whether the row has the best value so far of the metric that selects the best checkpoint.
         """
+        self.unwritten = {}
         row |= {name: float(value) for name, value in row.items() if isinstance(value, np.generic | jax.Array)}
         self.log.write(row)
         self.last_row.update(row)

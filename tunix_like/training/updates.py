@@ -1,9 +1,9 @@
-"""Runs the optimizer updates of a rollout batch: packs completions, runs the compiled step and checks the results."""
+"""Prepares the optimizer updates of a rollout batch: packs completions, and checks the results of the compiled step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,87 +17,56 @@ from tunix_like.errors import UserError
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.operations import update_operations
 from tunix_like.models.sharding import fetch, place_replicated, prompt_parts
-from tunix_like.training.engine import CheckedEngine
 from tunix_like.training.forward import place_packed
-from tunix_like.training.guards import GapWatch, Skipped, SkipWatch, check_updates
+from tunix_like.training.guards import GapWatch, SkipWatch, UpdateInputs, check_updates
 from tunix_like.training.optimizer import updates_done
 from tunix_like.training.packing import Packed, choose_layout, pack, token_places
+from tunix_like.training.reference import Reference
 from tunix_like.training.sizes import chunk_size
-from tunix_like.training.train_step import MAXIMA, step_inputs
+from tunix_like.training.train_step import MAXIMA, StepInputs, step_inputs
+from tunix_like.training.trainer import Trainer
 from tunix_like.types import GroupBatch
-
-if TYPE_CHECKING:
-    from tunix_like.training.learner import Learner
 
 
 class Updates:
-    """Runs the optimizer updates of each rollout batch of a run. Each update replaces the state of the trainer.
+    """Prepares the optimizer updates of each rollout batch of a run, and checks their results.
+
+    Only reads the state of the trainer. `Learner.step` runs the compiled step, which replaces the state.
 
     Args:
       mini_batch_size: prompts per optimizer update.
-      reference: whether a reference model is held in memory in addition to the policy.
+      reference: the reference model of the KL, or None.
+      own_engine: whether the user provides the engine (see `GapWatch`).
     """
 
     def __init__(
-        self, trainer: Learner, algo: AlgorithmConfig, objective: Objective, mini_batch_size: int, reference: bool
+        self,
+        trainer: Trainer,
+        algo: AlgorithmConfig,
+        objective: Objective,
+        mini_batch_size: int,
+        reference: Reference | None,
+        own_engine: bool,
     ):
         self.trainer, self.algo, self.objective = trainer, algo, objective
         self.mini_batch_size, self.reference = mini_batch_size, reference
         self.skip_watch = SkipWatch(f"the loss '{algo.policy_loss_fn}'", trainer.training.max_skipped_updates)
-        self.gap_watch = GapWatch(trainer.training.max_logprob_gap, isinstance(trainer.engine, CheckedEngine))
+        self.gap_watch = GapWatch(trainer.training.max_logprob_gap, own_engine)
 
-    def __call__(
-        self, step: int, batch: GroupBatch, prompts: Sequence[str], ref: Float[np.ndarray, "P G T"] | None
-    ) -> tuple[Float[np.ndarray, "P G"], dict[str, float]]:
-        """Runs all optimizer updates of one rollout batch. Returns the advantages and the metrics of the updates.
+    def apply_reference(
+        self, batch: GroupBatch
+    ) -> tuple[GroupBatch, Float[np.ndarray, "P G T"] | None, dict[str, float]]:
+        """Returns the batch, the reference model's log-probabilities (None if there is no such model), and metrics.
 
-        Args:
-          prompts: texts of the prompts, for error messages.
-          ref: the reference model's log-probabilities, or None.
-
-        Raises:
-          UserError: the estimator returned a non-finite advantage (the weights are unchanged), too many consecutive
-            updates were skipped, or sampler and trainer disagree.
+        With `kl_in_reward`, the KL is subtracted from the rewards of the returned batch.
         """
-        trainer, count, width = self.trainer, len(batch.prompt_lengths), batch.completion_tokens.shape[2]
-        live, out = self._live_rows(batch)
-        starts = [*range(0, count, self.mini_batch_size)] * self.algo.num_iterations
-        parts = [(np.arange(count) >= start) & (np.arange(count) < start + self.mini_batch_size) for start in starts]
-        old = self.logprobs(trainer.graphdef, trainer.params, batch, live) if len(parts) > 1 else None
-        kept = ref if self.objective.reference_in_loss else None
-        placed, *placed_logprobs = place_replicated((batch, old, kept), trainer.mesh)
-        if trainer.schedule is not None:
-            out["learning_rate"] = float(trainer.schedule(updates_done(trainer.state.opt_state)))
-        rows: list[dict[str, Any]] = []
-        advantages: Any = None
-        real, places = 0, 0
-        for in_update in parts:
-            packed = self._pack(batch, live & in_update[:, None], self.mini_batch_size)
-            inputs = step_inputs(placed, in_update, place_packed(packed, trainer.mesh), *placed_logprobs)
-            trainer.state, metrics, advantages = trainer.programs.train_step(trainer.state, inputs, trainer.frozen)
-            real, places = real + int(np.sum(packed.length)), places + token_places(packed, width)
-            rows.append(metrics)
-            if len(rows) == 1:
-                self._check_advantages(fetch(advantages, trainer.mesh), prompts, batch)
-        rows, advantages = fetch((rows, advantages), trainer.mesh)
-        inputs_of = [Skipped(step, i, batch, live, part, old, kept) for i, part in enumerate(parts)]
-        check_updates(rows, inputs_of, self.skip_watch, self.gap_watch, trainer.written_folder)
-        out["perf/update_occupancy"] = real / places if places else float("nan")
-        computed = np.where(live, batch.completion_lengths, 0)
-        adapters = trainer.model.adapters is not None
-        done = update_operations(trainer.model.config, batch.prompt_lengths, computed, adapters)
-        out["perf/update_operations"] = done * self.algo.num_iterations
-        return np.asarray(advantages), {name: _aggregate(name, [row[name] for row in rows]) for name in rows[0]} | out
-
-    def logprobs(
-        self, graphdef: Any, params: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"] | None = None
-    ) -> Float[np.ndarray, "P G T"]:
-        """Computes the log-probabilities of the completions that `rows` marks (None: all); other entries are 0."""
-        rows = np.ones(batch.scored.shape, bool) if rows is None else rows
-        packed = place_packed(self._pack(batch, rows, len(rows)), self.trainer.mesh)
-        placed = place_replicated(batch, self.trainer.mesh)
-        logprobs = self.trainer.programs.logprobs(graphdef, params, placed, packed)
-        return np.asarray(fetch(logprobs, self.trainer.mesh))
+        if self.reference is None:
+            return batch, None, {}
+        ref = self.logprobs(*self.reference, batch)
+        if not self.algo.kl_in_reward:
+            return batch, ref, {}
+        batch, kl = self.kl_into_reward(batch, ref)
+        return batch, ref, {"kl": kl}
 
     def kl_into_reward(self, batch: GroupBatch, ref: Float[np.ndarray, "P G T"]) -> tuple[GroupBatch, float]:
         """Subtracts `beta` times the KL of each completion from its reward.
@@ -114,9 +83,40 @@ class Updates:
         rewards = (batch.rewards - self.algo.beta * kl.sum(-1)).astype(np.float32)
         return batch._replace(rewards=rewards), float(kl.sum() / mask.sum())
 
-    def _pack(self, batch: GroupBatch, rows: np.ndarray, most_prompts: int) -> Packed:
-        trainer = self.trainer
-        return pack_update(trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts, self.reference)
+    def prepare(
+        self, step: int, batch: GroupBatch, prompts: Sequence[str], ref: Float[np.ndarray, "P G T"] | None
+    ) -> BatchUpdates:
+        """Selects the completions to process and computes the log-probabilities that all updates of the batch share.
+
+        Args:
+          prompts: texts of the prompts, for error messages.
+          ref: the reference model's log-probabilities, or None.
+        """
+        trainer, count = self.trainer, len(batch.prompt_lengths)
+        live, metrics = self._live_rows(batch)
+        starts = [*range(0, count, self.mini_batch_size)] * self.algo.num_iterations
+        parts = [(np.arange(count) >= start) & (np.arange(count) < start + self.mini_batch_size) for start in starts]
+        old = self.logprobs(trainer.graphdef, trainer.params, batch, live) if len(parts) > 1 else None
+        if trainer.schedule is not None:
+            metrics["learning_rate"] = float(trainer.schedule(updates_done(trainer.state.opt_state)))
+        kept = ref if self.objective.reference_in_loss else None
+        inputs = [UpdateInputs(step, number, batch, live, part, old, kept) for number, part in enumerate(parts)]
+        return BatchUpdates(self, inputs, prompts, metrics)
+
+    def logprobs(
+        self, graphdef: Any, params: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"] | None = None
+    ) -> Float[np.ndarray, "P G T"]:
+        """Computes the log-probabilities of the completions that `rows` marks (None: all); other entries are 0."""
+        rows = np.ones(batch.scored.shape, bool) if rows is None else rows
+        packed = place_packed(self.pack(batch, rows, len(rows)), self.trainer.mesh)
+        placed = place_replicated(batch, self.trainer.mesh)
+        logprobs = self.trainer.programs.logprobs(graphdef, params, placed, packed)
+        return np.asarray(fetch(logprobs, self.trainer.mesh))
+
+    def pack(self, batch: GroupBatch, rows: Bool[np.ndarray, "P G"], most_prompts: int) -> Packed:
+        """Packs the completions that `rows` marks (see `pack_update`)."""
+        trainer, reference = self.trainer, self.reference is not None
+        return pack_update(trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts, reference)
 
     def _live_rows(self, batch: GroupBatch) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
         """Returns a mask of the completions that the model processes, and metrics about the other completions."""
@@ -132,16 +132,77 @@ class Updates:
             metrics["overlong/masked_frac"] = float((~batch.trained).mean())
         return live, metrics | {"update/rows_left_out_frac": float(1 - live.mean())}
 
-    def _check_advantages(self, advantages: np.ndarray, prompts: Sequence[str], batch: GroupBatch) -> None:
+
+class BatchUpdates:
+    """The optimizer updates of one rollout batch: yields the inputs of each update and collects the results.
+
+    Args:
+      updates: the settings of the run.
+      inputs: the inputs of each update, on the host.
+      prompts: texts of the prompts, for error messages.
+      metrics: metrics of the batch that are known before the first update.
+    """
+
+    def __init__(
+        self, updates: Updates, inputs: Sequence[UpdateInputs], prompts: Sequence[str], metrics: Mapping[str, float]
+    ):
+        self._updates, self._inputs, self._prompts = updates, inputs, prompts
+        self._rows: list[dict[str, Any]] = []
+        self._advantages: Any = None
+        self._metrics = dict(metrics)
+
+    def inputs(self) -> Iterator[StepInputs]:
+        """Yields the inputs of each update, on the devices of the trainer."""
+        updates, first = self._updates, self._inputs[0]
+        mesh, batch, live = updates.trainer.mesh, first.batch, first.live
+        placed, *logprobs = place_replicated((batch, first.old_logprobs, first.ref_logprobs), mesh)
+        real, places = 0, 0
+        for in_update in (inputs.in_update for inputs in self._inputs):
+            packed = updates.pack(batch, live & in_update[:, None], updates.mini_batch_size)
+            real = real + int(np.sum(packed.length))
+            places = places + token_places(packed, batch.completion_tokens.shape[2])
+            yield step_inputs(placed, in_update, place_packed(packed, mesh), *logprobs)
+        self._metrics["perf/update_occupancy"] = real / places if places else float("nan")
+
+    def record(self, metrics: dict[str, Any], advantages: Any) -> None:
+        """Records the results of the compiled step.
+
+        Raises:
+          UserError: the estimator returned a non-finite advantage. The compiled step has not changed the weights.
+        """
+        self._rows.append(metrics)
+        self._advantages = advantages
+        if len(self._rows) == 1:
+            self._check_advantages(fetch(advantages, self._updates.trainer.mesh))
+
+    def finish(self) -> tuple[Float[np.ndarray, "P G"], dict[str, float]]:
+        """Checks the results of all updates. Returns the advantages and the metrics of the batch.
+
+        Raises:
+          UserError: too many consecutive updates were skipped, or sampler and trainer disagree.
+        """
+        updates, first = self._updates, self._inputs[0]
+        trainer = updates.trainer
+        rows, advantages = fetch((self._rows, self._advantages), trainer.mesh)
+        check_updates(rows, self._inputs, updates.skip_watch, updates.gap_watch, trainer.written_folder)
+        computed = np.where(first.live, first.batch.completion_lengths, 0)
+        adapters = trainer.model.adapters is not None
+        done = update_operations(trainer.model.config, first.batch.prompt_lengths, computed, adapters)
+        self._metrics["perf/update_operations"] = done * updates.algo.num_iterations
+        means = {name: _aggregate(name, [row[name] for row in rows]) for name in rows[0]}
+        return np.asarray(advantages), means | self._metrics
+
+    def _check_advantages(self, advantages: np.ndarray) -> None:
         if np.isfinite(advantages).all():
             return
         group, sample = (int(i) for i in np.argwhere(~np.isfinite(advantages))[0])
+        batch = self._inputs[0].batch
         assert batch.estimator_ids is not None
-        name = self.objective.estimators[int(batch.estimator_ids[group])].name
+        name = self._updates.objective.estimators[int(batch.estimator_ids[group])].name
         raise UserError(
             f"advantage estimator '{name}' returned {advantages[group, sample]} for completion {sample} of group "
-            f"{group} (prompt {prompts[group]!r:.80}) with rewards {batch.rewards[group].tolist()}; it must return "
-            "finite numbers. The weights are those before this step."
+            f"{group} (prompt {self._prompts[group]!r:.80}) with rewards {batch.rewards[group].tolist()}; it must "
+            "return finite numbers. The weights are those before this step."
         )
 
 
