@@ -14,7 +14,7 @@ from tunix_like.data import reverse_text
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.storage.metrics import rows
 from tunix_like.training import guards
-from tunix_like.training.guards import GapWatch, UpdateInputs, SkipWatch
+from tunix_like.training.guards import GapWatch, SkipWatch, UpdateInputs
 
 from .repeated_prompts import BATCH
 

@@ -90,6 +90,14 @@ def show_samples(step: int, samples: Samples) -> None:
     console.table(f'step {step}, prompt "{prompt}"{known}', columns, rows, texts=columns[-1:])
 
 
+def results(folder: Path, parts: Parts, learner: Learner, trained: bool) -> None:
+    """Prints what `train` shows at the end: the evaluations and a drawing. `trained`: whether this call did steps."""
+    if not trained:
+        console.print_text("this run was already finished: nothing was trained")
+    closing_table(folder, parts)
+    picture(parts, learner)
+
+
 def closing_table(folder: Path, parts: Parts) -> None:
     """Prints the evaluations before and after RL from the metrics of the run."""
     if not processes.is_first():  # only the first process writes the metrics

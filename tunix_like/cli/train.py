@@ -6,7 +6,7 @@ import argparse
 
 from tunix_like.cli.common import setup_jax
 from tunix_like.config.load import load
-from tunix_like.errors import UserError
+from tunix_like.errors import NotSaved, UserError
 from tunix_like.runtime import console, output
 
 
@@ -35,13 +35,14 @@ def train(arguments: argparse.Namespace) -> None:
             output.set_fallback_folder(folder)
 
     lines = screen.StepLines()
-    trained = recipe.train(parts, folder, lines.on_row, lines.on_samples, on_claim)
-    if "train" not in lines.phases:
-        console.print_text("this run was already finished: nothing was trained")
-    screen.closing_table(folder, parts)
-    screen.picture(parts, trained.learner)
-    if trained.unsaved is not None:
-        raise trained.unsaved
+    with recipe.prepared(parts, folder, lines.on_row, lines.on_samples, on_claim) as learner:
+        try:
+            learner.train(parts.source.train, parts.source.eval, **recipe.data_options(parts.config))
+        except NotSaved as error:
+            if not error.stopped:  # all steps are done
+                screen.results(folder, parts, learner, trained="train" in lines.phases)
+            raise
+        screen.results(folder, parts, learner, trained="train" in lines.phases)
 
 
 def sft(arguments: argparse.Namespace) -> None:

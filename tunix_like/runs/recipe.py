@@ -10,7 +10,7 @@ import dataclasses
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tunix_like.config.load import load
 from tunix_like.config.schema import Config
@@ -27,14 +27,6 @@ from tunix_like.types import Engine
 
 OnRow = Callable[[dict[str, Any], int | None], None]
 """Function `f(row of metrics, total steps or None)`."""
-
-
-class Trained(NamedTuple):
-    """The learner after training, its last row of metrics, and the error if the last checkpoint was not saved."""
-
-    learner: Learner
-    last: dict[str, Any]
-    unsaved: NotSaved | None
 
 
 def run(
@@ -59,47 +51,45 @@ def run(
     config = config if isinstance(config, Config) else load(config, overrides)
     parts = assemble(config)
     folder = run_folder(config, name, str(parts.config.algorithm.advantage_estimator))
-    trained = train(parts, folder, on_row)
-    if trained.unsaved is not None:
-        raise trained.unsaved
-    return trained.last
+    with prepared(parts, folder, on_row) as learner:
+        return learner.train(parts.source.train, parts.source.eval, **data_options(config))
 
 
-def train(
+@contextlib.contextmanager
+def prepared(
     parts: Parts,
     folder: Path,
     on_row: OnRow,
     on_samples: Callable[[int, Samples], None] | None = None,
     on_claim: Callable[[], None] = lambda: None,
-) -> Trained:
-    """Runs SFT (if configured) and RL in `folder`.
+) -> Iterator[Learner]:
+    """Context manager that claims `folder`, runs SFT (if configured), and yields the learner for RL.
+
+    If the last checkpoint of SFT could not be written, RL can still run. `NotSaved` is then raised at the end of the
+    context.
 
     Args:
       on_row: called with every row of metrics.
       on_samples: see `Learner`.
       on_claim: called after this run has claimed the folder (`folder.claim`).
     """
-    source, data, last = parts.source, parts.config.data, {}
+    source, unsaved = parts.source, None
     with owned(folder):
         claim(folder, parts)
         on_claim()
         # The servers are checked before SFT, which can take hours.
         with compared_once(source.train, source.eval), server_engine(parts, folder) as engine:
-            unsaved = fine_tune(parts, folder, on_row, another_follows=True) if parts.config.sft.max_steps else None
-            learner = make_learner(parts, folder, on_row, on_samples, engine)
-            try:
-                last = learner.train(
-                    source.train,
-                    source.eval,
-                    batch_size=data.batch_size,
-                    shuffle=data.shuffle,
-                    overlong_prompts=data.overlong_prompts,
-                )
-            except NotSaved as error:
-                if error.stopped:
-                    raise
-                unsaved = error
-    return Trained(learner, last, unsaved)
+            if parts.config.sft.max_steps:
+                unsaved = fine_tune(parts, folder, on_row, another_follows=True)
+            yield make_learner(parts, folder, on_row, on_samples, engine)
+    if unsaved is not None:
+        raise unsaved
+
+
+def data_options(config: Config) -> dict[str, Any]:
+    """Returns the keyword arguments of `Learner.train` that a config sets."""
+    data = config.data
+    return {"batch_size": data.batch_size, "shuffle": data.shuffle, "overlong_prompts": data.overlong_prompts}
 
 
 @contextlib.contextmanager
