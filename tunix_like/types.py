@@ -193,8 +193,8 @@ class Reply(NamedTuple):
     Attributes:
       tokens: the tokens to append before the policy samples the next turn; None ends the trajectory.
       restart: whether a new segment starts with `tokens`. The new segment directly follows the prompt: `tokens` and all
-        later tokens do not see the earlier tokens of the row. The earlier tokens stay in the result and count in its
-        length.
+        later tokens do not see the earlier tokens of the completion. The earlier tokens stay in the completion and
+        count in its length.
     """
 
     group: int
@@ -253,8 +253,8 @@ class Engine(Protocol):
         result.
 
         With `rollout.max_staleness` 0, the result is freed before the next update. With `rollout.max_staleness` 1, the
-        result is still used during an update. The update deletes the arrays of the trained weights, so the result must
-        then not contain these arrays.
+        result is still used during an update, which deletes the arrays of the trained weights. In this case, the result
+        must not contain these arrays.
         """
 
     def generate(

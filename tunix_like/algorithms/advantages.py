@@ -3,10 +3,10 @@
 The estimators are pure functions of arrays and are traced inside the training step. They assume a loss that takes the
 mean over the group, `-(1/G) sum_i A_i log pi(y_i | x)`.
 
-Notation: `r_i` are the rewards of a group's `n` scored completions, and `m` is the mean of these rewards. Unscored
-completions get advantage 0 and do not affect the other completions. A group with too few scored completions gets zeros.
-A group of equal rewards gets exact zeros, even if the mean of the rewards is rounded, except with `reinforce_pp` and
-with `pkpo` for k = 1.
+Notation: `r_i` are the rewards of a group's `n` scored completions, and `m` is the mean of these rewards. `p` is the
+pass rate of the prompt, and max@k is the expected maximum reward of `k` completions. Unscored completions get advantage
+0 and do not affect the other completions. A group with too few scored completions gets zeros. A group of equal rewards
+gets exact zeros, even if the mean of the rewards is rounded. The exceptions are `reinforce_pp`, and `pkpo` with k = 1.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _centred(rewards: Rewards, scored: Scored) -> tuple[Array, Array, Array, Arr
 
     Before `r_i - m` is computed, the largest reward is subtracted from all rewards. This does not change `r_i - m`, but
     avoids rounding errors, which would be 1e-4 for rewards near 1000. The returned `m` is the mean of the rewards
-    themselves. The mean of the shifted rewards plus the largest reward would lose the last digits of the mean, for
+    themselves. Adding the largest reward to the mean of the shifted rewards would lose the last digits of `m`, for
     example with one success among 1000 completions.
     """
     group = spread(rewards, scored)
@@ -90,9 +90,9 @@ def maxrl(rewards: Rewards, *, scored: Scored, lengths: Lengths, truncation_orde
 
     For 0/1 rewards the estimator is unbiased for the log-likelihood `log p = -sum_k (1-p)^k / k` truncated after order
     `G - 1`: the expected gradient is `w(p) grad p` with `w(p) = (1 - (1-p)^(G-1)) / p`. The order is `G - 1` and not
-    `G`, because Algorithm 1 also drops the control variate if no completion succeeds. With `G = 2`, the estimator is
-    REINFORCE with a baseline. Rewards must be non-negative. With shaped rewards (for example 0.1 for the format),
-    `m > 0` can occur without a success.
+    `G`, because the control variate (the term -1 in `(r_i - m) / m = r_i / m - 1`) is dropped if no completion
+    succeeds. With `G = 2`, the estimator is REINFORCE with a baseline. Rewards must be non-negative. With shaped
+    rewards (for example 0.1 for the format), `m > 0` can occur without a success.
 
     With `truncation_order = T` in `1..G-1` the advantage is `sum_{k<=T} L_k`, where `L_k` is the Leave-Two-Out
     advantage of max@k (`maxpo` without its factor k). This estimator is unbiased for order `T`, and it accepts any real

@@ -263,7 +263,7 @@ def resolve(config: AlgorithmConfig, defaults: type[AlgorithmConfig]) -> Algorit
         field.name: getattr(plain, field.name) if getattr(config, field.name) is None else getattr(config, field.name)
         for field in dataclasses.fields(AlgorithmConfig)
     }
-    if values["kl_loss_mode"] is None:  # only k1 gives a KL's gradient in the reward; k1 gives no gradient in the loss
+    if values["kl_loss_mode"] is None:  # in the reward, only k1 gives a KL's gradient; in the loss, k1 gives none
         values["kl_loss_mode"] = "kl" if values["kl_in_reward"] else "low_var_kl"
     return dataclasses.replace(plain, **values)
 

@@ -1,9 +1,9 @@
 """Computes importance weights for completions that were sampled with a policy other than the trained policy.
 
 `mu` is the policy of the sampler, and `pi` is the policy of the trainer. They differ because of rounding, and because
-of the updates since the sampler received its weights. Every mode multiplies the policy loss by a function of the ratio
-`pi / mu`. No gradient flows through this function. `tests/algorithms/test_off_policy.py` shows the bias of every mode
-on an enumerated policy.
+of the updates since the sampler received its weights. Every mode of `algorithm.sampler_is` multiplies the policy loss
+by a function of the ratio `pi / mu`. No gradient flows through this function. `tests/algorithms/test_off_policy.py`
+shows the bias of every mode for a policy whose completions are all enumerated.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class SamplerCorrection:
     advantage of `y`. `p(y)` and `m(y)` are the probabilities of `y` under `pi` and `mu`. The gradient without bias is
     `sum_y p(y) g(y)`. Without a correction the expectation is `sum_y m(y) g(y)`.
 
-    - `sequence` truncates the ratio of the completion, which is the product over its sampled tokens. The expectation is
-      `sum_y clip(p, lower m, upper m) g(y)`. There is no bias if all ratios are within the bounds. Otherwise
-      completions with a ratio above `upper` get too little weight, and completions with a ratio below `lower` get too
-      much.
+    - `sequence` truncates the ratio of the completion, which is the product of the ratios of its sampled tokens. The
+      expectation is `sum_y clip(p, lower m, upper m) g(y)`. There is no bias if all ratios are within the bounds.
+      Otherwise completions with a ratio above `upper` get too little weight, and completions with a ratio below `lower`
+      get too much.
     - `sequence_mask` gives weight 0 to completions whose ratio is outside the bounds. The expectation is the sum of
       `p(y) g(y)` over the other completions. With the same upper bound, masking removes at least as much probability as
       truncation does.

@@ -1,7 +1,7 @@
-"""Computes advantages of max@K: linear functions of a group's sorted rewards, with weights that do not depend on the
-data.
+"""Computes advantages of max@K, the expected maximum reward of K completions.
 
-Let `x` be the rewards in ascending order, minus the largest reward. Every advantage in this module is
+The advantages are linear functions of a group's sorted rewards, with weights that do not depend on the data. Let `x` be
+the rewards in ascending order, minus the largest reward. Every advantage in this module is
 
     A_(i) = t_i x_(i) + sum_{m > i} u_m x_(m) - sum_m w_m x_(m)
 

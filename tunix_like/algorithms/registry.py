@@ -20,7 +20,7 @@ from tunix_like.types import AdvantageEstimator
 Params = Mapping[str, Any]
 
 LARGEST_REWARD = 1e15
-"""Rewards with a larger absolute value are rejected on the host, because their squares would overflow float32."""
+"""Rewards with a larger absolute value are rejected on the host. The squares of accepted rewards fit into float32."""
 
 REWARD_KINDS = ("any", "non-negative", "binary")
 

@@ -241,7 +241,8 @@ def _add_checks(command: AddCommand) -> None:
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of a run of several processes: `--coordinator`, `--num-processes` and `--process-id`."""
+    """Adds the options of a run of several processes: `--distributed`, `--coordinator`, `--num-processes` and
+    `--process-id`."""
     several = parser.add_argument_group(
         "several processes",
         "start the same command in every process; under SLURM and on a GKE TPU slice no option is needed",

@@ -1,4 +1,4 @@
-"""Helpers shared by several commands."""
+"""Provides functions that several commands use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations of `generate`: a person or an environment answers the turns of the policy."""
+"""Implements the conversations of `generate`: a person or an environment answers the turns of the policy."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Person:
         self._turn: Turn | None = None
 
     def opening(self, group: int) -> Sequence[int]:
-        """Returns the tokens that the chat template writes before the first turn only."""
+        """Returns the tokens at the end of the prompt that the chat template may change in later turns; often none."""
         return () if self._conversation is None else self._conversation[1].opening
 
     def submit(self, turns: Sequence[Turn]) -> None:

@@ -73,8 +73,8 @@ def generate(arguments: argparse.Namespace) -> None:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Raises UserError unless exactly one prompt is given, or if `--row` is below 1. With `--interactive`, the prompt
-    can be omitted and is then the first line of standard input."""
+    """Raises UserError if no prompt or two prompts are given, or if `--row` is below 1. With `--interactive`, the
+    prompt can be omitted and is then the first line of standard input."""
     given = [f"--{name}" for name in ("prompt", "row") if getattr(arguments, name) is not None]
     if len(given) > 1:
         raise UserError("generate: --prompt and --row both set the prompt; give one of them.")

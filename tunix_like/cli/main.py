@@ -1,4 +1,4 @@
-"""The command line: parses the arguments, runs one command and returns its exit status.
+"""Parses the arguments of the command line, runs one command and returns its exit status.
 
 Exit status:
   0: done.
@@ -7,7 +7,7 @@ Exit status:
   70: in a run of several processes, this process failed or another process was lost.
   74: the last checkpoint of a run could not be written, or the output of another command could not be written.
   75: a run saved a checkpoint and stopped, after a signal or after the loss of its sampling servers.
-  141: the program that reads the output exited (see `output.py`). Runs continue instead.
+  141: the program that reads the output exited (see `output.py`). A training run does not exit then, but continues.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ def print_report(config: Config, devices: str, file: str | None = None) -> int:
 def too_large(compiled: Compiled, target: Target) -> bool:
     """Returns whether a program needs more memory than a device has; False if the devices are simulated.
 
-    The GPU compiler compiles programs that need too much memory, so this function compares the memory.
+    The GPU compiler also compiles programs that need too much memory, so this function compares the memory.
     """
     return target.kind is not None and target.described is not None and compiled.bytes > target.kind.memory
 

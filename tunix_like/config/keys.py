@@ -46,7 +46,7 @@ def key(
 
 
 def number_problem(value: Any) -> str | None:
-    """Returns the problem of an integer that int32 cannot represent, or of a float that float32 cannot represent.
+    """Describes the problem if int32 cannot represent an integer, or if float32 cannot represent a float.
 
     Compiled programs use no wider types. Returns None for any other value.
     """
@@ -60,13 +60,13 @@ def number_problem(value: Any) -> str | None:
 
 
 def _text_problem(text: str) -> str | None:
-    """Returns the problem of a text that cannot be a file name or cannot be encoded in UTF-8; None for any other
+    """Describes the problem if a text cannot be a file name or cannot be encoded in UTF-8; returns None for any other
     text."""
     if "\0" in text:
         return "it contains a NUL character, which is invalid in file names; remove it"
     try:
         text.encode()
-    except UnicodeEncodeError:  # Python decodes an argument in another encoding than UTF-8 to surrogates
+    except UnicodeEncodeError:  # Python decodes bytes of an argument that are not UTF-8 to surrogates
         return "it contains a lone surrogate (half of a character); write it in UTF-8"
     return None
 

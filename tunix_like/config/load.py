@@ -1,6 +1,6 @@
 """Loads a frozen `Config` from a YAML file and `key=value` overrides, and writes it back to YAML.
 
-Types and ranges are checked here. Whether the values of several keys are compatible is checked by the learner.
+This module checks types and ranges. The learner checks whether the values of several keys are compatible.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def as_dict(config: Any) -> dict[str, Any]:
 def save(config: Config, path: str | Path) -> None:
     """Writes every key to a YAML file; `load` of that file gives an equal config.
 
-    A file with the same content is not rewritten. Any other file is replaced atomically, so a killed process leaves
-    either the old or the new file.
+    A file with the same content is not rewritten. A file with other content is replaced atomically, so a killed process
+    leaves either the old or the new file.
     """
     path = Path(path)
     data = yaml.dump(as_dict(config), Dumper=Dumper, sort_keys=False).encode()

@@ -186,12 +186,12 @@ class AlgorithmConfig(Checked):
         choices=KL_LOSS_MODES,
     )
     kl_in_reward: bool | None = key(doc="subtract beta * KL from the reward instead of adding it to the loss")
-    entropy_coef: float = key(0.0, doc="weight of the entropy bonus, per token, in nats", at_least=0)
+    entropy_coef: float = key(0.0, doc="weight of the entropy bonus; the entropy is per token, in nats", at_least=0)
     sampler_is: str | None = key(
-        doc="importance weights for completions that were not sampled by the trained policy, from the ratio of each "
-        "token (token, token_mask) or of each completion (sequence, sequence_mask); token, sequence: ratios are "
-        "truncated to sampler_is_min and sampler_is_threshold; token_mask, sequence_mask: ratios outside these bounds "
-        "become 0 (unset: off)",
+        doc="importance weights if sampler and trained policy differ: the ratio of their probabilities (trained policy "
+        "/ sampler) of each token (token, token_mask) or of each completion (sequence, sequence_mask); token, "
+        "sequence: ratios are truncated to sampler_is_min and sampler_is_threshold; token_mask, sequence_mask: ratios "
+        "outside these bounds become 0 (unset: off)",
         choices=("token", "sequence", "token_mask", "sequence_mask"),
     )
     sampler_is_threshold: float | None = key(
@@ -200,7 +200,7 @@ class AlgorithmConfig(Checked):
     sampler_is_min: float | None = key(doc="sampler_is: lower bound of the ratio (unset: none)", above=0, below=1)
     sampler_is_kl: bool = key(False, doc="sampler_is: multiply the KL in the loss by importance weights too")
     overlong: str | None = key(
-        doc="treatment of overlong completions; mask: exclude completions that the token limit truncated from the "
+        doc="treatment of overlong completions; mask: completions that the token limit truncated do not count in the "
         "loss; penalty: reduce the reward of completions that end within the last overlong_buffer tokens before the "
         "limit (soft penalty of DAPO) (unset: neither)",
         choices=("mask", "penalty"),
@@ -362,7 +362,7 @@ class EnvironmentConfig(Checked):
         at_least=1,
     )
     timeout_seconds: float = key(
-        20.0, doc="time limit of one environment step; after it the trajectory is unscored", above=0
+        20.0, doc="time limit of one environment step; if a step takes longer, its trajectory is unscored", above=0
     )
     memory_gb: float = key(4.0, doc="an environment that uses more than this many GB of memory is stopped", above=0)
 
@@ -421,8 +421,8 @@ class RLTrainingConfig(Checked):
     mini_batch_size: int | None = key(doc="prompts per optimizer update; unset: data.batch_size", at_least=1)
     train_micro_batch_size: int | str = key(
         "auto",
-        doc="number of completions of full length per forward and backward pass; auto: on a CPU, completions of 512 "
-        "tokens in total; on other devices, of up to 16384 tokens, if they fit into memory",
+        doc="number of completions of full length per forward and backward pass; auto: as many as fit into memory, "
+        "with at most 512 tokens in total on a CPU and 16384 on other devices",
         choices=("auto",),
         at_least=1,
     )
@@ -437,7 +437,7 @@ class RLTrainingConfig(Checked):
     best_metric: str | None = key(
         doc="evaluation metric, e.g. eval/pass@1. A higher value must be better. The step with the highest value is "
         "saved after its evaluation and kept in addition to the newest checkpoints. Needs eval_every_n_steps; unset: "
-        "none"
+        "only the newest checkpoints are kept"
     )
     log_rollouts_every_n_steps: int = key(10, doc="steps between files of completions in rollouts/", at_least=1)
     log_samples_every_n_steps: int | None = key(
@@ -453,7 +453,7 @@ class RLTrainingConfig(Checked):
     )
     max_skipped_updates: int = key(
         5,
-        doc="the run stops after this number of consecutive updates was skipped because of non-finite loss or gradient",
+        doc="the run stops when this many consecutive updates were skipped because of a non-finite loss or gradient",
         at_least=1,
     )
     max_logprob_gap: float | None = key(

@@ -1,8 +1,8 @@
 """Generates questions about products of two three-digit numbers, as chats in which the model can call a calculator.
 
-A tiny model cannot learn these products, but it can learn to copy the digits into a call and to copy the result. An
-answer for SFT is a call with the probability 1 / `CALLS`. Otherwise it gives the product directly. Some training rows
-contain a call and its result, so that SFT also shows the answer after a result.
+A tiny model cannot learn these products, but it can learn to copy the digits into a call and to copy the result. The
+SFT answer to a question is a call with probability 1 / `CALLS`, and the product otherwise. Some training rows contain a
+call and its result, so that SFT also shows the answer after a result.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
             f"file, e.g. iconv -f {encoding} -t UTF-8, or remove the row."
         ) from error
     except json.JSONDecodeError as error:
-        # leaves out the line number of json, which is counted from the start of the row
+        # json counts lines from the start of the row, so its line number is left out
         problem = f"{error.msg} at column {error.colno}"
         raise UserError(f"{where}: not valid JSON ({problem}); write one object per line.") from error
     except ValueError as error:

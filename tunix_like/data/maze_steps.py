@@ -28,8 +28,8 @@ def load(config: DataConfig) -> DataSource:
 def record(grid: str) -> Record:
     """Returns the row of a maze: `prompt`, `answer` (a random walk, for SFT) and the grid in the column `hidden`.
 
-    The environment adds the first view to the prompt. The prompt of SFT has no view, so `answer` begins with
-    the first view.
+    A view lists the open moves at a position. The environment adds the first view to the prompt. The prompt of SFT has
+    no view, so `answer` begins with the first view.
     """
     return {"prompt": PROMPT, "answer": random_walk(grid), HIDDEN_COLUMN: grid}
 

@@ -34,9 +34,9 @@ LONGEST_EPOCH = 50_000_000
 def load(config: DataConfig, load_one: Callable[[DataConfig], DataSource]) -> DataSource:
     """Loads the sources of `data.sources` and combines them into one.
 
-    An epoch contains every training row at least once. A source repeats rows if its weight is larger than its share of
-    the rows. A training row is dropped if another source of the same name holds out its prompt. The rows
-    of each source are spread evenly, so every prefix of an epoch has about the same proportions.
+    An epoch contains every training row at least once. A source repeats rows if its weight per row is larger than that
+    of another source. A training row is dropped if another source of the same name holds out its prompt. The rows of
+    each source are spread evenly, so every prefix of an epoch has about the same proportions.
 
     Args:
       load_one: loads the source of one entry.

@@ -1,8 +1,8 @@
 """Generates short strings to reverse (`abcd>` to `dcba`): a minimal text task for smoke tests with a tiny model.
 
 By default, a string has two to four letters out of eight. There are 4,672 such strings, and the vocabulary has 13
-tokens. A random guess is then correct often enough that rewards appear after a short warm-up. With more letters or
-longer strings, the warm-up is longer.
+tokens. A random guess is then correct often enough that rewards appear after a short warm-up by SFT. With more letters
+or longer strings, the warm-up is longer.
 """
 
 from __future__ import annotations

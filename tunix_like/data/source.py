@@ -141,7 +141,7 @@ class PromptFormat:
     def __call__(self, row: Record) -> Record:
         """Returns the row with `prompt` and `answer`, which are both built from the original columns."""
         result = {**row, "prompt": self._prompt(row)}
-        # A plain str counts as data, so control tokens in the answer template are encoded as ordinary text.
+        # SFT encodes the whole answer as data, so control tokens in the answer template become ordinary text.
         return result if self.answer is None else result | {"answer": str(_filled(self.answer, row, "answer_template"))}
 
     def _prompt(self, row: Record) -> str | list[Mapping[str, str]]:

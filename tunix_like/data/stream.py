@@ -30,7 +30,7 @@ _AT_ONCE = 64
 """Number of rows that are rendered per call of `render_all`."""
 
 _COUNTED = 100_000
-"""Smallest value of `most` for `render` if an error message reports the length of an overlong prompt."""
+"""With `overlong="error"`, prompts of up to this many tokens are not truncated, so the error can give the length."""
 
 
 class Prompt(NamedTuple):
@@ -122,7 +122,8 @@ def render(row: Any, tokenizer: Tokenizer, most: int | None = None) -> Prompt:
     """Renders and tokenises the `prompt` of a row: text unchanged, messages through the chat template.
 
     Args:
-      most: a prompt with more than `most` tokens may be truncated, but keeps more than `most`. None: never truncated.
+      most: a prompt with more than `most` tokens may be truncated, but still has more than `most` tokens. None: no
+        truncation.
 
     Raises:
       UserError: the column `prompt` is missing, is neither text nor messages, or cannot be encoded.

@@ -69,7 +69,8 @@ class Tokenizer:
         self._bos_token, self._eos_token, self._pad_token = bos_token, eos_token, pad_token
         self._chat_template = chat_template
         self._template_variables = dict(template_variables or {})
-        self._letters: tokenizers.Tokenizer | None = None  # created when first needed: a copy takes a second
+        # A copy of the backend for `_by_letters`. It is made when first needed, because copying takes a second.
+        self._letters: tokenizers.Tokenizer | None = None
         self._bos_id, eos_id = self._id("bos_token", bos_token), self._id("eos_token", eos_token)
         self._eos_id = eos_id
         given = tuple(int(i) for i in eos_ids or ())
@@ -270,7 +271,7 @@ class Tokenizer:
         """Encodes a text that `render_guarded` returned, or a part of such a text. Adds no special tokens.
 
         Args:
-          most: if a text has more than `most` ids, the result may contain only its first ids, but more than `most`.
+          most: if a text has more than `most` ids, the result may be truncated, but still has more than `most` ids.
             This bounds the time.
 
         Raises:
@@ -347,7 +348,8 @@ class Tokenizer:
     def encode_prompts(
         self, prompts: Sequence[str | Sequence[Message]], most: int | None = None
     ) -> Iterator[tuple[str, list[int]] | UserError]:
-        """Yields `encode_prompt` of each prompt, or its error; strings are encoded unchanged, messages are rendered.
+        """Yields the result of `encode_prompt` for each prompt, or its error. Strings are encoded unchanged. Messages
+        are rendered.
 
         This is faster than one call of `encode_prompt` per prompt, because rendering and encoding overlap.
         """
@@ -366,7 +368,7 @@ class Tokenizer:
                 result = self.encode_prompt(text, False, most) if is_text else self._encode_guarded(text, False, most)
             except UserError as error:
                 result = error
-            # A template may drop long texts, so a truncated prompt that fits does not show that the whole one is long.
+            # A template may drop long texts. If the truncated prompt fits, the whole prompt may fit too and is encoded.
             if beginning is not whole and (isinstance(result, UserError) or len(result[1]) <= (most or 0)):
                 (result,) = self.encode_prompts([whole])
             yield result

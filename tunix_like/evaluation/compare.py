@@ -143,8 +143,9 @@ def differences(
 ) -> list[Difference]:
     """Computes B - A of each metric that A and B both have, with the interval of the mean of the paired differences.
 
-    The interval of avg@n needs the largest possible difference of two avg@n values: the maximum minus the
-    minimum of the avg@n values of A and B, 0, and `threshold` (the smallest reward of a success).
+    The interval of avg@n needs the largest possible difference of two avg@n values. This difference is the maximum
+    minus the minimum of a list of numbers: all avg@n values of A and B, 0, and `threshold` (the smallest reward of a
+    success).
     """
     names = [name for name in a[0]["values"] if name in b[0]["values"]]
     left, right = (

@@ -18,7 +18,8 @@ SUBSETS = 1000
 """Maximum number of subsets of k completions for maj@k. If there are more, this many random subsets are used."""
 
 DRAWS = 10_000
-"""Number of random weight vectors per interval. The level of an end, 2.5 %, then has a standard error of 0.16 %."""
+"""Number of random weight vectors per interval. With this number, the 2.5 % level of each end of an interval has a
+standard error of 0.16 percentage points."""
 
 _TAIL = 0.025
 _CELLS = 1 << 22  # maximum number of weights per block (32 MB)

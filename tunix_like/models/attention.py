@@ -28,9 +28,9 @@ MASKED = -1e30
 unused), and the gradient is not NaN."""
 
 SCORES = 2**24
-"""Maximum number of scores `B H N U` that "auto" materialises on a device without a kernel. In training, these scores
-take 64 MB per layer. Sequences for which the blocked implementation is faster need more scores than this at any
-practical batch size."""
+"""Maximum number of scores (batch x heads x queries x keys) that "auto" materialises on a device without a kernel. In
+training, these scores take 64 MB per layer. If sequences are so long that the blocked implementation is faster, a batch
+of practical size has more scores than `SCORES`."""
 
 _IMPLEMENTATIONS = {"blocked": joined_attention, "cudnn": cudnn_attention, "splash": splash_attention}
 

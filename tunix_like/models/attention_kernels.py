@@ -1,10 +1,10 @@
 """Attention with library kernels: cuDNN on NVIDIA GPUs, splash attention on TPUs.
 
-The kernels compute causal attention over one part (`attention_parts.Part`), and the gradient. The kernels do not
-support the mask of a completion, which sees its prompt and its own segment of a bin. `cudnn_attention` passes this mask
-as an array, and `splash_attention` combines the results of several parts. Neither kernel supports caps, and splash
-attention does not support windows. The caller must use another implementation for caps, and for windows instead of
-splash attention.
+The kernels compute causal attention over one part (`attention_parts.Part`: keys and values with a mask), and the
+gradient. The kernels do not support the mask of a completion, which sees its prompt and its own segment of a bin (a row
+that holds one or several completions). `cudnn_attention` passes this mask as an array, and `splash_attention` combines
+the results of several parts. Neither kernel supports caps, and splash attention does not support windows. The caller
+must use another implementation in these cases.
 """
 
 from __future__ import annotations

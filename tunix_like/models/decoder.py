@@ -1,4 +1,4 @@
-"""Defines the decoder of all model families. It maps tokens to logits, and computes the prompt of a group once.
+"""Defines the decoder of all model families. It maps tokens to logits, and processes the prompt of a group only once.
 
 Modules have the attribute names of Hugging Face, and the names of weights follow from the attribute names. The same
 layers run in several ways. `__call__` is a plain forward pass. `prefill` processes prompts. After `prefill`, `decode`
@@ -31,16 +31,16 @@ class Decoder(nnx.Module):
 
     Args:
       config: the configuration; it contains no family name.
-      rngs: random keys of the initial weights. The weights are normal with standard deviation `inputs ** -0.5`, for the
-        embedding `hidden_size ** -0.5`. (The common constant 0.02 suits widths near 2,500, and is too small for tiny
-        models that are trained from scratch.)
+      rngs: random keys of the initial weights. The weights are normal. Their standard deviation is `inputs ** -0.5` or,
+        for the embedding, `hidden_size ** -0.5`. (The common constant 0.02 suits widths near 2,500, and is too small
+        for tiny models that are trained from scratch.)
       dtype: compute dtype of matrix products; norms, softmax and logits are always float32.
       param_dtype: dtype of the stored weights.
       attention: attention implementation, one of `schema.ATTENTIONS`; `decode` always uses the plain implementation.
 
     Attributes:
       adapters: rank, alpha and targets of the adapters that `lora.add_lora` added to the projections, or None.
-      segments: the repeated patterns whose layers are stacked (`training/working_weights.py`), or None.
+      segments: the repeated patterns of layers (`layer_stack.py`) if the layers are stacked, else None.
       output_matrix: the transposed embedding table in a training step with tied embeddings, else None.
       quantized: the quantisation of the projections by `quantization.quantize_base`, one of `schema.QUANTIZATIONS`, or
         None.

@@ -23,7 +23,7 @@ class Family:
 
     Attributes:
       architecture: name of the architecture in config.json.
-      adds: maps the fields of `DecoderConfig` that have one value in all models of the family to this value.
+      adds: the values of those fields of `DecoderConfig` that are equal in all models of the family, by field name.
       options: fields of `DecoderConfig` that a model of the family may set.
       required: fields of `DecoderConfig` that config.json must set, in addition to the fields that every family needs.
         transformers fills an absent field with a constant of the family's largest model. Here, an absent field is an

@@ -105,7 +105,7 @@ def _piece_backward(options: _Options, saved: Any, cotangents: Any) -> tuple[Arr
     of_chosen, of_entropy = (
         (jnp.zeros(x.shape, x.dtype) if isinstance(x, zeros) else x)[..., None] for x in cotangents
     )
-    hidden = replicate(hidden) if options.split else hidden  # again, so the forward pass does not store the result
+    hidden = replicate(hidden) if options.split else hidden  # replicated again instead of stored
     logits, slope = _logits(options, hidden, head)
     probabilities = jnp.exp(logits - lse[..., None])
     of_logits = of_chosen * (jnp.where(_is_target(logits, targets), 1.0, 0.0) - probabilities)

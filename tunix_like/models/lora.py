@@ -200,7 +200,7 @@ def fingerprint(config: DecoderConfig, frozen: Params, mesh: Mesh | None) -> dic
 def _bit_sum(x: jax.Array) -> jax.Array:
     """Returns the sum of the bit patterns of all elements modulo 2 ** 32. The order of summation does not change the
     result. For NF4 codes, the two codes of neighbouring inputs form one bit pattern."""
-    if x.dtype == jnp.uint8:  # nf4: runs of earlier versions had two neighbouring inputs in a byte; the sum is the same
+    if x.dtype == jnp.uint8:  # nf4: earlier versions stored two neighbouring inputs per byte; this sum equals theirs
         codes = (x & 15).astype(jnp.uint32) + (x >> 4).astype(jnp.uint32)
         return codes[::2].sum(dtype=jnp.uint32) + 16 * codes[1::2].sum(dtype=jnp.uint32)
     bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))

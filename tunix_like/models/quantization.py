@@ -33,10 +33,11 @@ BLOCK = 64
 FEW_ROWS = 2048
 """Maximum number of rows per device for which `fused_product` is used on TPU.
 
-The compiler for v5e gives the following cycles for a product with a matrix of 4,096 x 12,288, first of `fused_product`,
-then of `plain_product`. nf4: 0.37 and 1.55 Mcycles for 2 rows, 1.85 and 3.12 for 2,048 rows. int8: 0.04 and 0.14
-Mcycles for 32 rows, 1.66 and 1.61 for 2,048 rows. With more rows `fused_product` saves little and needs more memory:
-for 8,192 rows with nf4, product and gradient take 16.8 and 17.7 Mcycles, and 403 and 151 MB."""
+The compiler for TPU v5e gives the following numbers of cycles for a product with a matrix of 4,096 x 12,288. The first
+number is for `fused_product`, the second for `plain_product`. nf4: 0.37 and 1.55 Mcycles for 2 rows, 1.85 and 3.12 for
+2,048 rows. int8: 0.04 and 0.14 Mcycles for 32 rows, 1.66 and 1.61 for 2,048 rows. With more rows `fused_product` saves
+little and needs more memory. For 8,192 rows with nf4, the product and its gradient take 16.8 Mcycles and 403 MB with
+`fused_product`, and 17.7 Mcycles and 151 MB with `plain_product`."""
 
 NF4 = (
     -1.0,
@@ -62,8 +63,8 @@ LEAVES = ("kernel_codes", "kernel_scale")
 """Names of the two arrays of a quantised kernel."""
 
 Codes = Int8[Array, "I O"] | UInt8[Array, "J O"]
-"""int8 values, or bytes with two NF4 codes each (`I = 2 J`). A block has 32 bytes per output: their low halves are the
-codes of its first 32 inputs, and their high halves are the codes of its other 32 inputs."""
+"""int8 values, or bytes with two NF4 codes each (`I = 2 J`). A block has 32 bytes per output. The low halves of these
+bytes are the codes of the first 32 inputs of the block, and the high halves are the codes of the other 32 inputs."""
 
 
 def check_kind(kind: str) -> None:
@@ -136,8 +137,8 @@ def fused_product(dtype: Any, x: Array, codes: Array, scale: Array) -> Array:
 
     If `x` has few rows, the dequantised matrix is then not stored. For int8, `x` is multiplied by the codes, which are
     exact in bfloat16, and the product is multiplied by the scales. For nf4, one product takes the first half of the
-    inputs of each block, and a second product takes the other half. The products accumulate in float32, and so does the
-    sum of the two.
+    inputs of each block, and a second product takes the other half. The two products accumulate in float32, and their
+    sum is computed in float32.
     """
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     if codes.dtype == jnp.int8:

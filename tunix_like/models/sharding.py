@@ -104,7 +104,7 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
 
 
 def constrain_params(params: Any) -> Any:
-    """Constrains parameters, stacked or not, to the shardings of `PARAMETER_AXES` inside a compiled function."""
+    """Constrains parameters (also of stacked layers) to the shardings of `PARAMETER_AXES` in a compiled function."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return params
@@ -231,7 +231,7 @@ def fetch(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def shardings_of(tree: Any, mesh: Mesh | None) -> Any:
-    """Returns the shardings of the arrays of a tree (the output shardings of a compiled step); None without a mesh."""
+    """Returns the shardings of the arrays of a tree, for the outputs of a compiled step; None without a mesh."""
     return None if mesh is None else jax.tree.map(lambda x: x.sharding, tree)
 
 

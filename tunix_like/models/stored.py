@@ -46,8 +46,8 @@ class Stored(NamedTuple):
         return str(self.reader.get_slice(self.name).get_dtype())
 
     def blocks(self, index: Index) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yields the slice `index` of the tensor in blocks of a few rows, as pairs of the range of rows within the
-        slice and the block."""
+        """Yields the slice `index` of the tensor in blocks of a few rows. Each item is a pair: the range of the rows of
+        the block, counted from the start of the slice, and the block."""
         part = self.reader.get_slice(self.name)
         start, stop, _ = index[0].indices(self.shape[0])
         width = np.prod([len(range(*i.indices(n))) for i, n in zip(index[1:], self.shape[1:], strict=True)], initial=1)

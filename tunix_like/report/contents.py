@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tunix_like.report.reading import Run, Table
 
 ENDS = 10
-"""Number of steps over which the summary averages at each end of a run. Single steps of RL are noisy."""
+"""Number of steps in each window over which the summary averages a training metric. Single steps of RL are noisy."""
 
 
 class Curve(NamedTuple):

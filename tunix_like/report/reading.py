@@ -46,7 +46,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """Reads runs. The name of a run is the shortest end of its path that differs from those of the other runs.
+    """Reads runs. The name of a run is the last part of its path, or several last parts if names would be equal.
 
     Raises:
       UserError: a folder is not a run or has no metrics yet, a folder is given twice, or a file cannot be read.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LARGEST = 1e15
-"""Largest absolute reward that is accepted. Sums and squares of larger values lose all precision in float32."""
+"""Largest absolute reward that is accepted. The squares of accepted rewards fit into float32."""
 
 LONGEST_REASON = 20_000
 """Maximum number of characters of a failure reason. An exception message may contain megabytes."""

@@ -102,8 +102,8 @@ def vote(completion: str) -> Fraction | str | None:
     """Returns the answer of a completion as a hashable key for majority votes, or None if there is no answer.
 
     The key of a plain number is its value, so all spellings of a number count as one answer. A percent sign is ignored,
-    because grading accepts both values. The key of any other answer, such as an unevaluated division, is its text
-    without white space. Two spellings of a formula count as two answers.
+    because grading accepts `25%` as 25 and as 0.25. The key of any other answer, such as an unevaluated division, is
+    its text without white space. Two spellings of a formula count as two answers.
     """
     answer = final_answer(completion)
     if answer is None or len(answer) > LONGEST:

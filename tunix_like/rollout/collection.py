@@ -276,4 +276,4 @@ def shape_rewards(
         total = total - (1.0 if algo.overlong_penalty is None else algo.overlong_penalty) * over
     if algo.binarize:
         total = np.where(np.isnan(total), np.nan, succeeds(total, success_threshold).astype(np.float64))
-    return total.astype(np.float32)  # as in the estimator: rewards that differ only in float64 count as equal
+    return total.astype(np.float32)  # as in the estimator, so rewards that differ only in float64 are equal

@@ -1,4 +1,5 @@
-"""Compiled programs for sampling: the prefill, the decode loop, and functions that start, move and restart rows.
+"""Defines the compiled programs for sampling: the prefill, the decode loop, and functions that start, move and restart
+rows.
 
 There are `A` slots. A slot holds one prompt and `g` rows, and a row holds one completion. The keys and values of a row
 are stored in a ring buffer with `U` columns. In each decode step all rows write to the same column, so the write is a
@@ -44,7 +45,7 @@ class Rows(NamedTuple):
       column: index of the cache column for the next keys and values.
       positions: position of the token in each column, counted from the start of the prompt; -1 if the column has no
         token of the row.
-      span: for each row, a number of columns: all cached tokens of the row are in the last `span` written columns.
+      span: number of most recently written columns that contain all cached tokens of the row.
       steps: number of decode steps so far. A step computes all rows, including rows that are not live.
       age: number of completion tokens of each row.
       first: number of completion tokens of each row at its last restart; 0 for a row that was never restarted. The
@@ -172,7 +173,7 @@ def fill(
 
 
 def without_columns(rows: Rows, chosen: Bool[Array, "A g"]) -> Rows:
-    """Removes tokens from the cache: all tokens of the rows for which `chosen` is True."""
+    """Removes from the cache all tokens of the rows for which `chosen` is True."""
     positions = jnp.where(chosen[..., None], -1, rows.positions)
     return rows._replace(positions=positions, span=jnp.where(chosen, 0, rows.span))
 
@@ -215,8 +216,8 @@ def advance(
     sampling: SamplingParams,
     eos_ids: tuple[int, ...],
 ) -> Rows:
-    """Samples tokens of the live rows until at most `stop_at` rows are live, or until the cache is full: the next step
-    would overwrite a column that a live or held row needs."""
+    """Samples tokens of the live rows until at most `stop_at` rows are live, or until the cache is full. The cache is
+    full if the next step would overwrite a column that a live or held row needs."""
     model = _merge(graphdef, params)
     head = model.head()  # outside the loop, because a tied head must be transposed
     (slots, size), limit = rows.live.shape, rows.tokens.shape[-1]
@@ -229,7 +230,7 @@ def advance(
         draw = jax.vmap(lambda data, age: jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(data), age)))
         uniform = draw(rows.keys.reshape(-1, rows.keys.shape[-1]), rows.age.reshape(-1))
         tokens, logprobs = (x.reshape(slots, size) for x in choose(logits, uniform, sampling))
-        written = (*row_index, jnp.where(rows.live, rows.age, limit))  # at the index `limit` nothing is written
+        written = (*row_index, jnp.where(rows.live, rows.age, limit))  # the index `limit` is out of range and dropped
         rows, ended = decode(model, prompts, rows, mask, tokens), rows.ended | (rows.live & jnp.isin(tokens, eos))
         return rows._replace(
             live=rows.live & ~ended & (rows.age < limit),
@@ -351,8 +352,8 @@ def append(
     earlier tokens are not computed again.
 
     Args:
-      rows: the rows. The next `N` columns (from `rows.column` on) must exist in the cache. In these columns, a row that
-        continues must not have a token.
+      rows: the rows. The next `N` columns (from `rows.column` on) must exist in the cache, and must not contain a token
+        of a row that continues.
       tokens: the tokens to append, padded on the left.
       counts: number of tokens to append to each row; can be 0.
     """

@@ -24,9 +24,9 @@ BLOCK = 256
 
 
 LOWEST_LOGIT = -80.0
-"""A token gets weight 0 if its scaled logit minus the maximum logit is at most this value. Their exact weight of at
-most `exp(-80)` would not change a float32 draw. Without this limit, differences below -87.3 would give denormal
-numbers, which make the sums several times slower on CPU."""
+"""A token gets weight 0 if its scaled logit minus the maximum logit is at most this value. The exact weight of such a
+token is at most `exp(-80)` and would not change a float32 draw. Without this limit, differences below -87.3 would give
+denormal numbers, which make the sums several times slower on CPU."""
 
 
 def choose(

@@ -159,8 +159,9 @@ def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str
     """Decodes completions to text without special tokens, group after group. With several processes, each process
     decodes a share of the completions, and all processes get all texts.
 
-    If a completion has several segments, only its last segment is decoded. The last segment contains the history and
-    the last turn. If a completion has one segment, its text begins with the first sampled token.
+    A new segment begins where the history of a conversation was replaced. If a completion has several segments, only
+    its last segment is decoded. The last segment contains the history and the last turn. If a completion has one
+    segment, its text begins with the first sampled token.
     """
     rows = completions.tokens.reshape(-1, completions.tokens.shape[-1])
     lengths = completions.lengths.reshape(-1)

@@ -1,4 +1,6 @@
-"""The in-process sampler with continuous batching: its cost is about proportional to the number of sampled tokens.
+"""Samples completions in this process with continuous batching.
+
+The cost of sampling is about proportional to the number of sampled tokens.
 
 A prompt is prefilled once and placed in one or more slots. The rows of a slot are completions of its prompt. A free row
 gets a waiting completion of the same prompt, and an empty slot gets the next prompt. When no completion waits, the live
@@ -38,8 +40,7 @@ def jit_place(graphdef: Any, params: Any, mesh: Mesh) -> Any:
 
 
 def _copy_to(graphdef: Any, params: Any, mesh: Mesh) -> Any:
-    """Returns a function with the arguments and the result of the one from `jit_place`, for weights on devices other
-    than those of `mesh`.
+    """Returns a function like the one that `jit_place` returns, for weights that are not on the devices of `mesh`.
 
     The function casts the weights on the devices that hold them, and then copies the result to `mesh`.
     """

@@ -1,5 +1,9 @@
 """Schedules one call of `Sampler.generate`: decides which completion is in which row, when free rows are filled and
-when live rows are compacted."""
+when live rows are compacted.
+
+A slot holds one prompt and several rows, and a row holds one completion. Compaction moves the live rows to arrays with
+fewer rows.
+"""
 
 from __future__ import annotations
 
@@ -180,7 +184,7 @@ class Schedule:
             return
         held, samples = self.slot_prompt.copy(), np.zeros(self.row_sample.shape, np.uint32)
         take = np.zeros(self.row_sample.shape, bool)
-        for slot, prompt in enumerate(held.tolist()):  # before empty slots are filled: prompts stay in their slots
+        for slot, prompt in enumerate(held.tolist()):  # first, so that a prompt stays in its slot if possible
             self._start(slot, prompt, take, samples)
         for slot in np.flatnonzero((self.row_sample < 0).all(axis=1)).tolist():
             if not self._waiting():

@@ -75,8 +75,8 @@ class TurnSchedule(Schedule):
         return (self.row_sample >= 0) & (self.ages < self.sampler.max_tokens)
 
     def _grow(self) -> None:
-        """Enlarges the cache. The cache can get more columns than a completion can have tokens, so that a block of
-        replies fits in addition."""
+        """Enlarges the cache. Its largest size is `max_tokens` columns plus a block of replies, `MOST_APPENDED`
+        columns."""
         if self.rows.room < self.sampler.max_tokens:
             super()._grow()
         else:

@@ -42,7 +42,7 @@ class Parts(NamedTuple):
 
     If the model is abstract (shapes only), its shapes were compared with the stored weights, and `weights` is a text
     that describes the stored weights. Otherwise `weights` is empty.
-    `first_observation` is the text that the environment adds to the prompt of the first row.
+    `first_observation` is what the environment adds to the prompt of the first row: a text or messages.
     """
 
     config: Config

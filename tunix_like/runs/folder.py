@@ -1,7 +1,7 @@
 """Manages the run folder: its path, the check that it belongs to the run, and the keys that may change on resume.
 
 A run folder contains `config.yaml` (resolved), `model/` (the model's description, without weights), `metrics.jsonl`,
-`checkpoints/`, `sft_checkpoints/`, `rollouts/`.
+`checkpoints/`, `sft_checkpoints/`, `rollouts/` and `skipped/` (the inputs of skipped updates).
 """
 
 from __future__ import annotations

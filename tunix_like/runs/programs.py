@@ -342,7 +342,7 @@ PROGRAMS: tuple[Callable[[Plan], Program | None], ...] = (
     prefill_program,
     decode_program,
 )
-"""The programs of a run, in the order of the report. No description needs the results of other programs."""
+"""Functions that describe the programs of a run, in the order of the report."""
 
 
 def programs_of(plan: Plan) -> list[Program]:

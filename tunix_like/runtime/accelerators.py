@@ -72,10 +72,11 @@ _HOPPER = {
 KINDS = {
     kind.name: kind
     for kind in (
-        # The memory of the v5e is the limit of XLA:TPU (`CompileTimeHbmOom: used .. of 15.75G`). The memory of v5p and
-        # v6e, the peak arithmetic in bfloat16, the memory bandwidth and the interconnect (1,600 / 4,800 / 3,584 Gbit/s
-        # per chip) are from the pages of Cloud TPU. The clock is the peak divided by the operations per cycle of the
-        # matrix units, which are 4 of 128 x 128 (v5e), 2 x 4 of 128 x 128 (v5p) and 4 of 256 x 256 (v6e).
+        # The memory of the v5e is the limit of XLA:TPU (`CompileTimeHbmOom: used .. of 15.75G`). The pages of Cloud TPU
+        # give the memory of v5p and v6e. For all three kinds, they give the peak arithmetic in bfloat16, the memory
+        # bandwidth and the interconnect (v5e 1,600, v5p 4,800, v6e 3,584 Gbit/s per chip). The clock is the peak
+        # divided by the operations per cycle of the matrix units, which are 4 of 128 x 128 (v5e), 2 x 4 of 128 x 128
+        # (v5p) and 4 of 256 x 256 (v6e).
         Accelerator("v5e", "tpu", int(15.75 * 2**30), 197e12, 819e9, 200e9, clock=1.5e9, slices=_FLAT),
         Accelerator("v5p", "tpu", 95 * 10**9, 459e12, 2765e9, 600e9, clock=1.75e9, slices=_CUBES),
         Accelerator("v6e", "tpu", 32 * 10**9, 918e12, 1640e9, 448e9, clock=1.75e9, slices=_FLAT),

@@ -27,7 +27,7 @@ _FREE = {
 """Opcodes that move no data themselves."""
 
 UNKNOWN_CYCLES = 2**62
-"""XLA:TPU writes the largest number of 64 bits as the cycles of a few fusions. Such numbers are no estimates."""
+"""Cycles from this number on are not an estimate: XLA:TPU writes the largest 64-bit integer for a few fusions."""
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|__cudnn\$)')

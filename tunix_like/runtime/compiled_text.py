@@ -1,6 +1,6 @@
 """Reads the text of an optimised XLA program: computations, instructions, shapes and the trip counts of loops.
 
-The text is that of `compiled.as_text()` from the TPU, GPU or CPU compiler.
+The text is the result of `compiled.as_text()` for a program from the TPU, GPU or CPU compiler.
 """
 
 from __future__ import annotations

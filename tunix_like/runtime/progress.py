@@ -128,7 +128,7 @@ class _Display:
         return text + (f": {parts}" if (parts := self.parts(now)) else "")
 
     def tick(self) -> None:
-        """Prints the plain line if the outermost task has run for `every` seconds and the last output is as old."""
+        """Prints the plain line if the outermost task has run, and nothing was printed, for `every` seconds."""
         now = time.monotonic()
         if self.paused:
             return

@@ -48,7 +48,7 @@ class VerifiersProcess:
             raise UserError(
                 "data.name=verifiers needs the package verifiers; install it with pip install 'tunix-like[envs]'."
             )
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `_released`
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `_release`
         path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             [sys.executable, "-m", _WORKER, str(os.getpid())],

@@ -1,8 +1,9 @@
 """Runs an environment of the package `verifiers` (its tasks, its harness and its rewards) in a separate process.
 
 The training process starts this process and exchanges lines of JSON with it over standard input and output. The harness
-sends its model requests to the interception server of `verifiers`, which forwards them to an HTTP endpoint of this
-process. This process forwards the requests to the training process, which samples the answers.
+(the program that plays a task) sends its model requests to the interception server of `verifiers`, which forwards them
+to an HTTP endpoint of this process. This process forwards the requests to the training process, which samples the
+answers.
 """
 
 from __future__ import annotations

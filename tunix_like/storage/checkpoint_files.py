@@ -19,8 +19,8 @@ STAMP = "_CHECKPOINT_METADATA"
 def complete_steps(folder: Path) -> list[int]:
     """Returns the numbers of the complete steps in a folder, ascending.
 
-    Orbax treats any numbered folder as a step. This function skips a step whose removal was interrupted, because the
-    files that are written last are removed first.
+    Orbax treats any numbered folder as a step. This function skips a step without the files that are written last and
+    removed first. It therefore skips a step whose removal was interrupted.
     """
     if not folder.is_dir():
         return []

@@ -1,1 +1,1 @@
-"""The training loop, the compiled training step, the RL learners and supervised fine-tuning."""
+"""Implements the training loop, the compiled training step, the RL learners and supervised fine-tuning."""

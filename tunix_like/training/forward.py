@@ -1,6 +1,7 @@
 """Computes log-probabilities of packed completions (`packing.py`).
 
-The model processes each prompt once, and then the completions in chunks.
+The model processes prompts in sets. It processes each prompt of a set once, and then the completions of the set in
+chunks.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class PromptStates(NamedTuple):
 
 class Chunk(NamedTuple):
     """The completions of one chunk (`packing.py`): `A` lanes per chunk, `b` bins per lane, `r` completions per bin.
+
+    A lane has completions of one prompt. A bin has `T` token positions and holds one or several completions.
 
     Attributes:
       lane: index of each lane's prompt in the set; None if lane `i` belongs to prompt `i`.

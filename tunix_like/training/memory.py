@@ -29,14 +29,14 @@ FIRST_CACHE = 128
 
 KEPT_PER_TOKEN = {"inner": 5, "hidden": 6, "query": 5, "key": 3}
 """Number of vectors per token that a layer saves for its backward pass, for each of four widths: the width of the MLP,
-of the model, of all query heads, and of all key heads. Doubling each width gave the measurements 4.9, 4.6 (plus 1 that
-does not grow), 4.7 and 3.1. The MLP saves its two products, the sigmoid, the activation and the input of the last
-product."""
+of the model, of all query heads, and of all key heads. Each number was measured by doubling its width: 4.9, 4.6 (and
+1 more that does not grow with the width), 4.7 and 3.1. The MLP saves its two products, the sigmoid, the activation and
+the input of the last product."""
 
 KEPT_WITH_REMAT = {"inner": 3, "hidden": 5, "query": 5, "key": 2}
 """The numbers of `KEPT_PER_TOKEN` for recomputed layers on the CPU. On the CPU, XLA removes the optimization barriers
-around a recomputed layer. Common subexpression elimination then keeps most arrays of the layer (1224 of 1696 numbers
-per token, and all scores). On other backends, a layer saves only its input (`_with_stacked_layers`)."""
+around a recomputed layer. Common subexpression elimination then keeps most arrays of the layer (measured: 1224 of 1696
+numbers per token, and all scores). On other backends, a layer saves only its input (`_with_stacked_layers`)."""
 
 KEPT_SCORES = {"plain": 1.05, "one block": 2.1, "blocks": 0.0}
 """Number of float32 arrays `[heads, queries, keys]` that a layer saves. Plain attention saves the exponentials. Their
@@ -44,11 +44,11 @@ measured size is 1.21 times the size of the scores for 96 keys, and 1.03 times f
 such arrays, except on the CPU if all keys are in one block: without a loop over blocks, XLA keeps the arrays."""
 
 WORKING_SCORES = 2
-"""Number of arrays `[heads, queries, keys]` during attention or its backward pass, with the MLP's arrays freed."""
+"""Number of arrays `[heads, queries, keys]` during attention or its backward pass, when no MLP arrays are held."""
 
 LANE_COPIES = 4
-"""Number of copies of a prompt's keys and values per lane and layer: the gathered arrays, their gradient, and both in
-another layout."""
+"""Number of copies of a prompt's keys and values per layer and lane (`packing.py`): the gathered arrays, their
+gradient, and both in another layout."""
 
 WORKING_INNER = 3
 """Number of temporary arrays of the MLP's width, and also of the model's width, in the backward pass of one layer
@@ -306,7 +306,7 @@ def _key_values(work: Work, width: int) -> int:
 
 
 def _cast_weights(work: Work) -> int:
-    """Returns the bytes of the weights cast to the compute dtype, or of the transposed embedding without a cast."""
+    """Returns the bytes of the cast weights; if no cast is needed, of the transposed embedding (0 if not tied)."""
     if jnp.dtype(work.dtype) != jnp.dtype(work.param_dtype):
         return work.share.plain * work.size
     return work.share.embedding * work.size if work.model.tie_embeddings else 0

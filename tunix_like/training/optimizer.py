@@ -18,7 +18,7 @@ from tunix_like.models.sharding import param_shapes
 from tunix_like.training.working_weights import stacked_segments
 
 Segments = tuple[Segment, ...] | None
-"""Return type of `moment_segments`."""
+"""The patterns of layers whose moments are stacked (see `moment_segments`); None if no moments are stacked."""
 
 
 def build_schedule(config: OptimizerConfig, total_updates: int | None) -> optax.Schedule:
@@ -101,7 +101,7 @@ def init_optimizer(
     Args:
       segments: the patterns of layers whose moments are stacked; None: each layer has its own moments.
     """
-    # A function of the module, because a function that is defined here would be compiled in each call.
+    # `_init` is defined in the module, because a function that is defined here would be compiled in each call.
     compiled = functools.partial(jax.jit, _init, static_argnums=(0, 2))
     sharding = jax.tree.leaves(params)[0].sharding
     if not isinstance(sharding, NamedSharding):

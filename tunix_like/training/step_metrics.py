@@ -26,8 +26,8 @@ def advantage_metrics(
 ) -> dict[str, Any]:
     """Computes statistics of the advantages, sums of advantages by pass rate, and two fractions of groups.
 
-    The first fraction counts dropped groups. The second fraction counts groups that are not dropped and whose
-    advantages are all 0.
+    The first fraction counts dropped groups: groups with fewer scored completions than their estimator needs. The
+    second fraction counts groups that are not dropped and whose advantages are all 0.
     """
     assert batch.estimator_ids is not None
     bins = pass_rate_bins(rollout, success_threshold)

@@ -1,1 +1,1 @@
-"""Engines that generate completions with servers outside of this process."""
+"""Provides engines that generate completions with servers outside of this process."""

@@ -16,7 +16,7 @@ POLL_SECONDS = 1.0
 """Interval in seconds between checks of a server that does not answer."""
 
 MOST_WRONG = 3
-"""The run stops after this many wrong answers to one request, or after this many answers that were sampled with other
+"""The run stops if one request gets this many wrong answers, or this many answers that were sampled with other
 weights."""
 
 Admit = Callable[[Server], Awaitable[None]]

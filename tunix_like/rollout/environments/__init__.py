@@ -1,5 +1,5 @@
-"""Environments for trajectories with several turns and with tools. The environments run in worker processes or in this
-process."""
+"""Provides environments for trajectories with several turns and with tools. The environments run in worker processes or
+in this process."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ class _TunixEnvironment:
             raise UserError(f"{self.name}.reset returned {show(result)}; return the tuple (observation, info).")
         observation = result[0]
         if observation is getattr(self.environment, "task", None):
-            return None  # this is the row, and the policy has its prompt already
+            return None  # the observation is the data row, whose prompt the policy already has
         return checked_observation(_from_tunix(observation, {}), f"{self.name}.reset")
 
     def step(self, completion: str) -> EnvStepResult:

@@ -20,8 +20,8 @@ from tunix_like.runtime.untrusted import Filled, texts
 from tunix_like.types import Message
 
 _LONG_TOKEN = 64
-"""Number of characters per allowed token above which an observation is overlong. Such an observation is not tokenised,
-because a text of 10 MB would take seconds."""
+"""An observation is overlong if it has more characters than this number times `most_tokens`. An overlong observation is
+not tokenised, because a text of 10 MB would take seconds."""
 
 
 class Bridged(NamedTuple):
@@ -58,7 +58,8 @@ class Bridge:
     def __init__(
         self, tokenizer: Tokenizer, difference: TemplateDifference | None, most_tokens: int, overlong: str
     ) -> None:
-        """Args: see `make_bridge`; `difference` is None if the prompts are plain text."""
+        """Checks `most_tokens`. For the arguments, see `make_bridge`. `difference` is None if prompts are plain
+        text."""
         self._tokenizer, self._difference = tokenizer, difference
         self._most, self._cuts = most_tokens, overlong == "cut"
         self._check_room()
@@ -71,7 +72,7 @@ class Bridge:
         With a chat template, a text becomes a user message. None or an empty text adds only the start of the next turn.
 
         The end token that the policy sampled stays in the row. If the template ends an assistant's turn with another
-        end token, the token of the template is omitted. Only the tokens after this token are appended.
+        end token, the end token of the template is omitted, and only the tokens after it are appended.
 
         Args:
           observations: one per trajectory, as the environments returned them: text, messages or None.
@@ -302,7 +303,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _limited(text: str, size: int) -> str:
-    """If a text is longer than `size` characters, shortens it to `size` characters and appends a mark."""
+    """Shortens a text that is longer than `size` characters to `size` characters, and appends a mark."""
     return text if len(text) <= size else text[:size] + _mark(len(text) - size)
 
 

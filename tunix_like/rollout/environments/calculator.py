@@ -1,4 +1,4 @@
-"""The tool `calculator`, which evaluates arithmetic expressions, and the environment with this tool."""
+"""Defines the tool `calculator`, which evaluates arithmetic expressions, and the environment with this tool."""
 
 from __future__ import annotations
 

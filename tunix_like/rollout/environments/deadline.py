@@ -1,4 +1,4 @@
-"""The time limit of the current call of an environment, for environments that wait for a service."""
+"""Stores the time limit of the current call of an environment, for environments that wait for a service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program that runs environments. It loads the user's module once, and forks one child process per trajectory.
+"""Runs environments in a separate program, which loads the user's module once and forks one child per trajectory.
 
 The program is a fresh interpreter and not a fork of the training process, so the program has no locks, threads or
 devices of the training process. The program runs user code only while it loads the module. Afterwards the program only
@@ -40,7 +40,7 @@ START = (
 """Code that the interpreter runs (`-c`); see `rewards.worker.START`."""
 
 ORDER = struct.Struct("!cQ")
-"""Format of an order to the program: `BEGIN` (with a socket attached) or `END`, and the number of the trajectory."""
+"""Format of an order to the program: `BEGIN` (with a socket attached) or `END`, and the number of the child process."""
 
 BEGIN, END = b"b", b"e"
 
@@ -129,7 +129,7 @@ class _Server:
 
     def __init__(self, channel: socket.socket, adapted: Adapted, parent: int):
         self.channel, self.adapted, self.parent = channel, adapted, parent
-        self.children: dict[int, int] = {}  # numbers of trajectories by process id
+        self.children: dict[int, int] = {}  # numbers of the children by process id
         self.pids: dict[int, int] = {}
         self.older = set(children_of(os.getpid()))  # processes that the user's module started
         self.out = b""

@@ -1,4 +1,4 @@
-"""The environment `guess`: the policy has to find a hidden number from the answers HIGHER and LOWER."""
+"""Defines the environment `guess`: the policy has to find a hidden number from the answers HIGHER and LOWER."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The environment `maze_steps`: the policy makes one move per turn in a maze, and sees only the open moves of its
-cell."""
+"""Defines the environment `maze_steps`: the policy makes one move per turn in a maze, and sees only the open moves of
+its cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The environment `openenv`: each trajectory is a session of an OpenEnv server, which may run on another machine."""
+"""Defines the environment `openenv`: each trajectory is a session of an OpenEnv server, which may run on another
+machine."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ class Session:
     def _call(self, what: str, data: Mapping[str, Any]) -> dict[str, Any]:
         from websockets.exceptions import ConnectionClosed
 
-        with contextlib.suppress(ConnectionClosed):  # a server sends the reason before it closes a session
+        with contextlib.suppress(ConnectionClosed):  # `recv` still returns the reason that the server sent
             self._connection.send(json.dumps({"type": what, "data": data}))
         try:
             received = self._connection.recv()

@@ -1,4 +1,4 @@
-"""The interface that the user's environments implement, and the result of a step.
+"""Defines the interface that the user's environments implement, and the result of a step.
 
 This module does not import jax, because the processes of environments import it.
 """

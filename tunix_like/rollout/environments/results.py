@@ -1,5 +1,4 @@
-"""Checks what a user's environment returned, and cuts observations to `MOST_CHARACTERS` characters, which is far more
-than any token limit.
+"""Checks what a user's environment returned, and cuts observations to `MOST_CHARACTERS` characters.
 
 This module runs in the worker processes too and does not import jax.
 """
@@ -18,8 +17,8 @@ if TYPE_CHECKING:
     from tunix_like.types import Message
 
 MOST_CHARACTERS = 500_000
-"""Maximum number of characters of an observation that are kept. This is over 100,000 tokens of usual text, which is
-more than any `max_observation_tokens` in use. The training process applies `max_observation_tokens` later."""
+"""Maximum number of characters of an observation that are kept. This is over 100,000 tokens of usual text. The training
+process applies the limit `environment.max_observation_tokens` later."""
 
 MOST_MESSAGES = 1_000
 """Maximum number of messages of one observation."""

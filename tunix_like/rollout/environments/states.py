@@ -1,4 +1,4 @@
-"""The state of a trajectory during sampling."""
+"""Defines the state of a trajectory during sampling."""
 
 from __future__ import annotations
 

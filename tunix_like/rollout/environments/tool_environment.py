@@ -1,5 +1,5 @@
-"""Environments whose turns are tool calls. The tools are plain functions or methods of objects of TRL's
-`environment_factory`."""
+"""Implements environments whose turns are tool calls. The tools are plain functions, or methods of the objects that
+TRL's `environment_factory` makes."""
 
 from __future__ import annotations
 

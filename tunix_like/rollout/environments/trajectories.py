@@ -35,8 +35,9 @@ class Player:
     Attributes:
       seconds: time in seconds for which trajectories have waited for environments. The caller sets this time to 0.
       playing: the trajectories of the current rollout; None between rollouts.
-      overtime: whether a call has exceeded its time limit. After that, `EnvironmentMisconfigured` does not stop the
-        run: a server without a free session raises this error too, and the server may still be busy with the call.
+      overtime: whether a call has exceeded its time limit. If True, `EnvironmentMisconfigured` does not stop the run.
+        This error is also raised if a server has no free session, and a call that exceeded its time limit may still
+        use a session.
       conversations: renders the conversations with `environment.history=template`; None before the first call of
         `bridge`.
 

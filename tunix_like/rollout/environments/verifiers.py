@@ -26,7 +26,7 @@ from tunix_like.rollout.serving.fields import RequestError
 from tunix_like.runtime.verifiers_process import Lost, VerifiersProcess
 
 SECONDS_TO_END = 5.0
-"""Time in seconds that the process has to end or to cancel an episode. After this time it is killed."""
+"""Time limit in seconds for the process to end, or to cancel an episode. A process that takes longer is killed."""
 
 FULL = "the limit of tokens or turns of this trajectory is reached"
 

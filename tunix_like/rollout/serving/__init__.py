@@ -1,1 +1,1 @@
-"""The server: continuous batching of requests over the in-process decoder, and its HTTP interface."""
+"""Implements the server: continuous batching of requests on the decoder in this process, and the HTTP interface."""

@@ -1,4 +1,4 @@
-"""The HTTP interface of the server: routes, limits, the API key, and errors in the format of OpenAI."""
+"""Implements the HTTP interface of the server: routes, limits, the API key, and errors in the format of OpenAI."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Continuous batching: jobs of any number of callers share the rows of one decoder.
+"""Samples completions with continuous batching: jobs of any number of callers share the rows of one decoder.
 
-A thread repeats two steps: it starts completions in free slots, and then samples some tokens of all rows. This file is
-independent of HTTP.
+A job is a prompt with its completions. A slot holds one row: a completion with its prompt. A thread repeats two steps:
+it starts completions in free slots, and then samples some tokens of all rows. This file is independent of HTTP.
 """
 
 from __future__ import annotations
@@ -187,9 +187,8 @@ class Batcher:
     def _next_jobs(self, most: int) -> list[Job]:
         """Returns at most `most` waiting jobs that share one prefill, in the order in which the jobs arrived.
 
-        If the prompt of the first waiting job is already prefilled, only this job is returned. Only the first job is
-        also returned if the jobs would fill less than half of a prefill of several prompts. The list is empty if no job
-        waits.
+        Only the first waiting job is returned if its prompt is already prefilled, or if the jobs would fill less than
+        half of a prefill of several prompts. The list is empty if no job waits.
         """
         with self._changed:
             jobs = list(itertools.islice(self._waiting, most))

@@ -1,4 +1,4 @@
-"""The part of the batcher that runs on the device: the arrays of the slots, and calls of the compiled programs."""
+"""Holds the arrays of the batcher's slots on the device, and calls the compiled programs with these arrays."""
 
 from __future__ import annotations
 
@@ -181,8 +181,7 @@ class Slots:
                 for (padded, _), prompts in fresh.items():
                     if padded <= columns:
                         self.state = self._placed(programs.start(self.state, prompts, no_starts(self.count)))
-                # Runs steps with live rows, because only these show whether the memory suffices and how long a step
-                # takes.
+                # Only steps with live rows show whether the memory suffices and how long a step takes.
                 everything = no_starts(self.count)
                 everything.take[:], everything.limits[:] = True, 3
                 for _ in range(2):

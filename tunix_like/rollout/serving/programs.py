@@ -1,4 +1,4 @@
-"""The compiled programs of the server: start rows, sample tokens of all rows, resize the caches.
+"""Defines the compiled programs of the server, which start rows, sample tokens of all rows and resize the caches.
 
 The programs work on the arrays of `decoding.py` with one row per slot, so each slot holds one prompt and one
 completion. All requests share these programs, because the sampling parameters are arrays. The caches have only the
@@ -125,7 +125,8 @@ def start(state: State, fresh: Prompts, starts: Starts) -> State:
     """
     caches = state.prompts.cache, state.rows.cache
     placed = _place(caches[0], fresh.cache, starts.take, starts.source)
-    # `_begin` does not get the caches: their shapes vary, and random keys take long to compile for each shape.
+    # `_begin` does not get the caches. Otherwise it would be compiled for each shape of the caches, which takes long
+    # because of its random keys.
     rest = state._replace(prompts=state.prompts._replace(cache=[]), rows=state.rows._replace(cache=[]))
     rest = _begin(rest, fresh._replace(cache=[]), starts)
     return rest._replace(prompts=rest.prompts._replace(cache=placed), rows=rest.rows._replace(cache=caches[1]))

@@ -18,7 +18,7 @@ MOST_COMPLETIONS = 128
 
 MOST_STOPS, MOST_STOP_IDS = 16, 1024
 LOWEST_TEMPERATURE = 1e-3
-"""Lowest temperature above 0. A lower one would overflow float32."""
+"""Lowest valid temperature above 0. Division of the logits by values near 0 would overflow float32."""
 
 IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id", "cache_salt",

@@ -75,8 +75,7 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 def open_metrics(folder: Path | None, names: Sequence[str], settings: Mapping[str, Any]) -> MetricsLog:
-    """Opens the metrics log of a run in `folder`, for `loop.run`. Only process 0 writes. If `folder` is None, nothing
-    is written.
+    """Opens the metrics log of a run in `folder`. Only process 0 writes. If `folder` is None, nothing is written.
 
     Args:
       names: `training.loggers`.

@@ -88,7 +88,7 @@ class Wandb:
     """A run of Weights & Biases. The row number is passed as the internal step, because it never decreases; Weights &
     Biases drops rows whose step is smaller than the last step. The axes of the charts are the training steps."""
 
-    at_once = False  # rows are lost if the process is killed before they are sent (offline: before their block is full)
+    at_once = False  # a killed process loses unsent rows (offline: the rows of a 32 KB block that is not full)
 
     def __init__(self, place: Place) -> None:
         import wandb
@@ -107,7 +107,7 @@ class Wandb:
             reinit="create_new",  # keeps a run that the user has opened
             settings={"console": environment.get("WANDB_CONSOLE", "off")},  # wandb captures the output otherwise
         )
-        self.first = place.mark + 1 if self._run.offline else max(1, self._run.step)  # online: the server knows it
+        self.first = place.mark + 1 if self._run.offline else max(1, self._run.step)  # online: from the server
         for names, step in (("sft/*", "sft/step"), ("train/*", "step"), ("eval/*", "step")):
             self._run.define_metric(names, step_metric=step)
 
