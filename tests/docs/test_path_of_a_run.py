@@ -1,0 +1,45 @@
+"""Tests the path of a run in docs/architecture.md: the functions of its table call each other, from the command to the
+gradient."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.process import ROOT, python
+
+TRACE = """
+import json, sys, traceback
+import jax
+from tunix_like.cli.main import main
+
+calls, gradient = [], jax.grad
+
+def traced(*arguments, **options):
+    frames = [(frame.filename, frame.name) for frame in traceback.extract_stack()]
+    calls.append([(file.split("/tunix_like/")[1], name) for file, name in frames if "/tunix_like/" in file])
+    return gradient(*arguments, **options)
+
+jax.grad = traced
+main(sys.argv[1:])
+print(json.dumps(calls))
+"""
+
+NESTED = {"step", "one_set", "one_chunk"}
+"""Functions inside `jit_train_step` and `gradient`: the jitted function and the bodies of the two loops."""
+
+
+@pytest.mark.slow
+def test_the_documented_functions_are_the_calls_from_the_command_to_the_gradient(tmp_path):
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+ \| `([\w/.]+)` \| `(?:\w+\.)?(\w+)` \|", page, re.MULTILINE)
+    small = ("sft.max_steps=0", "training.max_steps=1", "eval.max_problems=4", f"training.output_dir={tmp_path}/run")
+    ended = python("-c", TRACE, "train", str(ROOT / "examples/debug/reverse_text.yaml"), *small, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    called = [
+        [(file, name) for file, name in calls if file != "training/train_step.py" or name not in NESTED]
+        for calls in json.loads(ended.stdout.splitlines()[-1])
+    ]
+    assert [[*map(tuple, calls)] for calls in called] == [rows] * len(called) and called
