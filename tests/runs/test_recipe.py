@@ -11,8 +11,11 @@ import pytest
 import tunix_like
 from tests.tiny_model import HF
 from tunix_like import UserError
+from tunix_like.cli.main import main
 from tunix_like.config.load import load
+from tunix_like.errors import NotSaved
 from tunix_like.runs import recipe
+from tunix_like.training.learner import Learner
 
 YAML = Path(__file__).resolve().parents[2] / "examples" / "debug" / "reverse_text.yaml"
 SMALL = (
@@ -67,3 +70,30 @@ def test_servers_are_checked_before_sft(tmp_path):
             on_row=lambda row, total: rows.append(row),
         )
     assert not rows
+
+
+@pytest.mark.parametrize(
+    ("sft", "rl", "stopped"),
+    [("SFT", None, False), ("SFT", "RL", False), (None, "RL", False), (None, "RL", True)],
+    ids=["SFT", "both", "RL", "RL, stopped by a signal"],
+)
+def test_results_are_printed_before_the_error_of_a_checkpoint_that_was_not_saved(
+    sft, rl, stopped, monkeypatch, tmp_path, capsys
+):
+    """The error of RL replaces the error of SFT. After a signal, steps are missing, so there are no results."""
+
+    def error(text):
+        unsaved = NotSaved(text)
+        unsaved.stopped = stopped
+        return unsaved
+
+    def train(self, *rows, **options):
+        if rl is not None:
+            raise error(rl)
+
+    monkeypatch.setattr(recipe, "fine_tune", lambda *parts, **options: None if sft is None else error(sft))
+    monkeypatch.setattr(Learner, "train", train)
+    assert main(["train", str(YAML), *SMALL, f"training.output_dir={tmp_path}"]) == NotSaved.status
+    printed = capsys.readouterr()
+    assert printed.err.endswith(f"error: {rl or sft}\n")
+    assert ("run folder:" in printed.out) == (not stopped)

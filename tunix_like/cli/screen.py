@@ -91,7 +91,12 @@ def show_samples(step: int, samples: Samples) -> None:
 
 
 def results(folder: Path, parts: Parts, learner: Learner, trained: bool) -> None:
-    """Prints what `train` shows at the end: the evaluations and a drawing. `trained`: whether this call did steps."""
+    """Prints what `train` shows at the end: the evaluations, the best checkpoint, the run folder and a drawing.
+
+    Args:
+      trained: whether this call of `train` has logged a row of RL metrics. If False, a note says that the run was
+        already finished.
+    """
     if not trained:
         console.print_text("this run was already finished: nothing was trained")
     closing_table(folder, parts)
@@ -99,7 +104,8 @@ def results(folder: Path, parts: Parts, learner: Learner, trained: bool) -> None
 
 
 def closing_table(folder: Path, parts: Parts) -> None:
-    """Prints the evaluations before and after RL from the metrics of the run."""
+    """Prints the evaluations before and after RL, the best checkpoint if `training.best_metric` is set, and the run
+    folder."""
     if not processes.is_first():  # only the first process writes the metrics
         return
     evaluations = [row for row in metrics.rows(folder) if "step" in row and any(k.startswith("eval/") for k in row)]

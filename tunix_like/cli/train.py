@@ -35,14 +35,17 @@ def train(arguments: argparse.Namespace) -> None:
             output.set_fallback_folder(folder)
 
     lines = screen.StepLines()
-    with recipe.prepared(parts, folder, lines.on_row, lines.on_samples, on_claim) as learner:
-        try:
+    unsaved: NotSaved | None = None
+    try:
+        with recipe.prepared(parts, folder, lines.on_row, lines.on_samples, on_claim) as learner:
             learner.train(parts.source.train, parts.source.eval, **recipe.data_options(parts.config))
-        except NotSaved as error:
-            if not error.stopped:  # all steps are done
-                screen.results(folder, parts, learner, trained="train" in lines.phases)
+    except NotSaved as error:
+        if error.stopped:
             raise
-        screen.results(folder, parts, learner, trained="train" in lines.phases)
+        unsaved = error  # all steps are done, so the results are printed first
+    screen.results(folder, parts, learner, trained="train" in lines.phases)
+    if unsaved is not None:
+        raise unsaved
 
 
 def sft(arguments: argparse.Namespace) -> None:

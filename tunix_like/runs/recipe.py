@@ -26,14 +26,15 @@ from tunix_like.training.sft import SFTTrainer
 from tunix_like.types import Engine
 
 OnRow = Callable[[dict[str, Any], int | None], None]
-"""Function `f(row of metrics, total steps or None)`."""
+"""Function `f(row, total)` that is called with each row of metrics. `total` is the number of steps of the training
+phase; None if this number is not known."""
 
 
 def run(
     config: Config | str | Path, overrides: Sequence[str] = (), *, on_row: OnRow = lambda row, total: None
 ) -> dict[str, Any]:
-    """Trains a model as `tunix-like train` does: SFT, RL and evaluations, with a run folder. A second call resumes the
-    run.
+    """Trains a model as `tunix-like train` does: SFT, RL and evaluations, with a run folder. A second call with the
+    same config resumes the run.
 
     Args:
       config: a YAML file, or a `tunix_like.config.schema.Config`.
@@ -44,15 +45,15 @@ def run(
       the last row of metrics.
 
     Raises:
-      UserError: the input is wrong (raised before anything is compiled).
-      Also the errors of `Learner.train`.
+      UserError: the config or the data is wrong.
+      Further errors are those of `Learner.train`.
     """
     name = "run" if isinstance(config, Config) else config
     config = config if isinstance(config, Config) else load(config, overrides)
     parts = assemble(config)
     folder = run_folder(config, name, str(parts.config.algorithm.advantage_estimator))
     with prepared(parts, folder, on_row) as learner:
-        return learner.train(parts.source.train, parts.source.eval, **data_options(config))
+        return learner.train(parts.source.train, parts.source.eval, **data_options(parts.config))
 
 
 @contextlib.contextmanager
@@ -63,15 +64,15 @@ def prepared(
     on_samples: Callable[[int, Samples], None] | None = None,
     on_claim: Callable[[], None] = lambda: None,
 ) -> Iterator[Learner]:
-    """Context manager that claims `folder`, runs SFT (if configured), and yields the learner for RL.
+    """Context manager that prepares the run folder, runs SFT (if configured), and yields the learner for RL.
 
     If the last checkpoint of SFT could not be written, RL can still run. `NotSaved` is then raised at the end of the
-    context.
+    context, unless the body raises an error.
 
     Args:
       on_row: called with every row of metrics.
       on_samples: see `Learner`.
-      on_claim: called after this run has claimed the folder (`folder.claim`).
+      on_claim: called after the folder was checked and the config of the run was written into it (`folder.claim`).
     """
     source, unsaved = parts.source, None
     with owned(folder):
@@ -94,7 +95,8 @@ def data_options(config: Config) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def server_engine(parts: Parts, folder: Path) -> Iterator[Engine | None]:
-    """Connects to the servers of `rollout.urls` and yields their engine. Yields None if this process samples.
+    """Context manager that connects to the servers of `rollout.urls` and yields an engine that samples on these
+    servers. Yields None if this process samples the completions.
 
     Raises:
       UserError: a server cannot be reached or used, or the package `aiohttp` is missing.
@@ -163,8 +165,8 @@ def make_learner(
 def fine_tune(parts: Parts, folder: Path, on_row: OnRow, another_follows: bool) -> NotSaved | None:
     """Runs SFT on the run's model in place, with checkpoints in the run's folder.
 
-    If the last checkpoint cannot be written, the error is returned instead of raised, so that the run can continue. A
-    stop signal raises an exception.
+    If the last checkpoint cannot be written, the error is returned instead of raised, so that the run can continue. If
+    a signal stopped SFT, an exception is raised in any case.
     """
     config, evaluate, evaluator = parts.config, None, None
     if len(parts.source.eval):
@@ -192,7 +194,7 @@ def fine_tune(parts: Parts, folder: Path, on_row: OnRow, another_follows: bool) 
     except NotSaved as error:
         if error.stopped:
             raise
-        return error
+        return error.with_traceback(None)  # a traceback would keep the trainer and its optimizer state in memory
     finally:
         if evaluator is not None:
             evaluator.close()  # the learner starts its own worker processes

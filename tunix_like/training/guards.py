@@ -67,7 +67,8 @@ class GapWatch:
 
     Args:
       most: largest allowed mean absolute difference, in nats per token; None disables the check.
-      own_engine: whether the user provides the engine. If True, the error message states what an engine must return.
+      own_engine: whether another engine than the in-process sampler is used. If True, the error message states what an
+        engine must return.
 
     Raises:
       UserError: the difference is larger than `most` (raised when the object is called).
@@ -100,7 +101,8 @@ class GapWatch:
 class UpdateInputs(NamedTuple):
     """The inputs of an optimizer update on the host, without the weights.
 
-    `live` marks the completions that the model processes. `in_update` marks the groups of the update.
+    `live` marks the completions of the rollout batch that have a gradient. `in_update` marks the groups of the update.
+    The model processes the completions that both mark.
     """
 
     step: int
@@ -160,7 +162,7 @@ def check_updates(
 
 
 def remove_files_after(folder: Path, step: int) -> None:
-    """Removes the completions and the skipped updates of steps after `step` from a run folder."""
+    """Removes the files with completions and with skipped updates of steps after `step` from a run folder."""
     remove_steps_after(folder / "rollouts", step)
     remove_steps_after(folder / FOLDER, step)
 

@@ -70,7 +70,7 @@ logger = logging.getLogger("tunix_like")
 
 @dataclasses.dataclass
 class _Call:
-    """The objects of one call of `Learner.train`."""
+    """The objects that one call of `Learner.train` uses."""
 
     batch_size: int
     rollouts: RolloutsAhead
@@ -95,9 +95,9 @@ class Learner(Trainer):
         run in worker processes, with a time limit.
       algo_config: an instance of the learner's config class; defaults to `config_class()`.
       rollout_config, training_config, eval_config: settings of sampling, training and evaluation.
-      ref_model: reference model of the KL if `beta > 0`; it can be quantised. Weights are copied only if they share
-        memory with trained weights. Defaults to a copy of the initial weights, or, if the adapters are newly
-        initialised, to the frozen weights, which are not copied.
+      ref_model: reference model of the KL if `beta > 0`; it can be quantised. Its weights are copied only if they share
+        memory with trained weights. Defaults to the model with its initial weights. If the adapters are newly
+        initialised, this is the frozen base without adapters, and nothing is copied.
       mesh: devices to train on, from `tunix_like.models.sharding.build_mesh`; defaults to a single device.
       reward_weights: one factor per reward function; defaults to ones.
       success_threshold: a completion succeeds (pass@k) if its total reward is at least this value.
@@ -198,7 +198,7 @@ class Learner(Trainer):
           train_ds: a sequence, a grain dataset (unbatched) or an iterable. `training_config.max_steps=None` trains for
             one epoch; an incomplete last batch is dropped.
           eval_ds: held-out rows, evaluated before and after training, and every `eval_every_n_steps`.
-          batch_size: prompts per step. If the dataset is smaller, its size is used, and a warning is logged.
+          batch_size: prompts per step. If fewer rows are usable, their number is used, and a warning is logged.
           shuffle: shuffles a sequence or a grain `MapDataset` in every epoch; other data keep their order.
           overlong_prompts: what to do with rows whose prompt is empty or longer than `max_prompt_length`: "skip" drops
             these rows and warns of their number; "error" raises. The evaluated rows of `eval_ds` and the first 20,000
@@ -217,8 +217,11 @@ class Learner(Trainer):
           UserError: the data is wrong; the reward functions failed for all completions of the first step (these
             completions are written to `rollouts/`); another process uses the run folder; or all checkpoints are damaged
             or belong to a run with other settings.
-          NotSaved: the training is done, but its last checkpoint could not be written.
-          Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT (Ctrl-C) stopped the run; the state is saved.
+          NotSaved: all steps are done, or a signal stopped the run, and the last checkpoint could not be written.
+          EngineLost: the servers that generate completions, or the service of the environments, do not answer.
+          Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT (Ctrl-C) stopped the run.
+
+        If a run with a folder ends with `EngineLost`, `Stopped` or `Interrupted`, its last complete step is saved.
         """
         check_type("batch_size", batch_size, int, "give an integer of at least 1")
         if batch_size < 1:
@@ -329,11 +332,11 @@ class Learner(Trainer):
                 clock.lap("reference")
             with progress.task("update"), saved_on_failure(call.files.folder, number, rollout.problems, rollout.texts):
                 prompts = [problem.text for problem in rollout.problems]
-                updates = call.updates.prepare(number, batch, prompts, ref)
-                for inputs in updates.inputs():
-                    self.state, update, advantages = self.programs.train_step(self.state, inputs, self.frozen)
-                    updates.record(update, advantages)
-                advantages, update_metrics = updates.finish()
+                batch_updates = call.updates.prepare(number, batch, prompts, ref)
+                for inputs in batch_updates.inputs():
+                    self.state, row, advantages = self.programs.train_step(self.state, inputs, self.frozen)
+                    batch_updates.record(row, advantages)
+                advantages, update_metrics = batch_updates.finish()
             self.done = number  # set before functions of the user run, because they can fail
             clock.lap("update")
             metrics |= kl_metrics | update_metrics
@@ -375,7 +378,7 @@ class Learner(Trainer):
             self.player.environments.close()
 
     def evaluator(self, eval_ds: Sequence[Mapping[str, Any]], overlong_prompts: str = "skip") -> Evaluator:
-        """Builds an evaluator for held-out rows. Logs a warning if rows are skipped."""
+        """Builds an evaluator for held-out rows. Logs a warning if rows are skipped because of their prompts."""
         limits = self.rollout_config.max_prompt_length, self.eval_config.max_problems
         problems, skipped = eval_problems(eval_ds, self.tokenizer, *limits, overlong_prompts)
         skipped.warn("evaluation")

@@ -32,7 +32,8 @@ EXIT_STOPPED = 75
 
 
 class Stopped(SystemExit):
-    """Raised after SIGTERM or SIGHUP. If the run has a folder, a checkpoint is written first.
+    """Raised after SIGTERM or SIGHUP, when the current step is done. If the run has a folder, a checkpoint is written
+    before.
 
     The command that started the run also resumes the run from this checkpoint.
     """
@@ -43,7 +44,8 @@ class Stopped(SystemExit):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised after SIGINT (Ctrl-C), at the same point as `Stopped`.
+    """Raised after SIGINT (Ctrl-C), when the current step is done. If the run has a folder, a checkpoint is written
+    before.
 
     The class is a `KeyboardInterrupt` and not a `SystemExit`, so that the process of a notebook continues.
     """
@@ -63,11 +65,13 @@ def run(
     before_save: Callable[[], None] = lambda: None,
     another_follows: bool = False,
 ) -> dict[str, Any]:
-    """Runs the steps of a trainer, and returns the last row of metrics. If there is a checkpoint, resumes from it.
+    """Runs the steps of a trainer, and returns the newest value of each metric. If the run folder has checkpoints,
+    resumes from the newest checkpoint that is not damaged.
 
-    A row of metrics is written before the checkpoint of its step. When a run resumes, rows after the checkpoint are
-    removed. If a checkpoint cannot be written, a warning is logged and training continues to the next checkpoint. At
-    the end, the weights are written back to the trainer's model.
+    A row of metrics is written before the checkpoint of its step. When a run resumes, the rows of steps after the
+    checkpoint are removed. If a checkpoint cannot be written, a warning is logged and training continues to the next
+    checkpoint. At the end, the weights are written back to the trainer's model. If a run with a folder ends with
+    `EngineLost`, `Stopped` or `Interrupted`, its last complete step is saved.
 
     Args:
       on_row: called with each row after the row is written.
@@ -80,8 +84,8 @@ def run(
     Raises:
       UserError: the checkpoint belongs to another run, or all checkpoints are damaged.
       NotSaved: all steps are done, or a signal stopped the run, and the last checkpoint could not be written.
-      EngineLost: the servers that generate completions do not answer; the state is saved.
-      Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT stopped the run; the state is saved.
+      EngineLost: the servers that generate completions, or the service of the environments, do not answer.
+      Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT stopped the run.
     """
     with _opened(trainer, on_row, before_save) as files:
         with progress.task("restoring the checkpoint"):
@@ -96,11 +100,15 @@ def run(
             with _stop_signals() as asked:
                 while not last:
                     step, began = trainer.done + 1, time.perf_counter()
-                    with files.saved_if_engine_lost():
+                    row: dict[str, Any] = {}
+                    try:
                         if (metrics := trainer.step(step)) is None:
                             break
                         row = files.step_done(step, metrics, time.perf_counter() - began)
                         row |= trainer.evaluate_if_due(step, last=trainer.complete)
+                    except EngineLost:
+                        files.save_done(row)
+                        raise
                     better = files.write(row)
                     advance(1)
                     over = trainer.finished(row)
@@ -121,9 +129,9 @@ def run(
 
 
 def _finish_exhausted(trainer: Trainer, files: _Files) -> None:
-    """Evaluates and saves the last step of a run that ends because its data is exhausted.
+    """Runs the final evaluation and saves the last checkpoint of a run that ends because its data is exhausted.
 
-    Such a run knows which step is the last one only after this step.
+    This happens after the loop over the steps: only the attempt to run a further step shows that there is no more data.
     """
     evaluated = by_first(lambda: _evaluated(trainer, files.log))  # before the run was resumed
     if not evaluated and (final := trainer.evaluate_if_due(trainer.done, last=True)):
@@ -137,8 +145,7 @@ class _Files:
     """The checkpoints and the log of one call of `run`.
 
     Attributes:
-      last_row: the values of all rows so far; a later row replaces values of the same name.
-      unwritten: the metrics of a step that is done but not written yet, because its evaluation is running.
+      last_row: the newest value of each metric, from all rows so far.
     """
 
     trainer: Trainer
@@ -147,33 +154,19 @@ class _Files:
     on_row: Callable[[dict[str, Any]], None]
     before_save: Callable[[], None]
     last_row: dict[str, Any] = dataclasses.field(default_factory=dict)
-    unwritten: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def step_done(self, step: int, metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Marks a step as done, also if its evaluation fails. Returns the row of its metrics, with prefixed names."""
+        """Marks a step as done before its evaluation, which can fail. Returns the metrics with prefixed names."""
         trainer = self.trainer
         trainer.done = step
         prefixed = {f"{trainer.name}/{name}": value for name, value in metrics.items()}
-        self.unwritten = {trainer.step_key: step} | prefixed | {f"{trainer.name}/step_time_sec": seconds}
-        return dict(self.unwritten)
-
-    @contextlib.contextmanager
-    def saved_if_engine_lost(self) -> Iterator[None]:
-        """Context manager for a step and its evaluation. If the servers are lost, saves the last complete step."""
-        try:
-            yield
-        except EngineLost:
-            if self.unwritten:
-                self.write(self.unwritten)
-            self.save_done()
-            raise
+        return {trainer.step_key: step} | prefixed | {f"{trainer.name}/step_time_sec": seconds}
 
     def write(self, row: dict[str, Any]) -> bool:
         """Writes a row of metrics. Converts arrays in `row` to numbers.
 
         Returns whether the row has the best value so far of the metric that selects the best checkpoint.
         """
-        self.unwritten = {}
         row |= {name: float(value) for name, value in row.items() if isinstance(value, np.generic | jax.Array)}
         self.log.write(row)
         self.last_row.update(row)
@@ -181,14 +174,17 @@ class _Files:
         return self.checkpoints is not None and self.checkpoints.improves(row)
 
     def save(self, over: bool) -> None:
-        """Starts to write a checkpoint of the last step. `over`: whether training ends early (`Trainer.finished`)."""
+        """Starts to write a checkpoint of the last step. `over` is True if training ends early (`Trainer.finished`)."""
         if self.checkpoints is not None:
             self.before_save()
             meta = {"identity": self.trainer.identity, "over": over, "total": self.trainer.total}
             self.checkpoints.save(self.trainer.done, self.trainer.to_save(), self.trainer.iterator, meta)
 
-    def save_done(self) -> None:
-        """Writes a checkpoint of the last complete step if that step has no checkpoint, and waits for the write."""
+    def save_done(self, row: dict[str, Any]) -> None:
+        """Saves the last complete step if it has no checkpoint, and waits for the write. If `row` is not empty, writes
+        this row of metrics first."""
+        if row:
+            self.write(row)
         if self.checkpoints is not None and self.trainer.done and self.latest_step() != self.trainer.done:
             self.save(over=False)
             self.checkpoints.wait()
@@ -197,7 +193,8 @@ class _Files:
         return None if self.checkpoints is None else self.checkpoints.latest_step()
 
     def end(self, stop: int) -> NoReturn:
-        """Waits for the checkpoint, then raises `Interrupted` or `Stopped` for the signal `stop`."""
+        """Waits until the last checkpoint is written, then raises `Interrupted` or `Stopped`. `stop` is the number of
+        the signal that stopped the run."""
         if self.checkpoints is not None:
             try:
                 self.checkpoints.wait()
@@ -213,9 +210,10 @@ def _opened(
 ) -> Iterator[_Files]:
     """Opens the checkpoints and the log of a trainer, and closes both at the end of the context.
 
-    The weights are written back to the model before the checkpoints are closed, because closing can be interrupted. If
-    all processes reach the end of the context, the processes are synchronised. When a process exits, it waits for
-    process 0 for a limited time. Without the synchronisation, closing the loggers of process 0 could take longer.
+    The weights are written back to the model before the checkpoints are closed, because a signal can interrupt the
+    closing. If no unexpected error occurred, all processes wait until process 0 has closed its loggers, which can take
+    long. Without this wait, the other processes would exit, and an exiting process waits for process 0 only for a
+    limited time.
     """
     checkpoints = trainer.open_checkpoints()
     with checkpoints or contextlib.nullcontext(), trainer.running():
@@ -232,12 +230,13 @@ def _opened(
 
 
 def _evaluated(trainer: Trainer, log: MetricsLog) -> bool:
-    """Returns whether the log has a row of the last step that contains only an evaluation."""
+    """Returns whether the log has a row for step `trainer.done` that contains only an evaluation."""
     return any(f"{trainer.name}/step_time_sec" not in row for row in log.of_step(trainer.step_key, trainer.done))
 
 
 def _resume(trainer: Trainer, checkpoints: Checkpoints | None, log: MetricsLog) -> bool:
-    """Restores the newest undamaged checkpoint into the trainer. Returns whether all steps are done."""
+    """Restores the newest undamaged checkpoint, if any, into the trainer. Returns whether no step is left to run: all
+    steps are done, or training ended early."""
     step = checkpoints.newest() if checkpoints is not None else None
     if checkpoints is None or step is None:
         log.cut(trainer.step_key, -1)
@@ -271,12 +270,12 @@ def _check_same_run(checkpoints: Checkpoints, saved: dict[str, Any], current: di
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[Callable[[], int]]:
-    """Handles SIGTERM, SIGINT and SIGHUP so that the current step is finished first.
+    """Context manager in which SIGTERM, SIGINT and SIGHUP do not stop the process before the current step is done.
 
-    Yields a function that returns the number of the received signal, or 0 if there is none. The loop calls this
-    function after each step. A second SIGTERM or SIGINT has its usual effect at once. When a terminal is closed, the
-    shell and the kernel each send a SIGHUP; therefore a second SIGHUP has no effect. If SIGINT or SIGHUP is ignored at
-    the start (with `nohup`, or in a background job of a shell), the signal stays ignored.
+    Yields a function that returns the number of the received signal, or 0 if there is none. The training loop calls
+    this function after each step. If SIGTERM or SIGINT arrives a second time, the signal has its usual effect at once.
+    When a terminal is closed, the shell and the kernel each send a SIGHUP; therefore a second SIGHUP has no effect. If
+    SIGINT or SIGHUP is ignored at the start (with `nohup`, or in a background job of a shell), it stays ignored.
     """
     received: list[int] = [0]
     previous: dict[int, Any] = {}

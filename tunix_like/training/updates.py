@@ -1,4 +1,4 @@
-"""Prepares the optimizer updates of a rollout batch: packs completions, and checks the results of the compiled step."""
+"""Prepares the optimizer updates of a rollout batch, and checks their results."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from tunix_like.types import GroupBatch
 
 
 class Updates:
-    """Prepares the optimizer updates of each rollout batch of a run, and checks their results.
+    """Prepares the optimizer updates of each rollout batch of a call of `train`, and checks their results.
 
-    Only reads the state of the trainer. `Learner.step` runs the compiled step, which replaces the state.
+    This class does not change the train state. `Learner.step` runs the compiled step, which replaces the state.
 
     Args:
       mini_batch_size: prompts per optimizer update.
       reference: the reference model of the KL, or None.
-      own_engine: whether the user provides the engine (see `GapWatch`).
+      own_engine: whether another engine than the in-process sampler generates the completions (see `GapWatch`).
     """
 
     def __init__(
@@ -69,12 +69,10 @@ class Updates:
         return batch, ref, {"kl": kl}
 
     def kl_into_reward(self, batch: GroupBatch, ref: Float[np.ndarray, "P G T"]) -> tuple[GroupBatch, float]:
-        """Subtracts `beta` times the KL of each completion from its reward.
+        """Subtracts `beta` times the KL of each completion to the reference model from the completion's reward.
 
-        The KL of a completion is the sum over its sampled tokens. Returns the new batch, and the mean KL per token in
-        nats.
-
-        The log-probabilities of the policy are computed by the trainer and not taken from the sampler.
+        The KL of a completion is the sum over its sampled tokens. The trainer computes the log-probabilities of the
+        policy for the KL; those of the sampler are not used. Returns the new batch, and the mean KL per token in nats.
         """
         mask = batch.sampled
         policy = self.logprobs(self.trainer.graphdef, self.trainer.params, batch)
@@ -86,7 +84,8 @@ class Updates:
     def prepare(
         self, step: int, batch: GroupBatch, prompts: Sequence[str], ref: Float[np.ndarray, "P G T"] | None
     ) -> BatchUpdates:
-        """Selects the completions to process and computes the log-probabilities that all updates of the batch share.
+        """Selects the completions of a rollout batch that the model must process. If the batch has several updates,
+        also computes the log-probabilities under the weights before the first update, which all updates use.
 
         Args:
           prompts: texts of the prompts, for error messages.
@@ -119,7 +118,8 @@ class Updates:
         return pack_update(trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts, reference)
 
     def _live_rows(self, batch: GroupBatch) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
-        """Returns a mask of the completions that the model processes, and metrics about the other completions."""
+        """Returns a mask of the completions that the model must process, and metrics about the completions that are
+        left out."""
         objective, ids, advantages = self.objective, batch.estimator_ids, None
         assert ids is not None
         if objective.skips_zero_advantages:
@@ -137,8 +137,8 @@ class BatchUpdates:
     """The optimizer updates of one rollout batch: yields the inputs of each update and collects the results.
 
     Args:
-      updates: the settings of the run.
-      inputs: the inputs of each update, on the host.
+      updates: the object that prepared these updates. It also packs completions and watches all updates of a run.
+      inputs: the inputs of each update, in host memory.
       prompts: texts of the prompts, for error messages.
       metrics: metrics of the batch that are known before the first update.
     """
@@ -146,26 +146,24 @@ class BatchUpdates:
     def __init__(
         self, updates: Updates, inputs: Sequence[UpdateInputs], prompts: Sequence[str], metrics: Mapping[str, float]
     ):
-        self._updates, self._inputs, self._prompts = updates, inputs, prompts
+        self._updates, self._inputs, self._prompts, self._metrics = updates, inputs, prompts, metrics
+        self._batch, self._live = inputs[0].batch, inputs[0].live  # the same for all updates
         self._rows: list[dict[str, Any]] = []
         self._advantages: Any = None
-        self._metrics = dict(metrics)
+        self._tokens = self._places = 0  # computed tokens, and all token places of the packed chunks
 
     def inputs(self) -> Iterator[StepInputs]:
         """Yields the inputs of each update, on the devices of the trainer."""
-        updates, first = self._updates, self._inputs[0]
-        mesh, batch, live = updates.trainer.mesh, first.batch, first.live
-        placed, *logprobs = place_replicated((batch, first.old_logprobs, first.ref_logprobs), mesh)
-        real, places = 0, 0
-        for in_update in (inputs.in_update for inputs in self._inputs):
-            packed = updates.pack(batch, live & in_update[:, None], updates.mini_batch_size)
-            real = real + int(np.sum(packed.length))
-            places = places + token_places(packed, batch.completion_tokens.shape[2])
-            yield step_inputs(placed, in_update, place_packed(packed, mesh), *logprobs)
-        self._metrics["perf/update_occupancy"] = real / places if places else float("nan")
+        updates, first, mesh = self._updates, self._inputs[0], self._updates.trainer.mesh
+        placed, *logprobs = place_replicated((self._batch, first.old_logprobs, first.ref_logprobs), mesh)
+        for update in self._inputs:
+            packed = updates.pack(self._batch, self._live & update.in_update[:, None], updates.mini_batch_size)
+            self._tokens += int(np.sum(packed.length))
+            self._places += token_places(packed, self._batch.completion_tokens.shape[2])
+            yield step_inputs(placed, update.in_update, place_packed(packed, mesh), *logprobs)
 
     def record(self, metrics: dict[str, Any], advantages: Any) -> None:
-        """Records the results of the compiled step.
+        """Records the results of one update: its metrics, and the advantages.
 
         Raises:
           UserError: the estimator returned a non-finite advantage. The compiled step has not changed the weights.
@@ -179,24 +177,28 @@ class BatchUpdates:
         """Checks the results of all updates. Returns the advantages and the metrics of the batch.
 
         Raises:
-          UserError: too many consecutive updates were skipped, or sampler and trainer disagree.
+          UserError: too many consecutive updates were skipped, or the log-probabilities of sampler and trainer differ
+            too much.
         """
-        updates, first = self._updates, self._inputs[0]
-        trainer = updates.trainer
+        updates, trainer, batch = self._updates, self._updates.trainer, self._batch
         rows, advantages = fetch((self._rows, self._advantages), trainer.mesh)
         check_updates(rows, self._inputs, updates.skip_watch, updates.gap_watch, trainer.written_folder)
-        computed = np.where(first.live, first.batch.completion_lengths, 0)
+        computed = np.where(self._live, batch.completion_lengths, 0)
         adapters = trainer.model.adapters is not None
-        done = update_operations(trainer.model.config, first.batch.prompt_lengths, computed, adapters)
-        self._metrics["perf/update_operations"] = done * updates.algo.num_iterations
+        done = update_operations(trainer.model.config, batch.prompt_lengths, computed, adapters)
         means = {name: _aggregate(name, [row[name] for row in rows]) for name in rows[0]}
-        return np.asarray(advantages), means | self._metrics
+        return np.asarray(advantages), {
+            **means,
+            **self._metrics,
+            "perf/update_occupancy": self._tokens / self._places if self._places else float("nan"),
+            "perf/update_operations": done * updates.algo.num_iterations,
+        }
 
     def _check_advantages(self, advantages: np.ndarray) -> None:
         if np.isfinite(advantages).all():
             return
         group, sample = (int(i) for i in np.argwhere(~np.isfinite(advantages))[0])
-        batch = self._inputs[0].batch
+        batch = self._batch
         assert batch.estimator_ids is not None
         name = self._updates.objective.estimators[int(batch.estimator_ids[group])].name
         raise UserError(
@@ -215,7 +217,8 @@ def pack_update(
     most_prompts: int,
     reference: bool = False,
 ) -> Packed:
-    """Packs completions of a batch into chunks of the configured size.
+    """Packs completions of a rollout batch into chunks. The model processes one chunk per forward and backward pass.
+    The config sets the size of the chunks (`train_micro_batch_size`).
 
     Args:
       rows: mask of the completions to pack.
@@ -229,7 +232,8 @@ def pack_update(
 
 
 def _aggregate(name: str, values: Sequence[Any]) -> float:
-    """Returns the maximum (metrics in `MAXIMA`) or the mean of the finite values; NaN if no value is finite."""
+    """Combines the values of the metric `name` from several updates. Returns the maximum for a metric in `MAXIMA`, else
+    the mean. Non-finite values are ignored. If no value is finite, returns NaN."""
     finite = [float(value) for value in values if np.isfinite(value)]
     if not finite:
         return float("nan")
