@@ -33,14 +33,13 @@ class EngineLost(UserError):
 
 
 class EnvironmentUnavailable(UserError):
-    """A service that an environment needs cannot be reached. Environments raise this error. The trajectory of the
-    environment is then unscored. If all trajectories of a batch end with this error, the run stops with
-    `EngineLost`."""
+    """A service that an environment needs cannot be reached. If an environment raises this error, its trajectory is
+    not scored. If all trajectories of a batch end with this error, the run stops with `EngineLost`."""
 
 
 class EnvironmentMisconfigured(UserError):
-    """The configuration does not fit an environment. The run stops if the `reset` of an environment raises this
-    error."""
+    """An environment cannot work with the given configuration. The run stops if the `reset` of an environment raises
+    this error."""
 
 
 def check_type(name: str, value: Any, kind: type | tuple[type, ...], cure: str) -> None:
@@ -53,7 +52,7 @@ def check_type(name: str, value: Any, kind: type | tuple[type, ...], cure: str) 
 
 
 def one_line(error: Exception) -> str:
-    """Formats an exception of another library as one line of at most 200 characters."""
+    """Formats an exception of another library as one line, and truncates it to 200 characters."""
     first = str(error).strip().partition("\n")[0]
     text = f"{type(error).__name__}: {first}".strip(" .")
     return text if len(text) <= 200 else f"{text[:200]}..."

@@ -26,8 +26,8 @@ class Problem:
     """One row of the data stream with its rendered and tokenized prompt.
 
     Attributes:
-      number: running number in the data stream. It is unique within a run, so random keys derived from it are unique
-        too.
+      number: running number in the data stream. It is unique within a run, so random keys derived from it are also
+        unique.
       text: the rendered prompt, as the model and the reward functions receive it.
       tokens: the token ids of the prompt.
       columns: all other columns of the row, passed to reward functions by name.
@@ -50,7 +50,8 @@ class GroupBatch(NamedTuple):
 
     Attributes:
       trained: False for completions that count in the group statistics but not in the loss (None: all are trained).
-      estimator_ids: index of each group's advantage estimator in the objective (None: the estimator of the run).
+      estimator_ids: index of each group's advantage estimator in `Objective.estimators` (None: all groups use the
+        estimator of the run).
       token_mask: True for tokens sampled by the policy, which can be trained on; False for padding and for tokens from
         another source (None: the policy sampled every token of each completion).
       segment_start: index of the first token of each token's segment. A token sees only the prompt and the earlier
@@ -71,7 +72,7 @@ class GroupBatch(NamedTuple):
 
     @property
     def sampled(self) -> Bool[AnyArray, "P G T"]:
-        """Returns `token_mask`. If `token_mask` is None, returns the mask derived from the lengths."""
+        """Mask of the tokens that the policy sampled: `token_mask`, or all tokens of the completions if it is None."""
         if self.token_mask is not None:
             return self.token_mask
         return np.arange(self.completion_tokens.shape[-1])[None, None] < self.completion_lengths[..., None]
@@ -83,8 +84,8 @@ class GroupBatch(NamedTuple):
 
 
 class ById:
-    """A key that identifies one object. Two keys are equal only if they hold the same object. The object need not be
-    hashable. The key keeps a reference to the object."""
+    """A hashable key for an object, which need not be hashable. Two keys are equal only if they hold the same object.
+    The key keeps a reference to the object."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -132,9 +133,8 @@ class Sample(NamedTuple):
       finished: False if the token limit truncated the completion.
       token_mask: True for tokens that the policy sampled, False for tokens from a `Responder` (None: the policy sampled
         every token).
-      segment_start: index of the first token of each token's segment. It is 0 until a `Reply` with `restart` starts
-        a new segment. From then on, it is the index of the first token of this reply (None: the completion is one
-        segment).
+      segment_start: index of the first token of each token's segment. A new segment starts at 0 and at the first token
+        of each `Reply` with `restart`. None: the completion is one segment.
     """
 
     request: int
@@ -147,11 +147,11 @@ class Sample(NamedTuple):
 
 
 class Completions(NamedTuple):
-    """The samples of one call of `Engine.generate`, as numpy arrays on the host. Entries at or beyond a completion's
-    length are not read.
+    """The samples of one call of `Engine.generate`, as numpy arrays on the host. Values at or after a completion's
+    length have no meaning.
 
     Attributes:
-      tokens: token ids. `T` is at least the longest length.
+      tokens: token ids. `T` is at least the length of the longest completion.
       lengths: number of tokens of each completion, including the end-of-sequence token.
       logprobs: log-probability of each token; see `Sample`.
       finished: False if the token limit truncated the completion.
@@ -212,20 +212,21 @@ class Responder(Protocol):
     def lockstep(self) -> bool:
         """Whether the engine waits for the replies to all turns before it samples again.
 
-        If True, the order of the computations does not depend on time, so a rollout can be repeated bit for bit.
+        If True, the order of the computations does not depend on how fast the replies come, so a rollout can be
+        repeated bit for bit.
         """
 
     def opening(self, group: int) -> Sequence[int]:
-        """Returns the tokens between the prompt of a group and the first turn of its completions; often none.
+        """Returns the tokens to insert between the prompt of a group and the first turn of its completions.
 
-        These tokens are part of each completion, like the tokens of a reply.
+        These tokens are part of each completion, like the tokens of a reply. The sequence is often empty.
         """
 
     def submit(self, turns: Sequence[Turn]) -> None:
-        """Starts to answer turns. Every turn that is not truncated gets one reply."""
+        """Starts to answer turns. Every turn that is not truncated gets one reply, which `replies` returns later."""
 
     def replies(self, wait: bool) -> list[Reply]:
-        """Returns the replies that are ready and were not returned before.
+        """Returns the replies to submitted turns that are ready and were not returned before.
 
         Args:
           wait: whether to wait if no reply is ready. If `lockstep` is True, the call waits for the replies to all
@@ -243,18 +244,19 @@ class Engine(Protocol):
 
     @property
     def row_steps(self) -> int:
-        """The number of token positions computed so far, including unused positions; 0 if this number is not known.
+        """The number of token positions that the engine has computed so far, used or not; 0 if it is not known.
 
-        The utilisation of a training step is the number of its sampled tokens divided by the increase of `row_steps`.
+        The utilisation of the engine in a training step is the number of tokens sampled in this step divided by the
+        increase of `row_steps`.
         """
 
     def place(self, params: Any) -> Any:
-        """Returns the trainer's weights in the form that `generate` takes; several calls of `generate` can use the same
-        result.
+        """Converts the trainer's weights to the form that `generate` takes. Several calls of `generate` can use the
+        same result.
 
-        With `rollout.max_staleness` 0, the result is freed before the next update. With `rollout.max_staleness` 1, the
-        result is still used during an update, which deletes the arrays of the trained weights. In this case, the result
-        must not contain these arrays.
+        With `rollout.max_staleness` 0, the result is freed before the next update of the weights. With
+        `rollout.max_staleness` 1, the result is still used during this update, which deletes the arrays of the
+        trainer's weights. The result must then not contain these arrays.
         """
 
     def generate(
@@ -271,7 +273,7 @@ class Engine(Protocol):
           params: the weights, from `place`.
           requests: each request has 1 to `max_prompt_length` tokens and a unique `number`.
           responder: answers each turn of a completion. A turn ends with an end-of-sequence token or at the token limit.
-            A completion ends if `Reply.tokens` is None or the token limit is reached. If `responder` is None, a
+            A completion ends at the token limit, or if the reply to a turn has `tokens` None. If `responder` is None, a
             completion has a single turn. An engine that supports only single turns may omit this parameter.
         """
 

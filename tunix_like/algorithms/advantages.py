@@ -5,8 +5,9 @@ mean over the group, `-(1/G) sum_i A_i log pi(y_i | x)`.
 
 Notation: `r_i` are the rewards of a group's `n` scored completions, and `m` is the mean of these rewards. `p` is the
 pass rate of the prompt, and max@k is the expected maximum reward of `k` completions. Unscored completions get advantage
-0 and do not affect the other completions. A group with too few scored completions gets zeros. A group of equal rewards
-gets exact zeros, even if the mean of the rewards is rounded. The exceptions are `reinforce_pp`, and `pkpo` with k = 1.
+0 and do not affect the other completions. In a group with too few scored completions, all advantages are 0. In a group
+of equal rewards, all advantages are exactly 0, even if `m` is rounded; only `reinforce_pp`, and `pkpo` with k = 1, give
+such a group other advantages.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ Lengths = Int[Array, "P G"]
 
 
 def _centred(rewards: Rewards, scored: Scored) -> tuple[Array, Array, Array, Array]:
-    """Returns `r_i - m` (0 if unscored), `m`, the number `n` of scored rewards, and whether two rewards of the group
-    differ.
+    """Returns, for each group: the rewards minus their mean (0 if unscored), the mean, the number of scored rewards,
+    and whether two scored rewards differ.
 
-    Before `r_i - m` is computed, the largest reward is subtracted from all rewards. This does not change `r_i - m`, but
-    avoids rounding errors, which would be 1e-4 for rewards near 1000. The returned `m` is the mean of the rewards
-    themselves. Adding the largest reward to the mean of the shifted rewards would lose the last digits of `m`, for
-    example with one success among 1000 completions.
+    Unscored rewards do not count in the mean. The largest reward of a group is subtracted from all its rewards before
+    the rewards are centred. This does not change the result, but avoids rounding errors, which would be 1e-4 for
+    rewards near 1000. The returned mean is computed from the original rewards, because a mean of 0.001 would lose
+    digits if it were computed as 1 - 0.999.
     """
     group = spread(rewards, scored)
     divisor = jnp.maximum(group.scored, 1)
@@ -49,8 +50,9 @@ def _centred(rewards: Rewards, scored: Scored) -> tuple[Array, Array, Array, Arr
 def grpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, ddof: int = 1) -> Rewards:
     """Standardises rewards per group: `(r_i - m) / (std + 1e-6)` (GRPO, arXiv 2402.03300).
 
-    `ddof=1` divides the variance by `n - 1`, `ddof=0` by `n`. The estimator is biased for the pass rate: on binary
-    rewards the expected gradient is `w(p) grad p`, where `w` tends to `1 / sqrt(p (1 - p))` for large groups.
+    `m` and `std` are the mean and the standard deviation of the group's `n` scored rewards. `ddof=1` divides the
+    variance by `n - 1`, `ddof=0` by `n`. The expected gradient is not the gradient of the expected reward. For 0/1
+    rewards with pass rate `p` it is `w(p) grad p`, where `w(p)` tends to `1 / sqrt(p (1 - p))` for large groups.
     """
     if ddof not in (0, 1):
         raise UserError(f"algorithm.ddof: got {ddof!r}; 'grpo' needs 0 or 1.")
@@ -64,7 +66,8 @@ def grpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, ddof: int = 1) -
 def drgrpo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     """Centres rewards per group: `r_i - m` (Dr. GRPO, arXiv 2503.20783).
 
-    The expected gradient is `(G-1)/G` times the gradient of the expected reward.
+    `m` is the mean reward of the group. With `G` completions per group, the expected gradient is `(G-1)/G` times the
+    gradient of the expected reward.
     """
     return _centred(rewards, scored)[0]
 
@@ -73,7 +76,7 @@ def drgrpo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
 def rloo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     """Subtracts a leave-one-out baseline: `r_i - mean_{j != i} r_j` (RLOO, arXiv 2402.14740).
 
-    The estimator is unbiased for the expected reward.
+    The expected gradient is the gradient of the expected reward.
     """
     centred, _, count, _ = _centred(rewards, scored)
     return centred * (count / jnp.maximum(count - 1, 1))
@@ -88,15 +91,15 @@ def rloo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
 def maxrl(rewards: Rewards, *, scored: Scored, lengths: Lengths, truncation_order: int | None = None) -> Rewards:
     """Divides centred rewards by the mean reward: `(r_i - m) / m` if `m > 0`, else 0 (MaxRL, arXiv 2602.02710, Alg. 1).
 
-    For 0/1 rewards the estimator is unbiased for the log-likelihood `log p = -sum_k (1-p)^k / k` truncated after order
-    `G - 1`: the expected gradient is `w(p) grad p` with `w(p) = (1 - (1-p)^(G-1)) / p`. The order is `G - 1` and not
-    `G`, because the control variate (the term -1 in `(r_i - m) / m = r_i / m - 1`) is dropped if no completion
-    succeeds. With `G = 2`, the estimator is REINFORCE with a baseline. Rewards must be non-negative. With shaped
+    `m` is the mean reward of the group of `G` completions. Rewards must be non-negative. For 0/1 rewards with pass rate
+    `p`, the expected gradient is `w(p) grad p` with `w(p) = (1 - (1-p)^(G-1)) / p`. This is the gradient of the series
+    `log p = -sum_k (1-p)^k / k`, truncated after order `G - 1`. (The order would be `G` if the advantages of a group
+    without a success were -1 instead of 0.) With `G = 2`, `w(p)` is 1, as for REINFORCE with a baseline. With shaped
     rewards (for example 0.1 for the format), `m > 0` can occur without a success.
 
-    With `truncation_order = T` in `1..G-1` the advantage is `sum_{k<=T} L_k`, where `L_k` is the Leave-Two-Out
-    advantage of max@k (`maxpo` without its factor k). This estimator is unbiased for order `T`, and it accepts any real
-    rewards. Its objective is `sum_{k<=T} max@k / k`.
+    With `truncation_order = T` in `1..G-1` the advantage is `sum_{k<=T} L_k`, where `k L_k` is the advantage of `maxpo`
+    for `k`. The rewards can then be any real numbers. The expected gradient is the gradient of `sum_{k<=T} max@k / k`,
+    where max@k is the expected maximum reward of `k` completions.
     """
     if truncation_order is not None:
         return leave_two_out(rewards, scored, tuple((k, 1.0) for k in range(1, truncation_order + 1)))
@@ -109,10 +112,10 @@ def maxrl(rewards: Rewards, *, scored: Scored, lengths: Lengths, truncation_orde
 def maxpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
     """Computes the Leave-Two-Out advantage times k: `k L_k,i` with `L_k,i = q_i - V_k(-i)` (MaxPO, arXiv 2606.06080).
 
-    `q_i` is the mean maximum over the k-subsets of the group that contain `i`; `V_k(-i)` is the mean maximum over the
-    k-subsets of the group without `i`. The estimator is unbiased for max@k, and the advantages of a group sum to zero.
-    On 0/1 rewards the expected gradient is `k (1-p)^(k-1) grad p`, the gradient of pass@k. `1 <= k <= G - 1`; `k = 1`
-    is RLOO.
+    `q_i` is the mean of the maximum reward over the subsets of `k` completions that contain completion `i`; `V_k(-i)`
+    is this mean over the subsets without `i`. The expected gradient is the gradient of max@k, the expected maximum
+    reward of `k` completions. For 0/1 rewards with pass rate `p` it is `k (1-p)^(k-1) grad p`, the gradient of pass@k.
+    The advantages of a group sum to zero. `1 <= k <= G - 1` for groups of `G` completions; `k = 1` is RLOO.
     """
     return leave_two_out(rewards, scored, ((k, float(k)),))
 
@@ -121,10 +124,12 @@ def maxpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewa
 def pkpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
     """Computes the marginal contribution to max@k, `k (q_i - V_{k-1}(-i))` (PKPO, arXiv 2505.15201).
 
-    The result is G times `s_loo_minus_one` of the paper. `q_i` is the mean maximum over the k-subsets of the group that
-    contain `i`; `V_{k-1}(-i)` is the mean maximum over the (k-1)-subsets of the group without `i`. The estimator is
-    unbiased for max@k and is not centred. `1 <= k <= G`; `k = 1` is the reward itself. On 0/1 rewards the expected
-    gradient is `k (1-p)^(k-1) grad p`, and a failed completion gets exactly 0 for `k >= 2`.
+    `q_i` is the mean of the maximum reward over the subsets of `k` completions that contain completion `i`;
+    `V_{k-1}(-i)` is the mean of the maximum reward over the subsets of `k - 1` completions without `i`. The expected
+    gradient is the gradient of max@k, the expected maximum reward of `k` completions. For 0/1 rewards with pass rate
+    `p` it is `k (1-p)^(k-1) grad p`, and a failed completion gets exactly 0 if `k >= 2`. The advantages of a group do
+    not sum to zero. `1 <= k <= G` for groups of `G` completions; with `k = 1`, the advantage is the reward itself. The
+    result is `G` times `s_loo_minus_one` of the paper.
     """
     if k == 1:
         return jnp.where(scored & (scored.sum(axis=-1, keepdims=True) >= 2), rewards, 0.0)
@@ -135,9 +140,10 @@ def pkpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewar
 def passk(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
     """Computes standardised pass@k: `(q_i - V_k) / (sqrt(V_k (1 - V_k)) + 1e-6)` (pass@k training, arXiv 2508.10751).
 
-    Rewards must be 0 or 1. `V_k` is the mean maximum over all k-subsets of the group, the unbiased estimate of pass@k.
-    `q_i` is the mean maximum over the k-subsets that contain `i`. Like GRPO, the estimator is biased, because it
-    divides by a standard deviation. `1 <= k <= G - 1`; with `k = G`, all advantages would be zero.
+    Rewards must be 0 or 1. `V_k` is the mean of the maximum reward over all subsets of `k` completions of the group,
+    which is the unbiased estimate of pass@k. `q_i` is this mean over the subsets that contain completion `i`. As in
+    GRPO, the division by a standard deviation makes the estimator biased. `1 <= k <= G - 1` for groups of `G`
+    completions; with `k = G`, all advantages would be zero.
     """
     above, value, shortfall = above_average(rewards, scored, k)
     deviation = jnp.sqrt(jnp.maximum(value * shortfall, 0.0))
@@ -148,10 +154,11 @@ def passk(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewa
 def opo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     """Subtracts a length-weighted baseline: `r_i - sum_j l_j r_j / sum_j l_j` (OPO, arXiv 2505.23585).
 
-    OPO stands for On-Policy RL with Optimal reward baseline. `l_j` are completion lengths in tokens. If a group has no
-    tokens, the baseline is the plain mean. The baseline includes `r_i`, so the estimator has a bias of order 1/G. With
-    equal lengths, the estimator equals `drgrpo`. With different lengths, the direction of the gradient is biased too.
-    The advantages of a group do not sum to zero.
+    OPO stands for On-Policy RL with Optimal reward baseline. `l_j` are completion lengths in tokens. If all completions
+    of a group are empty, the baseline is the plain mean. The baseline includes `r_i`, so the expected gradient has a
+    bias of order 1/G for groups of `G` completions. With equal lengths, the estimator equals `drgrpo`, and only the
+    norm of the gradient is biased. With different lengths, its direction is biased too, and the advantages of a group
+    do not sum to zero.
     """
     group = spread(rewards, scored)
     weights = jnp.where(scored, lengths, 0).astype(rewards.dtype)
@@ -164,12 +171,13 @@ def opo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
 
 @register_advantage_estimator("reinforce_pp")
 def reinforce_pp(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
-    """Whitens `r_i - m` over all tokens of the batch (REINFORCE++ with group baseline, arXiv 2501.03262).
+    """Subtracts the group's mean reward, then whitens over the batch (REINFORCE++ with group baseline, arXiv
+    2501.03262).
 
-    Whitening subtracts the mean over tokens and multiplies by `rsqrt(var + 1e-8)`; the variance is divided by
-    `tokens - 1`. A completion counts as many times as it has tokens. Groups with fewer than two scored completions are
-    excluded. A batch with fewer than two tokens gives zeros. In a batch with other groups, all completions of a group
-    of equal rewards get the same small non-zero advantage.
+    Whitening subtracts the mean over all tokens of the batch and multiplies by `rsqrt(var + 1e-8)`; the variance is
+    divided by `tokens - 1`. A completion counts as many times as it has tokens. Groups with fewer than two scored
+    completions are excluded. If the batch has fewer than two tokens, all advantages are 0. A group of equal rewards
+    usually gets a small non-zero advantage, because the mean over the tokens of the batch is subtracted.
     """
     centred = _centred(rewards, scored)[0]
     kept = scored & (scored.sum(axis=-1, keepdims=True) >= 2)
@@ -185,7 +193,7 @@ def reinforce_pp(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewar
 
 
 def compute_advantages(rewards: Any, advantage_estimator: str, *, lengths: Any = None, **params: Any) -> np.ndarray:
-    """Computes the advantages of reward groups, with the same function that the training step traces.
+    """Computes the advantages of groups of rewards with the same function that the training step uses.
 
     Args:
       rewards: `[G]` or `[groups, G]` numbers; NaN (or None) marks a completion that could not be scored.

@@ -29,11 +29,11 @@ Rows = Float[Array, "*batch #T"]
 
 
 class TokenInputs(NamedTuple):
-    """Per-token inputs of the objective for the completions of one chunk of an update. Masked positions can hold any
+    """Per-token inputs of the loss, for some or all completions of an optimizer update. Masked positions can hold any
     value.
 
-    `old_logprobs` are the log-probabilities of the trainer before the first update of the batch. `rollout_logprobs` are
-    the log-probabilities of the sampler. `entropy` is the entropy of the policy, in nats.
+    `old_logprobs` are the log-probabilities under the trainer's weights before the first update on the rollout batch.
+    `rollout_logprobs` are the log-probabilities of the sampler. `entropy` is the entropy of the policy, in nats.
     """
 
     logprobs: Tokens
@@ -53,8 +53,8 @@ class PolicyLoss:
     """A registered policy loss.
 
     Attributes:
-      behaviour: source of `old_logprobs`: `"rollout"` for log-probabilities of the sampler, `"trainer"` for those of
-        the trainer.
+      behaviour: source of `old_logprobs`: `"rollout"` for log-probabilities of the sampler, `"trainer"` for
+        log-probabilities of the trainer.
       extra_term: whether the loss has a term that does not contain the advantage, or the name of the parameter that is
         the coefficient of such a term.
     """
@@ -77,14 +77,14 @@ def register_policy_loss_fn(
     per token)`. All arrays are `[.., T]`, except `advantages: [.., 1]`.
 
     Args:
-      behaviour: the source of `old_logprobs`: `"trainer"` (the trainer, before the first update of the batch) or
-        `"rollout"` (the sampler).
+      behaviour: the source of `old_logprobs`: `"trainer"` (the trainer's weights before the first update on the rollout
+        batch) or `"rollout"` (the sampler).
       extra_term: whether the loss has a term that does not contain the advantage, or the name of the parameter that is
         the coefficient of such a term. If there is no such term (or its coefficient is 0), completions with advantage
         0 have no gradient and are skipped.
 
     Raises:
-      UserError: the name is taken or looks like a file or a module, or `behaviour` is not one of the two values.
+      UserError: the name is taken or contains `.` or `:`, or `behaviour` has another value.
     """
 
     def register(function: PolicyLossFunction) -> PolicyLossFunction:
@@ -98,9 +98,9 @@ def register_policy_loss_fn(
 
 
 def find_policy_loss(name: str) -> PolicyLoss:
-    """Returns the loss for a registered name, `FILE.py:function` or `package.module.function`.
+    """Returns the policy loss for a registered name, `FILE.py:function` or `package.module.function`.
 
-    If the file registers the function under another name, the options of that registration apply.
+    If the file or module itself registers the function, the options of this registration apply.
 
     Raises:
       UserError: the name is unknown (the message lists the known names), or the file or module has no such function.
@@ -110,7 +110,7 @@ def find_policy_loss(name: str) -> PolicyLoss:
 
 
 def loss_parameters(name: str) -> dict[str, Any]:
-    """Returns the parameters of the loss, with their defaults."""
+    """Returns the keyword-only parameters of the policy loss `name`, with their defaults."""
     return own_parameters(find_policy_loss(name).function, frozenset())
 
 
@@ -173,9 +173,9 @@ def gspo(
 ) -> tuple[Tokens, dict[str, Tokens]]:
     """Computes `ppo_clip` with one ratio for each completion (GSPO, arXiv 2507.18071).
 
-    The ratio is `s = exp(mean_t log rho_t)`, the geometric mean of the token ratios. The per-token form is
-    `s_t = sg(s) pi / sg(pi)` (`sg`: stop gradient), so the gradient of every token is multiplied by the ratio of its
-    completion.
+    The ratio of a completion is `s = exp(mean_t log rho_t)`, the geometric mean of the ratios `rho_t` of its tokens.
+    The loss of token `t` uses `s_t = sg(s) pi_t / sg(pi_t)` (`sg`: stop gradient). The value of `s_t` is `s`, so the
+    gradient of every token is multiplied by the ratio of its completion.
     """
     difference = jnp.where(mask, logprobs - old_logprobs, 0.0)
     mean = difference.sum(axis=-1, keepdims=True) / jnp.maximum(mask.sum(axis=-1, keepdims=True), 1)
@@ -217,11 +217,11 @@ def dppo(
     dppo_mask_low: float = 0.2,
     kl_tau: float = 1e-3,
 ) -> tuple[Tokens, dict[str, Tokens]]:
-    """Computes `-A rho + kl_tau (log pi - log mu)^2` with masked tokens (DPPO, arXiv 2602.04879).
+    """Computes `-A rho + kl_tau (log pi - log mu)^2`, without the first term for some tokens (DPPO, arXiv 2602.04879).
 
-    `rho = pi / mu`, where `mu` is the sampler's probability. The policy term of a token is dropped if `A > 0` and
-    `pi - mu > dppo_mask_high`, or if `A <= 0` and `pi - mu < -dppo_mask_low`. `pi - mu` is a difference of
-    probabilities. The quadratic term applies to every token.
+    `rho = pi / mu`, where `mu` is the sampler's probability of the token. The term `-A rho` of a token is dropped if
+    `A > 0` and `pi - mu > dppo_mask_high`, or if `A <= 0` and `pi - mu < -dppo_mask_low`. These bounds are for the
+    difference of probabilities, not of log-probabilities. The quadratic term applies to every token.
     """
     difference = log_ratio(logprobs, rollout_logprobs, mask)
     ratio = jnp.exp(difference)
@@ -234,14 +234,15 @@ def dppo(
 
 
 def kl_estimate(mode: str, logprobs: Tokens, ref_logprobs: Tokens, mask: Array) -> Tokens:
-    """Estimates the KL per token, with `d = log pi - log pi_ref` clamped to +-20.
+    """Estimates the KL to the reference policy per token, with `d = log pi - log pi_ref` clamped to +-20.
 
     Modes: `kl` = k1 = `d`, `mse_kl` = k2 = `d^2/2`, `low_var_kl` = k3 = `exp(-d) + d - 1`.
 
     As a term of an on-policy loss, k1 has an expected gradient of zero. The expected gradient of k2 is the gradient of
-    KL(pi || ref), and the expected gradient of k3 is the gradient of KL(ref || pi). These two KLs are between the
-    next-token distributions at the sampled prefixes. In the loss, no mode gives the gradient of the KL of whole
-    completions, because the loss ignores how a token changes later prefixes. In the reward, k1 gives this gradient.
+    KL(pi || ref), and the expected gradient of k3 is the gradient of KL(ref || pi). Both are KLs between next-token
+    distributions, given the sampled prefixes. As a term of the loss, no mode gives the gradient of the KL between the
+    distributions of whole completions, because the loss ignores how a token changes later prefixes. To get that
+    gradient, subtract k1 from the reward.
     """
     d = log_ratio(logprobs, ref_logprobs, mask)
     return {"kl": d, "mse_kl": 0.5 * d**2, "low_var_kl": jnp.exp(-d) + d - 1}[mode]
@@ -250,7 +251,7 @@ def kl_estimate(mode: str, logprobs: Tokens, ref_logprobs: Tokens, mask: Array) 
 def aggregation_weights(
     mode: str, lengths: Int[Array, "P G"], counted: Bool[Array, "P G"], max_tokens: int
 ) -> Float[Array, "P G"]:
-    """Computes the loss weight of each completion's tokens over one optimizer update.
+    """Computes, for each completion of one optimizer update, the weight of its tokens in the loss.
 
     Args:
       mode: the aggregation. Let N be the number of counted completions with at least one token. The weight is

@@ -68,11 +68,11 @@ class GroupEstimator:
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The resolved and checked objective of a learner.
+    """The objective of a learner; all defaults are filled in and all values are checked.
 
     Attributes:
-      estimators: the estimator of the run, followed by the estimators of individual data sources.
-      sources: maps a data source to its index in `estimators`. Other sources use the estimator of the run.
+      estimators: the advantage estimator of the run, followed by the estimators of individual data sources.
+      sources: maps a data source to the index of its estimator in `estimators`. Other sources use the run's estimator.
       loss_params: the configured parameters of the policy loss.
       max_tokens: `rollout.max_tokens_to_generate`.
     """
@@ -91,17 +91,17 @@ class Objective:
 
     @property
     def built_in(self) -> bool:
-        """True if all functions are part of this library."""
+        """True if the policy loss and all advantage estimators are part of this library, not code of the user."""
         return not any(map(is_own, self.functions))
 
     def key(self) -> Hashable:
-        """Returns a key. Two objectives with equal keys are traced to the same program."""
+        """Returns a hashable key. Objectives with equal keys are traced to the same program."""
         estimators = [(estimator.name, sorted(estimator.params.items())) for estimator in self.estimators]
         settings = repr((self.config, estimators, sorted(self.loss_params.items())))
         return tuple(map(ById, self.functions)), settings, self.max_tokens  # a function of the user may be unhashable
 
     def parameters(self) -> dict[str, Any]:
-        """Returns all parameters of the estimator of the run and of the loss, with their values."""
+        """Returns all parameters of the run's advantage estimator and of the policy loss, with their values."""
         estimator = self.estimators[0]
         loss = loss_parameters(str(self.config.policy_loss_fn))
         return {**estimator.registered.parameters(), **loss, **estimator.params, **self.loss_params}
@@ -112,7 +112,7 @@ class Objective:
 
     @property
     def extra_term(self) -> bool:
-        """True if the loss has a term that does not contain the advantage; see `PolicyLoss.extra_term`."""
+        """True if the loss has a term without the advantage: a KL, an entropy bonus, or a term of the policy loss."""
         declared = find_policy_loss(str(self.config.policy_loss_fn)).extra_term
         loss_params = loss_parameters(str(self.config.policy_loss_fn)) | self.loss_params
         extra = loss_params[declared] != 0 if isinstance(declared, str) else declared
@@ -129,11 +129,11 @@ class Objective:
         return self.config.sampler_is is not None or loss.behaviour == "rollout"
 
     def estimator_ids(self, sources: Sequence[Any]) -> Int[np.ndarray, "P"]:
-        """Returns the index in `estimators` for each group, given the data source of its prompt (or None)."""
+        """Returns each group's index in `estimators`; `sources` are the data sources of the prompts (None: unknown)."""
         return np.array([self.sources.get(source, 0) if isinstance(source, str) else 0 for source in sources], np.int32)
 
     def kept_groups(self, scored: Bool[np.ndarray, "P G"], ids: Int[np.ndarray, "P"]) -> Bool[np.ndarray, "P"]:
-        """Returns which groups have enough scored completions for their estimator. The other groups are dropped."""
+        """Returns which groups have enough scored completions for their estimator. Other groups are not trained on."""
         return scored.sum(axis=-1) >= self._least_scored()[ids]
 
     def _least_scored(self) -> Int[np.ndarray, "E"]:
@@ -146,7 +146,7 @@ class Objective:
         ids: Int[np.ndarray, "P"],
         advantages: Float[np.ndarray, "P G"] | None = None,
     ) -> Bool[np.ndarray, "P G"]:
-        """Returns which completions can have a gradient. Only these completions need to be passed through the model.
+        """Returns which completions can have a gradient. The training step skips all other completions.
 
         Args:
           advantages: if given, completions with advantage 0 are also excluded.
@@ -166,7 +166,8 @@ class Objective:
         lengths: Int[Array, "P G"],
         ids: Int[Array, "P"],
     ) -> Float[Array, "P G"]:
-        """Computes the advantages of each group with its estimator; 0 if unscored or in a dropped group."""
+        """Computes the advantages of each group with its estimator. Completions that are unscored, or in a group with
+        too few scored completions, get 0."""
         if len(self.estimators) == 1:
             out = self.estimators[0](rewards, scored, lengths)
         else:
@@ -185,8 +186,8 @@ class Objective:
         in_update: Bool[Array, "P"],
         ids: Int[Array, "P"],
     ) -> Float[Array, "P G"]:
-        """Computes the token weight of each completion over one optimizer update. Unscored completions, completions
-        that are not `trained`, and dropped groups get weight 0 and are not counted in `aggregation_weights`."""
+        """Computes, for each completion of one optimizer update, the weight of its tokens in the loss. Completions that
+        are unscored, not `trained`, or in a group with too few scored completions get 0 and do not affect the rest."""
         kept = scored.sum(axis=-1) >= jnp.asarray(self._least_scored())[ids]
         counted = scored & trained & (kept & in_update)[:, None]
         return aggregation_weights(str(self.config.loss_agg_mode), lengths, counted, self.max_tokens)
@@ -237,7 +238,7 @@ class Objective:
 
 
 def trace_user_functions(objective: Objective, groups: int, group_size: int) -> None:
-    """Traces the user's own estimators and loss with abstract shapes, to find their errors before the training step.
+    """Traces advantage estimators and a loss of the user with abstract shapes, to find errors before the first step.
 
     Raises:
       UserError: a function raises, or its result has a wrong form or shape.
@@ -257,7 +258,7 @@ def trace_user_functions(objective: Objective, groups: int, group_size: int) -> 
 
 
 def resolve(config: AlgorithmConfig, defaults: type[AlgorithmConfig]) -> AlgorithmConfig:
-    """Fills unset keys with the defaults of a learner's config class."""
+    """Fills the unset keys of `config` with the defaults of a learner's config class."""
     plain = defaults()
     values = {
         field.name: getattr(plain, field.name) if getattr(config, field.name) is None else getattr(config, field.name)
@@ -274,7 +275,7 @@ def build_objective(
     updates_per_batch: int,
     source_estimators: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Objective:
-    """Builds the objective of a resolved config, and checks its keys against the estimators and the loss.
+    """Builds the objective of a config from `resolve`, and checks its keys against the estimators and the loss.
 
     Args:
       max_tokens: `rollout.max_tokens_to_generate`.
@@ -282,8 +283,7 @@ def build_objective(
       source_estimators: maps a data source to its estimator, `{advantage_estimator: NAME, PARAMETER: VALUE, ...}`.
 
     Raises:
-      UserError: a key is set but not read by any estimator or the loss, a required key is unset, a value is out of
-        range, or keys conflict.
+      UserError: a key is set but not used, a required key is unset, a value is out of range, or keys conflict.
     """
     params = {key: value for key in ESTIMATOR_KEYS if (value := getattr(config, key)) is not None}
     by_source = source_estimators or {}

@@ -19,29 +19,29 @@ from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError
 
 DEFAULT_UPPER = {"token": 2.0, "sequence": 2.0, "token_mask": 3.0, "sequence_mask": 3.0}
-"""The upper bound of each mode if `sampler_is_threshold` is unset: the default of Tunix for truncation, and of TRL for
-masks."""
+"""The upper bound of each mode if `sampler_is_threshold` is unset. The truncating modes have the default of Tunix, the
+masking modes the default of TRL."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplerCorrection:
-    """A mode of `algorithm.sampler_is` with its bounds.
+    """A mode of `algorithm.sampler_is` with its bounds. The loss is multiplied by the ratio `pi / mu`, within bounds.
 
-    The list below gives the bias of each mode. `g(y)` is the gradient of `log pi(y)` of a completion `y`, times the
-    advantage of `y`. `p(y)` and `m(y)` are the probabilities of `y` under `pi` and `mu`. The gradient without bias is
-    `sum_y p(y) g(y)`. Without a correction the expectation is `sum_y m(y) g(y)`.
+    `pi` is the policy of the trainer, and `mu` is the policy of the sampler. `p(y)` and `m(y)` are the probabilities of
+    a completion `y` under `pi` and `mu`. `g(y)` is the gradient of `log p(y)`, times the advantage of `y`. The unbiased
+    gradient is `sum_y p(y) g(y)`. Without a correction, the expected gradient is `sum_y m(y) g(y)`. The modes have
+    these biases:
 
-    - `sequence` truncates the ratio of the completion, which is the product of the ratios of its sampled tokens. The
-      expectation is `sum_y clip(p, lower m, upper m) g(y)`. There is no bias if all ratios are within the bounds.
-      Otherwise completions with a ratio above `upper` get too little weight, and completions with a ratio below `lower`
-      get too much.
-    - `sequence_mask` gives weight 0 to completions whose ratio is outside the bounds. The expectation is the sum of
-      `p(y) g(y)` over the other completions. With the same upper bound, masking removes at least as much probability as
-      truncation does.
-    - `token` truncates the ratio of each token by itself. If no ratio is outside the bounds, the expectation is the
-      gradient `sum_s m(s) sum_a grad pi(a | s) Q_mu(s, a)`. In this gradient, tokens `a` follow the policy and prefixes
-      `s` follow the sampler. `Q_mu` is the expected advantage if the sampler continues after `a`. There is no bias for
-      completions of one token. For longer completions there is a bias of the order of `pi - mu`, with any bounds.
+    - `sequence` truncates the ratio `p(y) / m(y)` of the completion to the bounds. The expected gradient is
+      `sum_y clip(p, lower m, upper m) g(y)`. It is unbiased if all ratios are within the bounds. Otherwise completions
+      with a ratio above `upper` get too little weight, and completions with a ratio below `lower` get too much.
+    - `sequence_mask` gives weight 0 to completions whose ratio is outside the bounds. The expected gradient is the sum
+      of `p(y) g(y)` over the other completions. With the same upper bound, masking removes at least as much probability
+      as truncation does.
+    - `token` truncates the ratio of each token by itself. If all ratios are within the bounds, the expected gradient is
+      `sum_s m(s) sum_a grad pi(a | s) Q_mu(s, a)`. The sum is over prefixes `s` and next tokens `a`. `Q_mu` is the
+      expected advantage if the sampler continues after `a`. This gradient is unbiased for completions of one token. For
+      longer completions its bias is of the order of `pi - mu`, even without bounds.
     - `token_mask` gives weight 0 to tokens whose ratio is outside the bounds. Its bias is the bias of `token` without
       bounds; in addition, the gradient of the masked tokens is missing.
 
@@ -64,10 +64,11 @@ class SamplerCorrection:
         return self.mode.endswith("_mask")
 
     def ratios(self, logprobs: Tokens, rollout_logprobs: Tokens, mask: Array) -> Tokens:
-        """Computes the ratio of each token, or in the `sequence` modes the ratio of the token's completion. No gradient
-        flows through the result. Masked tokens get 1.
+        """Computes, for each token, the trainer's probability divided by the sampler's probability. In the `sequence`
+        modes, all tokens of a completion get the product of these ratios over the completion.
 
-        Masked tokens (padding and tokens of an environment) are not part of the product over a completion.
+        Masked tokens (padding and tokens of an environment) get 1 and are not part of the product. No gradient flows
+        through the result.
         """
         if self.by_sequence:
             total = jnp.where(mask, logprobs - rollout_logprobs, 0.0).sum(axis=-1, keepdims=True)
@@ -88,8 +89,8 @@ class SamplerCorrection:
         """Returns one value per token for each metric. `finish_metrics` computes the metrics from the means of these
         values.
 
-        The metrics are means over tokens, or in the `sequence` modes means over completions. In the `sequence` modes,
-        the value of a token is divided by the number of tokens of the token's completion.
+        The metrics are means over tokens. In the `sequence` modes, they are means over completions: the value of a
+        token is divided by the number of tokens of its completion, so that every completion counts once.
         """
         length = jnp.maximum(mask.sum(axis=-1, keepdims=True), 1)
         unit = jnp.broadcast_to(1.0 / length if self.by_sequence else jnp.ones_like(length, ratios.dtype), ratios.shape)
@@ -130,7 +131,7 @@ def check_correction(config: AlgorithmConfig, behaviour: str) -> None:
     the KL.
 
     Args:
-      behaviour: the source of the `old_logprobs` of the loss, as in `PolicyLoss`.
+      behaviour: `"rollout"` if the `old_logprobs` of the policy loss come from the sampler, else `"trainer"`.
 
     Raises:
       UserError: keys conflict. The message names the key and the remedy.

@@ -6,9 +6,9 @@ the rewards in ascending order, minus the largest reward. Every advantage in thi
     A_(i) = t_i x_(i) + sum_{m > i} u_m x_(m) - sum_m w_m x_(m)
 
 The static vectors `t, u, w` define an advantage. They are computed on the host in float64, for every number `n` of
-scored rewards. Equal rewards get equal advantages without special treatment. For one K, let `q_i` be the mean maximum
-over the K-subsets of the group that contain `i`, and `V_K` the mean maximum over all K-subsets. Then `q_i - V_K` is the
-advantage with
+scored rewards. Equal rewards get equal advantages without special treatment. For one K, let `V_K` be the mean of the
+maximum reward over all subsets of K completions, and `q_i` this mean over the subsets that contain completion `i`. Then
+`q_i - V_K` is the advantage with
 
     t_i = C(i-1, K-1) / C(n-1, K-1)     u_m = C(m-2, K-2) / C(n-1, K-1)     w_m = C(m-1, K-1) / C(n, K)
 """
@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 Mixture = tuple[tuple[int, float], ...]
-"""Defines a weighted sum of advantages for several K, as pairs `(K, factor)`."""
+"""Pairs `(K, factor)` that define a sum of max@K advantages, each multiplied by its factor."""
 
 
 class Spread(NamedTuple):
@@ -51,11 +51,12 @@ def spread(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"]) -> Spread:
 
 
 def leave_two_out(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], mixture: Mixture) -> Float[Array, "P G"]:
-    """Computes the sum of `c L_K,i` over the pairs `(K, c)` of `mixture`.
+    """Computes, for each completion `i`, the sum of `c L_K,i` over the pairs `(K, c)` of `mixture`.
 
-    `L_K,i = q_i - V_K(group without i) = n/(n-K) (q_i - V_K)` is the Leave-Two-Out advantage (arXiv 2606.06080). `n`,
-    `q_i` and `V_K` are defined in the docstring of this module. Terms with `K > n - 1` are 0. A group of equal rewards
-    gets zeros.
+    `L_K,i = q_i - V_K(group without i) = n/(n-K) (q_i - V_K)` is the Leave-Two-Out advantage (arXiv 2606.06080). `n` is
+    the number of scored completions. `V_K` is the mean of the maximum reward over all subsets of K completions, and
+    `q_i` is this mean over the subsets that contain `i`. Terms with `K > n - 1` are 0. A group of equal rewards gets
+    zeros.
     """
     table = _leave_two_out_weights(rewards.shape[-1], mixture)
     return _weighted(rewards, scored, table)
@@ -66,8 +67,9 @@ def above_average(
 ) -> tuple[Float[Array, "P G"], Float[Array, "P 1"], Float[Array, "P 1"]]:
     """Returns `q_i - V_k` of each completion, and `V_k` and `max(rewards) - V_k` of each group.
 
-    `q_i` and `V_k` are defined in the docstring of this module. The last value is a sum of differences to the largest
-    reward. It is therefore accurate even if `V_k` is almost as large as this reward.
+    `V_k` is the mean of the maximum reward over all subsets of `k` completions, and `q_i` is this mean over the subsets
+    that contain completion `i`. `max(rewards) - V_k` is computed as a sum of differences to the largest reward, so it
+    is accurate even if `V_k` is almost as large as that reward.
     """
     size = rewards.shape[-1]
     table = _subset_weights(size, k)
@@ -80,11 +82,10 @@ def above_average(
 
 
 def marginal_contribution(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], k: int) -> Float[Array, "P G"]:
-    """Computes `q_i - V_{k-1}(group without i)` for `k >= 2`.
+    """Computes, for each completion, how much it raises the maximum reward of `k - 1` other completions on average.
 
-    The result is the mean, over all sets of `k - 1` other completions, of the increase of the set's maximum if
-    completion `i` is added. `q_i` and `V` are defined in the docstring of this module. The result is never negative,
-    and it is exactly 0 for the smallest reward of a group.
+    The average is over all sets of `k - 1` other completions of the group; `k >= 2`. The result is never negative, and
+    it is exactly 0 for the smallest reward of a group. The docstring of `pkpo` calls the result `q_i - V_{k-1}(-i)`.
     """
     least = spread(rewards, scored).bottom
     out = _weighted(rewards, scored, _marginal_weights(rewards.shape[-1], k))
@@ -92,8 +93,8 @@ def marginal_contribution(rewards: Float[Array, "P G"], scored: Bool[Array, "P G
 
 
 def _sorted(rewards: Array, scored: Array) -> tuple[Array, Array, Spread]:
-    """Returns the sorted rewards minus the largest reward (0 beyond the scored rewards), the sort order, and the
-    `Spread`."""
+    """Sorts the scored rewards of each group in ascending order and subtracts the largest reward. Returns the result,
+    padded with zeros, the sort order, and the `Spread`."""
     group = spread(rewards, scored)
     order = jnp.argsort(jnp.where(scored, rewards, jnp.inf), axis=-1)
     shifted = jnp.take_along_axis(rewards, order, axis=-1) - group.top
@@ -101,8 +102,11 @@ def _sorted(rewards: Array, scored: Array) -> tuple[Array, Array, Spread]:
 
 
 def _weighted(rewards: Array, scored: Array, table: Float[np.ndarray, "N 3 G"]) -> Array:
-    """Evaluates the formula of the module docstring with the vectors `t, u, w = table[n]` for `n` scored rewards. The
-    result is 0 for unscored completions and in groups of equal rewards."""
+    """Computes the advantages `t_i x_(i) + sum_{m > i} u_m x_(m) - sum_m w_m x_(m)` of each group.
+
+    `x` are the scored rewards of a group in ascending order, minus the largest reward. With `n` scored rewards, the
+    vectors `t, u, w` are `table[n]`. Unscored completions and groups of equal rewards get 0.
+    """
     ordered, order, group = _sorted(rewards, scored)
     own, above, common = (jnp.asarray(table, rewards.dtype)[group.scored[:, 0], i] for i in range(3))
     lifted = above * ordered
@@ -113,7 +117,7 @@ def _weighted(rewards: Array, scored: Array, table: Float[np.ndarray, "N 3 G"]) 
 
 
 def _own_weights(n: int, orders: Int[np.ndarray, "K"]) -> Float[np.ndarray, "K n"]:
-    """Computes `C(m-1, K-1) / C(n-1, K-1)` for each `K` of `orders` and `m = 1..n`.
+    """Computes the quotients of binomials `C(m-1, K-1) / C(n-1, K-1)` for each `K` of `orders` and `m = 1..n`.
 
     The values are computed as a running product from `m = n` downwards, which cannot overflow.
     """
@@ -139,8 +143,10 @@ def _leave_two_out_weights(size: int, mixture: Mixture) -> Float[np.ndarray, "N 
 
 @functools.lru_cache(maxsize=8)
 def _subset_weights(size: int, k: int) -> Float[np.ndarray, "N 3 G"]:
-    """Computes the vectors `t, u, w` of `q_i - V_k` (see the module docstring) for every number `n` of scored rewards,
-    at index `n`. The vectors for `n < k` are 0."""
+    """Returns a table for `_weighted`: entry `n` has the vectors that give `q_i - V_k` for `n` scored rewards.
+
+    `q_i` and `V_k` are defined in `above_average`. The entries for `n < k` are 0.
+    """
     table = np.zeros((size + 1, 3, size))
     for n in range(max(k, 2), size + 1):
         own = _own_weights(n, np.array([k]))[0]
@@ -152,11 +158,11 @@ def _subset_weights(size: int, k: int) -> Float[np.ndarray, "N 3 G"]:
 
 @functools.lru_cache(maxsize=8)
 def _marginal_weights(size: int, k: int) -> Float[np.ndarray, "N 3 G"]:
-    """Computes the three vectors of `q_i - V_{k-1}(-i)` for every number `n` of scored rewards, at index `n`.
+    """Returns a table for `_weighted`: entry `n` has the vectors of `marginal_contribution` for `n` scored rewards.
 
-    `V_{k-1}(-i)` is `V_{k-1}` of the group without `i`. The advantage is `sum_{m < i} a_m (x_(i) - x_(m))` with
-    `a_m = C(m-1, k-2) / C(n-1, k-1)`. With `t` from the module docstring for K = k, the three vectors are
-    `t + a, a, a`. The vectors for `n < k` are 0.
+    For rewards `x` in ascending order, the contribution is `sum_{m < i} a_m (x_(i) - x_(m))` with
+    `a_m = C(m-1, k-2) / C(n-1, k-1)`. The three vectors are `t + a, a, a` with `t_i = C(i-1, k-1) / C(n-1, k-1)`. The
+    entries for `n < k` are 0.
     """
     table = np.zeros((size + 1, 3, size))
     for n in range(max(k, 2), size + 1):

@@ -19,16 +19,16 @@ def bins_of(passed: Bool[np.ndarray, "P G"], scored: Bool[np.ndarray, "P G"]) ->
 
 
 def count_groups(bins: Int[np.ndarray, "P"]) -> list[int]:
-    """Counts the groups in each of the ten bins."""
+    """Counts the groups in each of the ten bins of the pass rate."""
     return np.bincount(bins[bins >= 0], minlength=len(PASS_RATES)).tolist()
 
 
 def sum_advantages(bins: Int[np.ndarray, "P"], advantages: Float[np.ndarray, "P G"]) -> list[float]:
-    """Returns, for each bin, the sum of the mean `|advantage|` of the groups in the bin. Unscored completions count
-    with advantage 0.
+    """Returns, for each bin of the pass rate, the sum of the mean `|advantage|` of its groups. Unscored completions
+    count with advantage 0.
 
-    A sum divided by the number of groups in its bin is the mean `|advantage|` of a prompt with that pass rate. A sum
-    divided by the sum over all bins is the share of its bin. The sums are not gradient norms: an advantage is only the
+    A sum divided by the number of groups in the bin is the mean `|advantage|` of a prompt with that pass rate. A sum
+    divided by the total of all bins is the share of the bin. The sums are not gradient norms: an advantage is only the
     factor by which the gradient of a completion's log-probability is multiplied. Lengths, aggregation and cancellation
     between gradients are ignored. For a group of 0/1 rewards with pass rate p, the mean `|advantage|` is `2 (1-p)`
     under MaxRL (2602.02710), `2 sqrt(p (1-p))` under GRPO with `ddof` 0, `2 p (1-p)` under Dr. GRPO, and 0 if p is 0 or

@@ -22,10 +22,11 @@ from tunix_like.errors import UserError
 def population_weights(
     advantage_estimator: str, group_size: int, pass_rates: Float[np.ndarray, "N"], **params: Any
 ) -> Float[np.ndarray, "N"]:
-    """Computes `w(p)` of any estimator on 0/1 rewards at one group size.
+    """Computes the factor `w(p)` in the expected gradient `w(p) grad p` of an estimator on 0/1 rewards.
 
-    The expected score function is `grad p / p` for a success and `-grad p / (1 - p)` for a failure. Let `j ~ Bin(G, p)`
-    be the number of successes, `A_succ(j)` the advantage of a success, and `A_fail(j)` the advantage of a failure. Then
+    `p` is the pass rate, and the gradient is estimated from one group of `G` completions. The expected score function
+    is `grad p / p` for a success and `-grad p / (1 - p)` for a failure. Let `j ~ Bin(G, p)` be the number of successes,
+    `A_succ(j)` the advantage of a success, and `A_fail(j)` the advantage of a failure. Then
 
         w(p) = E_j[ j A_succ(j) / (G p) - (G - j) A_fail(j) / (G (1 - p)) ].
 
@@ -34,8 +35,8 @@ def population_weights(
         w(p) = E_j[ A_succ(j + 1) - A_fail(j) ],   j ~ Bin(G - 1, p).
 
     The right side is the expected increase of a completion's advantage if the completion succeeds instead of failing
-    and the other completions stay the same. The function of the estimator computes `A` on all `G + 1` possible groups
-    in one call, with completions of one token. The sum is computed in float64.
+    and the other completions stay the same. The estimator is called once, with all `G + 1` possible groups and with
+    completions of one token. The expectation is computed in float64.
 
     Args:
       advantage_estimator: a registered name, or `FILE.py:function`.
@@ -57,7 +58,7 @@ def population_weights(
 def weights_of(
     estimators: Sequence[GroupEstimator], group_size: int, pass_rates: Float[np.ndarray, "N"]
 ) -> Float[np.ndarray, "E N"]:
-    """Computes `population_weights` of several estimators in one compiled program."""
+    """Computes the result of `population_weights` for several estimators in one compiled program."""
     rates = np.asarray(pass_rates, np.float64)
     if not np.all((rates >= 0) & (rates <= 1)):
         raise UserError(f"pass_rates: expected numbers from 0 to 1, got {rates.min():g} to {rates.max():g}.")
@@ -82,7 +83,7 @@ def advantages_of(
     rewards: Float[np.ndarray, "P G"],
     lengths: Int[np.ndarray, "P G"] | None = None,
 ) -> list[Float[np.ndarray, "P G"]]:
-    """Computes advantages with several estimators as the training step does, in one compiled program.
+    """Computes the advantages of the same rewards with several estimators, in one compiled program.
 
     Args:
       rewards: NaN where a completion could not be scored.
@@ -123,18 +124,20 @@ def _call(estimator: GroupEstimator, rewards: jax.Array, scored: jax.Array, leng
 
 
 def reinforcement_weight(pass_rates: Float[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
-    """Returns `w(p) = 1`, the population weight of the expected reward, which standard RL maximises."""
+    """Returns 1 for each pass rate `p`. Standard RL maximises the expected 0/1 reward `p`, whose gradient is
+    `1 * grad p`."""
     return np.ones_like(pass_rates)
 
 
 def likelihood_weight(pass_rates: Float[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
-    """Returns `w(p) = 1/p` for `p > 0`: the population weight of the log-likelihood of success, and of MaxRL for large
-    G."""
+    """Returns `1/p` for each pass rate `p > 0`. The gradient of the log-likelihood of success is
+    `grad log p = (1/p) grad p`; the expected gradient of MaxRL tends to it for large groups."""
     return 1.0 / pass_rates
 
 
 def binomial_pmf(trials: int, rates: Float[np.ndarray, "N"]) -> Float[np.ndarray, "N J"]:
-    """Computes `C(n, j) p^j (1-p)^(n-j)` for `j = 0..n`, in log space: `C(n, j)` overflows float64 from n = 1030."""
+    """Computes `C(n, j) p^j (1-p)^(n-j)` for `j = 0..n`. The products are computed as sums of logarithms, because
+    `C(n, j)` overflows float64 from n = 1030."""
     j = np.arange(trials + 1)
     log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, trials + 1)))])
     log_choose = log_factorial[-1] - log_factorial - log_factorial[::-1]

@@ -33,7 +33,7 @@ class Estimator:
       function: maps rewards to advantages; see `types.AdvantageEstimator`.
       zero_when_constant: given the parameters, returns whether a group of equal rewards gets zeros and can be skipped.
       takes: given the parameters, returns which rewards the estimator accepts: one of `REWARD_KINDS`.
-      headroom: maps a parameter name to a number h. The largest value of the parameter is the group size minus h.
+      headroom: maps a parameter name to a number h. The parameter must be at most the group size minus h.
       scored_beyond_k: a group with fewer than `k + scored_beyond_k` scored completions is dropped.
       sparse: whether completions often get advantage 0 although the rewards of their group differ. If True, the
         advantages are computed before the update, to skip these completions.
@@ -51,7 +51,7 @@ class Estimator:
         return own_parameters(self.function, frozenset({"scored", "lengths"}))
 
     def least_scored(self, params: Params) -> int:
-        """Returns the minimum number of scored completions; groups with fewer are dropped."""
+        """Returns the minimum number of scored completions of a group; groups with fewer are dropped."""
         return max(2, (params.get("k") or 0) + self.scored_beyond_k) if "k" in self.headroom else 2
 
 
@@ -68,8 +68,8 @@ def register_advantage_estimator(
     scored_beyond_k: int = 0,
     sparse: bool = False,
 ) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
-    """Registers an estimator under `name`. The estimator is traced into the compiled training step, like a built-in
-    estimator.
+    """Registers an advantage estimator under `name`. The estimator is traced into the compiled training step, like a
+    built-in estimator.
 
     The keyword-only parameters of the estimator other than `scored` and `lengths` are read from the config keys of the
     same name and from `algorithm.estimator_params`.
@@ -78,7 +78,7 @@ def register_advantage_estimator(
       zero_when_constant: whether a group with equal scored rewards always gets zeros. If True, such a group is not
         passed through the model.
       takes: the rewards that the estimator accepts: `any`, `non-negative` or `binary`. Other rewards are rejected
-        before the step.
+        before the training step.
       headroom: maps a parameter name to a number h: the parameter must be at most G - h, where G is the group size.
         `{"k": 1}` means `k <= G - 1`.
       scored_beyond_k: a group with fewer than `k + scored_beyond_k` scored completions, or fewer than two, is dropped.
@@ -86,7 +86,7 @@ def register_advantage_estimator(
         advantages are computed before the update, to skip these completions.
 
     Raises:
-      UserError: the name is taken, or looks like a file or a module.
+      UserError: the name is taken, or contains `.` or `:`.
     """
 
     def register(function: AdvantageEstimator) -> AdvantageEstimator:
@@ -107,9 +107,9 @@ def register_advantage_estimator(
 
 
 def find_estimator(name: str) -> Estimator:
-    """Returns the estimator for a registered name, `FILE.py:function` or `package.module.function`.
+    """Returns the advantage estimator for a registered name, `FILE.py:function` or `package.module.function`.
 
-    If the file registers the function under another name, the options of that registration apply.
+    If the file or module itself registers the function, the options of this registration apply.
 
     Raises:
       UserError: the name is unknown (the message lists the known names), or the file or module has no such function.
@@ -211,14 +211,14 @@ def check_rewards(
     scored: Bool[np.ndarray, "P G"],
     place: Callable[[int, int], str] = _place,
 ) -> None:
-    """Checks reward values on the host, before the step.
+    """Checks, before the training step, that the advantage estimator `name` accepts the rewards.
 
     Args:
       place: returns the description of a completion, given its group and its index in the group.
 
     Raises:
-      UserError: a reward is not accepted. The message names the first completion with such a reward, the estimator and
-        the remedy.
+      UserError: the estimator does not accept a reward. The message names the first completion with such a reward, the
+        estimator and the remedy.
     """
     values = np.where(scored, rewards, 0.0)
 

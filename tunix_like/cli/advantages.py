@@ -40,12 +40,12 @@ _LOG_WIDTH = 140  # width in characters if the output is not a terminal
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The parsed arguments of the command.
+    """The parsed arguments of the command `advantages`.
 
     Attributes:
       rewards: the rewards of each group; NaN for an unscored completion.
       lengths: completion lengths in tokens; None if not given.
-      numbers: the values of `k`, `truncation_order` and `ddof` by name, without those that were not given.
+      numbers: the given values of `k`, `truncation_order` and `ddof`, by name.
       own: the user-defined estimator with its parameters; None if not given.
     """
 
@@ -56,12 +56,15 @@ class Request:
 
     @property
     def k(self) -> int:
-        """Returns `k` if it was given. Otherwise returns 1 for groups of one or two rewards, else 2."""
+        """The given value of the parameter `k`; if none was given, 1 for groups of one or two rewards, and 2 for larger
+        groups."""
         return self.numbers.get("k", max(1, min(2, self.rewards.shape[1] - 1)))
 
 
 def show(rewards: str, options: Sequence[str], plot: str | None) -> None:
-    """Prints the table of advantages, and notes on omitted estimators. Draws the population weights if `plot` is given.
+    """Prints the table of advantages, and notes on estimators that the table leaves out.
+
+    If `plot` is given, also draws the population weights: the weight of a prompt as a function of its pass rate.
 
     Args:
       rewards: the rewards of one or several groups of equal size, such as `1,0,0,0` or `1,0;1,1`; `none` marks an
@@ -91,7 +94,7 @@ def show(rewards: str, options: Sequence[str], plot: str | None) -> None:
 
 
 def draw(request: Request, path: str) -> list[str]:
-    """Writes the figure of the population weights to `path`. Returns the lines to print.
+    """Writes the figure of the population weights to `path`. Returns lines of text to print.
 
     The last line contains the path. If the user-defined estimator could not be drawn, the first line gives the reason.
     """
@@ -145,7 +148,8 @@ def read_request(rewards: str, options: Sequence[str]) -> Request:
 
 
 def columns(request: Request) -> tuple[list[GroupEstimator], list[str]]:
-    """Returns the estimators that support the rewards of `request`, and the notes to print below the table."""
+    """Returns the estimators that accept the rewards of `request`, and the notes to print below the table of
+    advantages."""
     size = request.rewards.shape[1]
     scored = ~np.isnan(request.rewards)
     shown: list[GroupEstimator] = []
@@ -178,13 +182,13 @@ def columns(request: Request) -> tuple[list[GroupEstimator], list[str]]:
 
 
 def header(estimator: GroupEstimator) -> str:
-    """Returns the header of a column: the name of the estimator (a file without its folder) and the parameters that
-    are set."""
+    """Returns the column header of an estimator: its name, and the parameters that are set. If the name is
+    `FOLDER/FILE.py:function`, the folder is left out."""
     return " ".join([Path(estimator.name).name, *(f"{key}={value}" for key, value in estimator.params.items())])
 
 
 def _candidates(request: Request) -> list[GroupEstimator]:
-    """Returns every built-in estimator with the parameters that were given, and the user-defined estimator.
+    """Returns every built-in estimator with its parameters from `request`, and the user-defined estimator, if any.
 
     If `truncation_order` is given, `maxrl` is returned twice: without and with `truncation_order`.
     """
@@ -205,10 +209,10 @@ def _candidates(request: Request) -> list[GroupEstimator]:
 
 
 def _cells(request: Request, named: Mapping[str, Float[np.ndarray, "P G"]]) -> tuple[int, list[list[str]]]:
-    """Returns the number of columns to the left of the estimators, and the rows of the table with the header first.
+    """Returns the number of columns before the first estimator, and the rows of the table, starting with the header.
 
     Args:
-      named: the advantages by column header.
+      named: the advantages of each estimator, by column header.
     """
     rewards, lengths = request.rewards, request.lengths
     count, size = rewards.shape
@@ -235,8 +239,8 @@ def _cells(request: Request, named: Mapping[str, Float[np.ndarray, "P G"]]) -> t
 
 
 def _column(values: Float[np.ndarray, "G"], rounding: float) -> list[str]:
-    """Formats values with four digits. Values of magnitude up to `rounding` times the largest magnitude are rounding
-    errors and are shown as 0."""
+    """Formats values with four significant digits. A value whose magnitude is at most `rounding` times the largest
+    magnitude is taken for a rounding error and shown as 0."""
     small = rounding * np.nanmax(np.abs(values), initial=0.0)
     return ["none" if math.isnan(value) else _number(0.0 if abs(value) <= small else value) for value in values]
 
@@ -255,7 +259,8 @@ def _number(value: float) -> str:
 
 
 def side_by_side(left: int, rows: list[list[str]], width: int) -> list[list[list[str]]]:
-    """Splits the table into parts of at most `width` characters; each part repeats the first `left` columns."""
+    """Divides the columns of a table into narrower tables of at most `width` characters per line. Each of these tables
+    begins with the first `left` columns."""
     widths = [max(len(row[at]) for row in rows) + 3 for at in range(len(rows[0]))]
     parts, part = [], list(range(left))
     for at in range(left, len(rows[0])):
@@ -270,7 +275,7 @@ def _groups(what: str, text: str, read: Callable[[str, str], float]) -> Float[np
     """Parses groups such as `1,0;1,1`. Raises UserError if a group is empty or the groups differ in size.
 
     Args:
-      what: the name of a value, for error messages.
+      what: what the values are, `reward` or `length`, for error messages.
       read: `read(word, place)` parses one value; `place` describes the position of the value, for error messages.
     """
     groups: list[list[float]] = []
@@ -330,6 +335,6 @@ def _extent(values: np.ndarray) -> str:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prints the table and, with `--plot`, writes the figure."""
+    """Runs the command `advantages`: prints the table and, with `--plot`, writes the figure."""
     setup_jax()
     show(arguments.rewards, arguments.overrides, arguments.plot)

@@ -1,6 +1,6 @@
 """The command `check-rewards` for a config with an environment: plays scripted episodes, and calls each tool once.
 
-No model is needed: the turns of the policy come from the data or are nonsense.
+No model is needed: the turns of the policy are answers from the data, or fixed nonsense texts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tunix_like.runtime import console
 from tunix_like.types import Problem
 
 ROWS = 8
-"""Number of training rows to play, from the first. The number is small, because an environment that hangs takes
-its whole time limit in each row."""
+"""Number of training rows that are played, starting with the first row. The number is small, because an environment
+that hangs needs its whole time limit in every row."""
 
 WORDS = "gold answer, a word a turn"
 NONSENSE = {
@@ -65,7 +65,10 @@ class Game:
 
 
 class Tried(NamedTuple):
-    """The episodes of one kind of script, one per row. `seconds` is the mean time from a turn to its observation."""
+    """The episodes of one kind of script, one episode per training row.
+
+    `seconds` is the mean time between sending a turn to the environment and receiving the observation.
+    """
 
     kind: str
     games: list[Game]
@@ -78,10 +81,11 @@ Script = Callable[[int], str]
 
 
 def try_environment(config: Config) -> tuple[list[Problem], list[Tried], list[tuple[Mapping[str, Any], Outcome]]]:
-    """Plays scripted episodes with the first training rows, and calls each tool once.
+    """Plays episodes with the first training rows, and calls each tool once.
 
-    Each row is played once with each kind of script. The kinds of `NONSENSE` (turns of fixed wrong text) are always
-    played. If all rows have a text in the column `answer`, further kinds are played:
+    A script, not a model, writes the turns of the policy. There are several kinds of script, and each row is played
+    once with each kind. The kinds of `NONSENSE` (turns of fixed wrong text) are always played. If all rows have a text
+    in the column `answer`, further kinds are played. Their turns are:
 
     - the answer of the row in every turn;
     - the words of the answer, one per turn, with the last word repeated (if an answer has several words);
@@ -175,7 +179,8 @@ def _over(game: Game, most: int) -> bool:
 
 
 def _wait(environments: Environments, number: int) -> Iterable[tuple[Outcome, float]]:
-    """Yields the outcomes of `number` calls of environments, each with the seconds since this function was called.
+    """Waits for the outcomes of `number` calls of environments. Yields each outcome with the seconds since the start of
+    the wait.
 
     Raises:
       EnvironmentMisconfigured: an environment raised EnvironmentMisconfigured.
@@ -239,7 +244,8 @@ def _example(schema: Mapping[str, Any]) -> Any:
 
 
 def print_report(config: Config) -> int:
-    """Prints the tools and the episodes. Returns 1 if the environment is likely wrong, else 0."""
+    """Prints the results of the tool calls and of the episodes. Returns the exit status: 1 if the environment or its
+    rewards are probably wrong, else 0."""
     problems, tried, tools = try_environment(config)
     threshold = config.rewards.success_threshold
     wrong, notes = _print_tools(tools)
@@ -263,8 +269,8 @@ def print_report(config: Config) -> int:
 
 
 def _print_tools(tools: Sequence[tuple[Mapping[str, Any], Outcome]]) -> tuple[list[str], list[str]]:
-    """Prints the schemas and the results of the tools. Returns two lists of lines: failed calls (timeout or exception),
-    and calls whose result begins with `error:`."""
+    """Prints the schemas and the results of the tools. Returns two lists of messages: on calls that failed (timeout or
+    exception), and on calls whose result begins with `error:`."""
     wrong, notes, rows = [], [], []
     for tool, outcome in tools:
         function = tool["function"]
@@ -308,9 +314,10 @@ def _causes(each: Tried) -> dict[str, np.ndarray]:
 
 
 def _failures(tried: Sequence[Tried]) -> list[str]:
-    """Returns a line for the first timeout and a line for the first error in the episodes of each `Tried`.
+    """Returns messages on failures of the environment and of the reward functions.
 
-    If several of these failures have the same reason, only the first of their lines is returned.
+    For each kind of script, there is one message on the first timeout and one message on the first error. If several
+    failures have the same reason, only the first message on this reason is returned.
     """
     lines: dict[str, str] = {}
     for each in tried:
@@ -325,7 +332,8 @@ def _failures(tried: Sequence[Tried]) -> list[str]:
 
 
 def _differing(tried: Sequence[Tried]) -> list[str]:
-    """Describes the first row whose episodes, one per kind of script, began with different observations."""
+    """Describes the first row whose episodes did not all begin with the same observation. A row has one episode per
+    kind of script."""
     for row in range(len(tried[0].games)):
         seen = [each.games[row].first for each in tried if each.games[row].failure is None]
         if any(observation != seen[0] for observation in seen):
@@ -337,9 +345,10 @@ def _differing(tried: Sequence[Tried]) -> list[str]:
 
 
 def _cheap(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float) -> list[str]:
-    """Describes the kinds of script with wrong turns that succeed in some rows, each with the first such row.
+    """Returns a message for each kind of script whose turns are wrong but succeed, with the first row where they do.
 
-    An episode succeeds if its total reward is at least `threshold`.
+    An episode succeeds if its total reward is at least `threshold`. For the answers of other rows, there is a message
+    only if they succeed in more than the fraction `SAME` of the rows.
     """
     lines = []
     for each in tried:
@@ -354,11 +363,10 @@ def _cheap(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float
 
 
 def _gold(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float) -> tuple[list[str], bool]:
-    """Returns notes on the episodes with gold answers, and whether all these episodes fail.
+    """Returns notes on the episodes whose turns are gold answers, and whether all of these episodes fail.
 
-    An episode fails if it is unscored or its total reward is below `threshold`.
-
-    The exit status does not depend on gold answers: the column `answer` may hold a text that is not a valid turn.
+    An episode fails if it is unscored or its total reward is below `threshold`. Failures of gold answers do not change
+    the exit status, because the column `answer` may hold a text that is not a valid turn.
     """
     gold = [passed(each.scores, threshold) for each in tried if each.kind in (GOLD, WORDS)]
     if not gold:

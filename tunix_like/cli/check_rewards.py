@@ -28,17 +28,17 @@ from tunix_like.runtime.visible import visible
 from tunix_like.types import Problem
 
 ROWS = 256
-"""Number of training rows to check, from the first."""
+"""Number of training rows that are checked, starting with the first row."""
 
 GOLD, OTHER = "gold answer", "another row's answer"
 NONSENSE = "I do not know."
 
 SAME = 0.1
-"""Share of rows in which the answer of another row is allowed to succeed. It is not 0, because two different texts can
-have the same final answer."""
+"""Share of rows in which the answer of another row is allowed to succeed. The share is not 0, because two different
+texts can have the same final answer."""
 
 PRINTED = 20
-"""Maximum number of lines of output of the reward functions. Further lines are counted but not shown."""
+"""Maximum number of lines that are shown of the output of reward functions. Further lines are only counted."""
 
 
 class Tried(NamedTuple):
@@ -99,7 +99,7 @@ class _Few(io.TextIOBase):
 @contextlib.contextmanager
 def few_lines() -> Iterator[None]:
     """Context manager that redirects the output of reward functions and of their worker processes to standard error.
-    Writes only the first `PRINTED` lines, and at the end the number of further lines."""
+    Only the first `PRINTED` lines are written; at the end, the number of further lines is written."""
     few = _Few()
     try:
         with contextlib.redirect_stdout(few), contextlib.redirect_stderr(few):
@@ -125,7 +125,8 @@ def other_answer(answers: Sequence[str], number: int) -> str:
 
 
 def print_report(config: Config) -> int:
-    """Prints the table and the suspicious results. Returns 1 if a reward function is likely wrong, else 0."""
+    """Prints a table of the scores, and the suspicious results. Returns the exit status: 1 if a reward function is
+    probably wrong, else 0."""
     problems, tried, weights = try_rewards(config)
     threshold = config.rewards.success_threshold
     names = list(weights)
@@ -152,8 +153,8 @@ def print_report(config: Config) -> int:
 
 
 def _failures(tried: Sequence[Tried]) -> list[str]:
-    """Returns the first failure of each kind of completion. If several of these failures differ only in the prompt and
-    the completion, returns only the first of them."""
+    """Returns the message of the first failure of each kind of completion. If several messages differ only in the
+    prompt and the completion, only the first of them is returned."""
     failures: dict[str, str] = {}
     for kind in tried:
         if kind.scores.first_failure is not None:
@@ -162,10 +163,10 @@ def _failures(tried: Sequence[Tried]) -> list[str]:
 
 
 def _cheap(tried: Sequence[Tried], weights: Mapping[str, float]) -> list[str]:
-    """Describes the reward functions that give no completion a higher reward than the nonsense sentence.
+    """Describes the reward functions that give their highest reward to the nonsense sentence, at least in some rows.
 
-    Such a reward can be intended and does not change the exit status. If there is only one reward function, the result
-    is empty.
+    This can be intended, so it does not change the exit status. If there is only one reward function, the result is
+    empty.
     """
     lines = []
     nonsense = next(kind for kind in tried if NONSENSE in kind.kind)
@@ -199,7 +200,8 @@ def passed(scores: Scores, threshold: float) -> np.ndarray:
 
 
 def _suspicions(each: Tried, problems: Sequence[Problem], threshold: float) -> list[str]:
-    """Describes the failed, missing and unexpected scores of one kind of completion, each with the first such row."""
+    """Returns messages on failed, missing and unexpected scores of one kind of completion. Each message quotes the
+    first row where the problem occurs."""
     scores, gold = each.scores, each.kind == GOLD
     checks = [
         (scores.timeouts | scores.errors, "the function failed or timed out"),

@@ -105,7 +105,7 @@ def _add_inference(command: AddCommand) -> None:
 
 
 def _add_generate(command: AddCommand, source: str) -> argparse.ArgumentParser:
-    """Adds the command `generate`; `source` describes its first argument."""
+    """Adds the command `generate`; `source` is the help text of its positional argument."""
     generate = command(
         "generate",
         "generate:generate",
@@ -140,7 +140,7 @@ def _add_generate(command: AddCommand, source: str) -> argparse.ArgumentParser:
 
 
 def _add_serve(command: AddCommand, source: str) -> argparse.ArgumentParser:
-    """Adds the command `serve`; `source` describes its first argument."""
+    """Adds the command `serve`; `source` is the help text of its positional argument."""
     serve = command(
         "serve",
         "serve:serve",

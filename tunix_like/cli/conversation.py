@@ -42,7 +42,7 @@ def read_line(label: str) -> str | None:
 
 
 class Person:
-    """Answers the turns of one conversation with the lines of standard input. Implements `Responder`.
+    """Answers the turns of the model in one conversation with lines of standard input. Implements `Responder`.
 
     Args:
       bridge: converts a line to tokens.
@@ -59,11 +59,12 @@ class Person:
         self._turn: Turn | None = None
 
     def opening(self, group: int) -> Sequence[int]:
-        """Returns the tokens at the end of the prompt that the chat template may change in later turns; often none."""
+        """Returns the tokens at the end of the prompt that the chat template may change in later turns; often there are
+        no such tokens."""
         return () if self._conversation is None else self._conversation[1].opening
 
     def submit(self, turns: Sequence[Turn]) -> None:
-        """Prints the turn of the policy. `turns` has one element."""
+        """Prints a turn of the model, which is the only element of `turns`."""
         (turn,) = turns
         if self._conversation is not None:
             self._conversation[1].add_turn(self._tokenizer.decode(turn.tokens), turn.tokens)
@@ -77,12 +78,12 @@ class Person:
         self._turn = None if turn.truncated else turn
 
     def replies(self, wait: bool) -> list[Reply]:
-        """Reads the answer to the last turn. If a line cannot be converted to tokens, prints the reason and reads
-        the next line.
+        """Reads the person's answer to the last turn of the model. If a line cannot be converted to tokens, prints the
+        reason and reads the next line.
 
         Returns:
-          a list with one reply, whose tokens are None at the end of the input; an empty list if the last turn was
-            truncated.
+          a list with one reply, or an empty list if the last turn was truncated. At the end of the input, the tokens of
+            the reply are None.
         """
         turn, self._turn = self._turn, None
         while turn is not None:
@@ -109,11 +110,11 @@ def talk(
     """Lets a person answer the turns of the model, until the end of standard input, `QUIT` or the token limit.
 
     The conversation stays in one row of the KV cache of the engine. Earlier tokens are computed again only if the chat
-    template changes them (`environment.history=template`). A line is a user message if the prompt is a list of
-    messages. Otherwise it is plain text.
+    template changes them (`environment.history=template`). If the prompt is a list of messages, each line of the person
+    becomes a user message. Otherwise each line is appended as plain text.
 
     Raises:
-      UserError: the prompt has no tokens or too many, or the chat template cannot be used for several turns.
+      UserError: the prompt has no tokens or too many tokens, or the chat template cannot be used for several turns.
     """
     rollout, tokenizer = trained.config.rollout, trained.tokenizer
     tokens = rendered(prompt, tokenizer, engine.max_prompt_length).tokens
@@ -139,13 +140,15 @@ def talk(
 def play(
     engine: Engine, trained: Trained, row: Mapping[str, Any], sampling: SamplingParams, environments: Environments
 ) -> None:
-    """Plays one trajectory with the environment of the config. Prints its turns, and the reward to standard error.
+    """Plays one trajectory with the environment of the config. Prints the turns to standard output and the reward to
+    standard error.
 
     Args:
-      row: the column `prompt`, and the columns for the environment.
+      row: a data row: the column `prompt`, and further columns, which the environment receives.
 
     Raises:
-      UserError: the prompt has no tokens or too many, it does not support several turns, or the environment failed.
+      UserError: the prompt has no tokens or too many tokens, the prompt cannot be continued for several turns, or the
+        environment failed.
     """
     config, tokenizer = trained.config, trained.tokenizer
     prompt = rendered(row["prompt"], tokenizer, engine.max_prompt_length)

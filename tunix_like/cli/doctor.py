@@ -63,7 +63,7 @@ class Check:
 
 
 def report() -> list[Check]:
-    """Runs all checks; missing packages and devices do not raise."""
+    """Runs all checks. A missing package or device is reported and raises no error."""
     checks = [Check("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
     checks += [_core(name, module) for name, module in CORE.items()]
     if all(check.works for check in checks):
@@ -89,8 +89,8 @@ def _core(name: str, module: str) -> Check:
 
 
 def _jax(version: str) -> Check:
-    """Checks the version of jax. Gives advice if the version is older than the tested versions, or has a later minor
-    version."""
+    """Checks the version of jax. Gives advice if this version is older than all tested versions, or if its minor
+    version is later than all tested minor versions."""
     first, last = _numbers(TESTED_JAX[0]), _numbers(TESTED_JAX[-1])[:2]
     found, below = _numbers(version), f"{last[0]}.{last[1] + 1}"
     tested = first <= found and found[:2] <= last

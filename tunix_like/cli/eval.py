@@ -1,6 +1,6 @@
 """The command `eval`: evaluates a run or a model on held-out problems, or compares two runs or models.
 
-It prints tables and, with `--out`, writes a JSONL file with one line per problem.
+The command prints tables. With `--out`, it also writes a JSONL file with one line per problem.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def compare(a: str, b: str, overrides: Sequence[str]) -> None:
     A and B are each a run, a model or a file that `--out` wrote. Overrides apply to runs and models, not to files.
 
     Raises:
-      UserError: the errors of `evaluate`; also if a file is invalid, overrides are given for two files, or the problems
-        differ.
+      UserError: an argument is invalid (as for `evaluate`), a file is invalid, overrides are given although A and B are
+        both files, or A and B have different problems or no common metric.
     """
     files = {name: Path(name) for name in (a, b) if Path(name).is_file() or name.endswith(".jsonl")}
     if overrides and a in files and b in files:
@@ -93,8 +93,8 @@ def compare(a: str, b: str, overrides: Sequence[str]) -> None:
 
 
 def measured(source: str, overrides: Sequence[str]) -> Measured:
-    """Opens and evaluates a source. The override `data.split=NAME` selects the rows. By default, the held-out
-    rows are evaluated."""
+    """Evaluates a run, a checkpoint or a model. The override `data.split=NAME` selects the rows. By default, the
+    held-out rows are evaluated."""
     splits = [word.removeprefix(SPLIT) for word in overrides if word.startswith(SPLIT)]
     others = [word for word in overrides if not word.startswith(SPLIT)]
     trained = _with_fitting_k(open_trained(source, others, need_data=True), others)
@@ -145,8 +145,8 @@ def problem_rows(found: Measured) -> list[dict[str, Any]]:
 
 
 def summary_of(found: Measured) -> dict[str, Any]:
-    """Returns the settings and all metrics. `eval/<name>/low` and `eval/<name>/high` are the ends of the interval of
-    the metric `eval/<name>`."""
+    """Returns the settings and all metrics of an evaluation. `eval/<name>/low` and `eval/<name>/high` are the ends of
+    the confidence interval of the metric `eval/<name>`."""
     settings, config = found.evaluator.config, found.trained.config
     metrics: dict[str, Any] = {}
     for key, value in found.result.metrics.items():
@@ -169,7 +169,7 @@ def summary_of(found: Measured) -> dict[str, Any]:
 
 
 def out_files(file: Path) -> tuple[Path, Path]:
-    """Returns the paths of the problem file and of the summary file next to it.
+    """Returns `file`, to which the problems are written, and the path of the summary file in the same folder.
 
     Raises:
       UserError: the name of `file` does not end in .jsonl, one of the files exists, or the folder cannot be written.
@@ -191,9 +191,9 @@ def _summary_file(file: Path) -> Path:
 
 
 def _write(files: tuple[Path, Path], rows: Sequence[dict[str, Any]], summary: dict[str, Any]) -> None:
-    """Writes `rows` to the first file and `summary` to the second file. A file is never written in part.
+    """Writes `rows` to the first file and `summary` to the second file. Each file is written completely or not at all.
 
-    Values of types that JSON does not support are written as text.
+    Values in `rows` whose type JSON does not support are written as text.
 
     Raises:
       UserError: a file cannot be written.

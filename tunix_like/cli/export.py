@@ -13,7 +13,8 @@ from tunix_like.storage.output_folder import check_folder
 
 
 def export(arguments: argparse.Namespace) -> None:
-    """Writes the merged model, or with `--adapter` the adapters, to a new folder."""
+    """Writes the model, with adapters merged into the weights, to a new folder. With `--adapter`, writes only the
+    adapters."""
     # Checked before the weights are read, because reading takes minutes.
     check_folder(arguments.out, arguments.overwrite, arguments.source)
     overrides = [*arguments.overrides, "model.attention=auto"]  # the attention kernel of the run can need other devices

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def _greedy(overrides: Sequence[str]) -> list[str]:
-    """Returns the overrides for greedy decoding.
+    """Returns `overrides` with an additional override for greedy decoding.
 
     Raises:
-      UserError: an override sets sampling parameters that contradict greedy decoding.
+      UserError: an element of `overrides` sets a sampling parameter to a value that contradicts greedy decoding.
     """
     names = [f"rollout.{name}" for name in ("temperature", "top_p", "top_k")]
     given = [word for word in overrides if word.partition("=")[0].strip() in names]
@@ -34,7 +34,8 @@ def _greedy(overrides: Sequence[str]) -> list[str]:
 
 
 def generate(arguments: argparse.Namespace) -> None:
-    """Completes one prompt and prints the completion; if an environment or a person answers, prints all turns.
+    """Completes one prompt and prints the completion. If an environment or a person answers the turns of the model,
+    prints all turns.
 
     Raises:
       UserError: the options conflict; also the errors of `play` and `talk`.
@@ -124,7 +125,7 @@ def _print_completion(completion: str) -> None:
 
 
 def _sampling_line(sampling: SamplingParams, seed: int) -> str:
-    """Describes the sampling parameters in one line. They can differ from the sampling parameters of evaluations."""
+    """Describes the sampling parameters of `generate` in one line. Evaluations can use other sampling parameters."""
     if sampling.temperature == 0:
         return "greedy: the most likely token at every position"
     top_k = "" if sampling.top_k is None else f", top-k {sampling.top_k}"
@@ -140,7 +141,7 @@ def complete(
     """Samples one completion of `prompt`.
 
     Raises:
-      UserError: the prompt has no tokens, or too many.
+      UserError: the prompt has no tokens, or too many tokens.
     """
     import jax
 
@@ -155,7 +156,7 @@ def complete(
 
 
 def rendered(prompt: Any, tokenizer: Tokenizer, limit: int) -> Prompt:
-    """Renders and tokenises a prompt. Raises UserError if it has no tokens or more than `limit` tokens."""
+    """Renders and tokenises a prompt. Raises UserError if the prompt has no tokens or more than `limit` tokens."""
     from tunix_like.data.stream import render
 
     found = render({"prompt": prompt}, tokenizer, limit)

@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _trains(arguments: argparse.Namespace) -> bool:
-    """Returns whether the command trains a run. Only such a command continues if its output cannot be written."""
+    """Returns whether the command trains a run. A training command continues if its output cannot be written; other
+    commands stop."""
     return arguments.command in ("train", "sft") and not getattr(arguments, "dry_run", False)
 
 

@@ -30,12 +30,12 @@ from tunix_like.training.device import Device, usable_share
 from tunix_like.training.phases import amount
 
 FAR = 1.25
-"""Programs are not compiled if the estimate of weights, gradients and optimizer state exceeds this multiple of the
-memory of a device."""
+"""Programs are not compiled if the estimated memory of weights, gradients and optimizer state exceeds this multiple of
+the memory of a device."""
 
 _OUT_OF_MEMORY = re.compile(r"Used ([\d.]+\w) of ([\d.]+\w)|\(([\d.]+\w)\) exceeds available \w+ \(([\d.]+\w)\)")
-"""Matches the two messages of the TPU compiler for programs that do not fit. The groups are the required and the
-available memory."""
+"""Matches both forms of the compiler message for programs that do not fit into memory. The groups of each form are the
+required and the available memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,8 @@ class Target:
       devices: the value of `--devices`.
       kind: the kind of accelerator; None for the CPU of this host.
       number: number of devices.
-      described: jax devices of the compiler for this kind; None if the devices are simulated on the CPU.
+      described: jax device objects for compilation only, which need no hardware; None if the devices are simulated on
+        the CPU.
       compiler: name and version of the compiler.
     """
 
@@ -65,10 +66,11 @@ class Compiled:
       arguments: bytes of all inputs.
       temporaries: bytes of temporary buffers, and of outputs that are not aliased to an input.
       seconds: time of the compilation.
-      costs: costs of all calls in a training step.
+      costs: costs of all calls of this program in one training step.
       token: costs of one iteration of the loop over tokens; None if the program has no such loop.
-      unknown: loops whose number of iterations is an input of the program; `costs` contains one iteration of each.
-      refusal: the message that the program does not fit into memory; all costs are then 0. None if the program fits.
+      unknown: loops whose number of iterations is an input of the program; `costs` counts one iteration of each.
+      refusal: the compiler's message that the program does not fit into memory; all costs are then 0. None if the
+        program was compiled.
     """
 
     program: Program
@@ -85,8 +87,8 @@ class Compiled:
         return self.arguments + self.temporaries
 
     def times(self, target: Target) -> Times | None:
-        """Returns the predicted times of a step; None if the program does not fit into memory or the devices are
-        simulated. Costs for simulated devices come from the CPU compiler and are not valid for the real devices."""
+        """Returns the predicted times of a training step; None if the program does not fit into memory or the devices
+        are simulated. Costs for simulated devices come from the CPU compiler and are not valid for the real devices."""
         if target.kind is None or target.described is None or self.refusal:
             return None
         return times(self.costs, self.program.operations / target.number, target.kind, target.number)
@@ -108,8 +110,8 @@ def pretend(number: int) -> None:
 
 
 def find_target(text: str) -> Target:
-    """Parses `--devices` and finds the compiler of the devices. If no compiler can be used, simulates the devices on
-    the CPU.
+    """Parses `text`, the value of `--devices`, and finds a compiler for these devices. If no such compiler can be used,
+    simulates the devices on the CPU.
 
     Raises:
       UserError: see `parse_devices` and `pretend`.
@@ -177,14 +179,15 @@ def refusal_of(message: str) -> str:
 
 
 def print_report(config: Config, devices: str, file: str | None = None) -> int:
-    """Compiles the programs of a config for `devices` and prints their memory, network and predicted times.
+    """Compiles the programs of a config for `devices`. Prints the memory, the network traffic and the predicted times
+    of the programs.
 
     Args:
-      file: JSON file to write in addition; None writes no file.
+      file: JSON file to which the report is also written; None writes no file.
 
     Returns:
       the exit status: 1 if a program does not fit into the memory of a device, else 0. If the devices are simulated,
-        the status is 1 if the estimated memory exceeds the memory of a device.
+        the status is also 1 if the estimated memory exceeds the memory of a device.
 
     Raises:
       UserError: see `find_target`, `make_plan` and `check_size`; also if the file cannot be written.
@@ -233,7 +236,8 @@ def too_large(compiled: Compiled, target: Target) -> bool:
 
 
 def rows_of(done: Sequence[Compiled], target: Target) -> list[tuple[str, ...]]:
-    """Returns the rows of the table: memory, collectives and operations of a step, and times."""
+    """Returns the rows of a table with one column per program: memory, collectives and operations of a training step,
+    and times."""
     kinds = sorted({kind for compiled in done for kind in compiled.costs.collectives})
     found = [compiled.times(target) for compiled in done]
 
@@ -286,7 +290,7 @@ def _seconds(found: Times | None, name: str) -> str:
 
 
 def notes_of(done: Sequence[Compiled], target: Target) -> list[str]:
-    """Returns the notes that explain the table."""
+    """Returns the notes that explain the table of memory, costs and times."""
     lines = [
         "step: all completions have full length. Operations needed: arithmetic without recomputation and padding. "
         "Operations compiled: the matrix products of the compiled program, without those inside kernels.",

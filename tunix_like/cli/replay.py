@@ -1,4 +1,4 @@
-"""The command `replay`: recomputes a skipped update."""
+"""The command `replay`: recomputes an optimizer update that was skipped because it was non-finite."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tunix_like.cli.common import setup_jax
 
 
 def replay(arguments: argparse.Namespace) -> None:
-    """Recomputes a skipped update and prints which completions make it non-finite."""
+    """Recomputes a skipped optimizer update and prints which completions make the update non-finite."""
     setup_jax()
     from tunix_like.report.replay import print_report
 

@@ -80,8 +80,8 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _api_key(host: str) -> str | None:
-    """Returns the API key; None if there is none. Raises UserError if there is no key and `host` is not a loopback
-    address."""
+    """Returns the API key from the environment variable `KEY`, or None if the variable is not set. Raises UserError if
+    there is no key and `host` is not a loopback address."""
     key = os.environ.get(KEY, "").strip()
     if key:
         return key

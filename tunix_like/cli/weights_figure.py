@@ -58,7 +58,7 @@ def pass_rates(group_size: int) -> Float[np.ndarray, "N"]:
 def drawn_estimators(
     group_size: int, k: int, truncation_order: int | None = None, ddof: int | None = None
 ) -> list[tuple[str, str, GroupEstimator]]:
-    """Returns the label, the family and the estimator of each curve that the group size allows.
+    """Returns the label, the family (see `Curve`) and the estimator of each curve that the group size allows.
 
     MaxRL of order `G - 1`, where G is the group size, is Algorithm 1 of the MaxRL paper. A lower order
     truncates the Taylor series of the log-likelihood earlier.
@@ -93,8 +93,8 @@ def curves_of(
 
 
 def weights_figure(curves: Sequence[Curve], group_size: int, rates: Float[np.ndarray, "N"]) -> Figure:
-    """Draws the figure, 1200 x 750 pixels as PNG. Does not use pyplot, so it changes no global state and needs
-    no display."""
+    """Draws the figure of the population weights. A PNG file of the figure has 1200 x 750 pixels. This function does
+    not use pyplot, so it changes no global state and needs no display."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained", facecolor="white")

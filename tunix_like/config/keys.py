@@ -25,7 +25,7 @@ def key(
     blank: bool = False,
     python_only: bool = False,
 ) -> Any:
-    """Declares a dataclass field with its documentation and allowed range.
+    """Declares a config key: a dataclass field with its documentation and allowed range.
 
     The range is `at_least <= value <= at_most` and `above < value < below`; `blank` allows an empty text. A key with
     `python_only` cannot be set in YAML.
@@ -46,9 +46,9 @@ def key(
 
 
 def number_problem(value: Any) -> str | None:
-    """Describes the problem if int32 cannot represent an integer, or if float32 cannot represent a float.
+    """Returns why an integer does not fit into int32, or a float not into float32; None for any other value.
 
-    Compiled programs use no wider types. Returns None for any other value.
+    Compiled programs use no wider number types.
     """
     if isinstance(value, int) and abs(value) > LARGEST_INT:
         return f"integers must be between -{LARGEST_INT} and {LARGEST_INT}"
@@ -60,8 +60,7 @@ def number_problem(value: Any) -> str | None:
 
 
 def _text_problem(text: str) -> str | None:
-    """Describes the problem if a text cannot be a file name or cannot be encoded in UTF-8; returns None for any other
-    text."""
+    """Returns why a text cannot be a file name or cannot be encoded in UTF-8; None for any other text."""
     if "\0" in text:
         return "it contains a NUL character, which is invalid in file names; remove it"
     try:
@@ -112,8 +111,8 @@ def check_ranges(section: Any, path: str) -> None:
 
 
 class Checked:
-    """Base class of config sections. Checks the ranges in the constructor, so that Python and YAML users get the same
-    errors."""
+    """Base class of config sections. The constructor checks the range of each value, so that users of Python and of
+    YAML get the same errors."""
 
     section = ""
 

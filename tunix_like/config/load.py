@@ -53,7 +53,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_section(cls: type, values: Mapping[str, Any], path: str) -> Any:
-    """Builds a config dataclass from a mapping inside a list, with the same checks as for a file.
+    """Builds a config dataclass from a mapping that is an item of a list in a config, with the checks of `load`.
 
     Args:
       values: values by key; every key must be a field of `cls`.
@@ -91,7 +91,7 @@ def save(config: Config, path: str | Path) -> None:
 
 
 def temporary_of(path: Path) -> Path:
-    """Returns the path of the temporary file of `save`, which a killed process may leave behind."""
+    """Returns the path of the temporary file that `save` writes for `path`. A killed process may leave this file."""
     return path.with_name(f"{path.name}.tmp")
 
 
@@ -132,7 +132,7 @@ class Key(NamedTuple):
 
 
 def keys(section: Any = None, path: str = "") -> Iterator[Key]:
-    """Yields every key of a config section (None: of all sections) in declaration order."""
+    """Yields the documentation of every key of a config section (None: of all sections) in declaration order."""
     section = Config() if section is None else section
     hints = _hints(type(section))
     for field in _fields(type(section)):
@@ -149,7 +149,7 @@ def _fields(cls: type) -> list[dataclasses.Field[Any]]:
 
 
 def _leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the dotted names of all keys with their declared types."""
+    """Yields the dotted name and the declared type of every key in a config dataclass."""
     hints = _hints(cls)
     for field in _fields(cls):
         hint, name = hints[field.name], prefix + field.name
@@ -164,7 +164,7 @@ def _is_section(name: str, leaves: Mapping[str, Any]) -> bool:
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    """Returns the alternatives of a union without None; for a plain type, the type itself."""
+    """Returns the alternatives of a union type without None; for a plain type, the type itself."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return tuple(option for option in typing.get_args(hint) if option is not types.NoneType)
     return (hint,)
@@ -185,8 +185,9 @@ def _optional(hint: Any) -> bool:
 
 
 def _defaults(section: Any) -> dict[str, Any]:
-    """Returns the defaults as nested dicts. A key of type str, int, float or bool keeps its default. The default of any
-    other key is wrapped as a `FieldReference` of type `object`, because this module, not ml_collections, checks it."""
+    """Returns the defaults as nested dicts. The default of a key of type str, int, float or bool is returned as it is.
+    Any other default is wrapped in a `FieldReference` of type `object`, so that ml_collections does not check the type
+    of its key."""
     hints, result = _hints(type(section)), {}
     for field in _fields(type(section)):
         value, hint = getattr(section, field.name), hints[field.name]
@@ -200,8 +201,8 @@ def _defaults(section: Any) -> dict[str, Any]:
 
 
 def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
-    """Builds the frozen dataclass `cls` from nested mappings whose values have the declared types. Range errors name
-    the full path of the key."""
+    """Builds the frozen dataclass `cls` from nested mappings whose values have the declared types. The error for a
+    value out of range names the full path of the key."""
     hints, arguments = _hints(cls), {}
     for name, value in values.items():
         nested = dataclasses.is_dataclass(hints[name])
@@ -228,8 +229,8 @@ def _converted(value: Any, hint: Any, name: str) -> Any:
 
 
 def _fit(value: Any, hint: Any) -> Any:
-    """Returns `value` as the type `hint` (a plain type, list[...] or dict[...]); raises TypeError if it has another
-    type."""
+    """Returns `value` as the type `hint` (a plain type, list[...] or dict[...]). Raises TypeError if the value does not
+    have this type."""
     origin = typing.get_origin(hint) or hint
     if origin is float:
         return _number(value)
@@ -255,7 +256,7 @@ def _number(value: Any) -> float:
 def _flatten(
     values: Mapping[Any, Any], leaves: Mapping[str, Any], source: str, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yields the dotted keys of a file with their values.
+    """Yields the dotted name and the value of every key in the nested mapping of a config file.
 
     Raises:
       UserError: a key is unknown, or a section is not a mapping.
@@ -281,7 +282,7 @@ def _flatten(
 
 
 def _refuse_secret(name: str) -> None:
-    """Raises UserError for a key that holds a secret; the message does not show its value."""
+    """Raises UserError if the name of a key ends with `api_key` or `password`. The message does not show the value."""
     if name.endswith(("api_key", "password")):
         raise UserError(
             f"{name}: keys and passwords do not belong in files and commands; set an environment variable instead "
@@ -290,8 +291,8 @@ def _refuse_secret(name: str) -> None:
 
 
 def _hint(name: str, leaves: Mapping[str, Any]) -> str:
-    """Returns a hint for an unknown key with the nearest valid keys: a similar key of the same section, else the same
-    key of another section, else any similar name."""
+    """Returns a hint that names the valid keys nearest to an unknown key: a similar key of the same section, else the
+    same key of another section, else any similar name."""
     section, _, last = name.rpartition(".")
     siblings = sorted(leaf.rpartition(".")[2] for leaf in leaves if leaf.rpartition(".")[0] == section)
     sections = sorted({leaf.rpartition(".")[0] for leaf in leaves})

@@ -316,7 +316,7 @@ class RewardsConfig(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentConfig(Checked):
-    """Settings of trajectories of several turns, and of the environment that answers the turns."""
+    """Settings of trajectories with several turns, and of the environment that answers the turns of the model."""
 
     section = "environment"
     name: str | None = key(

@@ -1,4 +1,4 @@
-"""Checks addresses of servers in a config."""
+"""Checks the addresses of servers in a config."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from tunix_like.errors import UserError
 
 
 def check_server_url(key: str, url: str, key_variable: str) -> None:
-    """Raises UserError if the value of a config key is not the address of a server, or contains a password.
+    """Raises UserError if the value `url` of a config key is not the address of a server, or contains a password.
 
     Args:
-      key_variable: the environment variable for the API key.
+      key_variable: name of the environment variable for the API key, for the error message.
     """
     try:
         parts = urlsplit(url)

@@ -60,7 +60,7 @@ def _check_colon(key: yaml.Node, value: yaml.Node) -> None:
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes the strings that `Loader` would read as numbers."""
+    """Writes YAML. Strings that `Loader` would read as numbers are quoted."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -119,7 +119,7 @@ def _problem(error: Exception) -> str:
 
 
 def parse_override(text: str, name: str) -> Any:
-    """Parses the value of the override `name=text`. Raises UserError with the name of the override."""
+    """Parses the value of the override `name=text`. Raises UserError if the text is not valid YAML."""
     try:
         return yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError) as error:
@@ -132,8 +132,8 @@ def parse_override(text: str, name: str) -> Any:
 
 
 def text_of(text: str) -> str | None:
-    """Parses the value of a text key. Returns None for `null`, and a text in YAML quotes without the quotes. Any
-    other text is returned unchanged, so '{question}' needs no quotes."""
+    """Parses the value that the command line gives for a config key of type text. Returns None for `null`, and a text
+    in YAML quotes without the quotes. Any other text is returned unchanged, so '{question}' needs no quotes."""
     try:
         value = yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError, RecursionError):

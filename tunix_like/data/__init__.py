@@ -1,6 +1,6 @@
 """Defines the data sources. A source turns the `data` section of a configuration into rows with prompts.
 
-Public names: `DataSource`, `Record`, `SOURCES`, `load_source`; for mixes also `source_estimators`,
+Public names: `DataSource`, `Record`, `SOURCES`, `load_source`; for a mix of several sources also `source_estimators`,
 `template_variables`, `check_parts`, `check_rewards`.
 """
 
@@ -38,12 +38,13 @@ _OWN_KEYS = _ROW_KEYS | {"answer_template"}  # not for gsm8k, whose answer colum
 
 
 class Source(NamedTuple):
-    """An entry of `SOURCES`.
+    """Describes a data source in the table `SOURCES`.
 
     Attributes:
-      place: `MODULE:FUNCTION`, where MODULE is a module of this package; the function takes a `DataConfig` and returns
-        a `DataSource`.
-      reads: keys of `data` that the source reads. Every source also reads `train_size` and `eval_size`.
+      place: the function that loads the source, as `MODULE:FUNCTION`, where MODULE is a module of this package. The
+        function takes a `DataConfig` and returns a `DataSource`.
+      reads: keys of the `data` section of a config that the source reads. Every source also reads `train_size` and
+        `eval_size`.
     """
 
     place: str

@@ -1,8 +1,9 @@
 """Generates questions about products of two three-digit numbers, as chats in which the model can call a calculator.
 
-A tiny model cannot learn these products, but it can learn to copy the digits into a call and to copy the result. The
-SFT answer to a question is a call with probability 1 / `CALLS`, and the product otherwise. Some training rows contain a
-call and its result, so that SFT also shows the answer after a result.
+A tiny model cannot learn these products, but it can learn to copy the digits into a call of the calculator and to copy
+the result. The SFT answer to a training question is such a call with probability 1 / `CALLS`, and the product
+otherwise. The prompt of some training rows already contains a call and its result. The SFT answer of these rows is
+always the product.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
 
 SMALLEST, LARGEST = 100, 999
 CALLS = 6
-"""One in `CALLS` answers to a question is a call."""
+"""Among the training rows whose prompt is only a question, one in `CALLS` has a call of the calculator as SFT answer.
+The SFT answer of the other rows is the product."""
 
 CONTINUED = 3
-"""One in `CONTINUED` training rows contains a call and its result before the answer."""
+"""In one of `CONTINUED` training rows, the prompt already contains a call of the calculator and its result."""
 
 DEFAULT_TRAIN, DEFAULT_EVAL = 8000, 128
 
@@ -57,10 +59,11 @@ _CHAT_TEMPLATE = (
 
 
 def load(config: DataConfig) -> DataSource:
-    """Generates questions from `data.seed`. Held-out questions are generated first and are in no training row.
+    """Generates random questions with the seed `data.seed`. Held-out questions are generated first, and no training row
+    contains one of them.
 
     Raises:
-      UserError: more rows are held out than half of the possible questions.
+      UserError: `data.eval_size` exceeds half of the possible questions, or the rows would take too much memory.
     """
     eval_size = DEFAULT_EVAL if config.eval_size is None else config.eval_size
     train_size = DEFAULT_TRAIN if config.train_size is None else config.train_size
@@ -88,10 +91,11 @@ def _draw(rng: random.Random) -> tuple[int, int]:
 
 
 def record(drawn: tuple[int, int, bool, bool]) -> Record:
-    """Returns the row of a question: `prompt` (messages), `answer` (for SFT) and `gold` (the product, for the reward).
+    """Builds the row of a question: `prompt` (messages), `answer` (for SFT) and `gold` (the product, for the reward).
 
     Args:
-      drawn: the two factors, whether `answer` is a call, and whether the chat already contains the call and its result.
+      drawn: the two factors; whether `answer` is a call of the calculator; and whether `prompt` already contains the
+        call and its result. In the last case, `answer` is always the product.
     """
     first, second, calls, continued = drawn
     question, product = f"{first} * {second}", str(first * second)
@@ -103,7 +107,7 @@ def record(drawn: tuple[int, int, bool, bool]) -> Record:
 
 
 def tokenizer() -> Tokenizer:
-    """Returns the tokenizer: one token for each string in `_STRINGS`, and one for each other character.
+    """Builds the tokenizer of this task: one token for each string in `_STRINGS`, and one for each other character.
 
     Its chat template is ChatML with tools in the Hermes format. The template writes only the name and the parameter
     names of each tool.

@@ -1,6 +1,7 @@
-"""Parses and checks the entries of `data.sources`.
+"""Parses and checks the config key `data.sources`, the list of the sources of a mix.
 
-An entry has the `data` keys of one source, and also its label, its weight and its estimator.
+An entry of this list has the `data` keys of one source, and the label, the weight and the advantage estimator of this
+source.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ class _Share:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One entry of `data.sources`.
+    """One entry of `data.sources`, which describes one source of a mix.
 
     Attributes:
       place: the key of the entry, such as `data.sources[0]`.
       label: value of the column `data_source` in the rows of the source.
-      weight: share of the training prompts relative to the other entries; None: proportional to the number of rows.
+      weight: share of the training prompts relative to the other entries. None: the share is proportional to the number
+        of training rows of the source.
       config: the `data` section of a run with this source only.
       estimator: the values of `advantage_estimator`, `k`, `truncation_order` and `ddof` that the entry sets.
     """
@@ -55,11 +57,12 @@ class Entry:
 
 
 def entries(config: DataConfig) -> list[Entry]:
-    """Returns the entries of `data.sources` for a mix; an empty list for any other source.
+    """Parses the entries of `data.sources` if `data.name` is `mix`; returns an empty list for any other source.
 
     Raises:
-      UserError: an unknown key, a value of the wrong type or out of range, duplicate labels, weights in some entries
-        only, a key of the `data` section that must be set in the entries, or `data.sources` without a mix.
+      UserError: an entry has an unknown key or an invalid value, two entries have the same label, only some of the
+        entries have a weight, `data` itself sets a key that must be set in the entries, or `data.sources` is set but
+        `data.name` is not `mix`.
     """
     if config.name != "mix":
         if config.sources is not None:
@@ -113,7 +116,8 @@ def _entry(values: Mapping[str, Any], place: str) -> Entry:
 
 
 def template_variables(config: DataConfig) -> dict[str, Any]:
-    """Returns the variables of the chat template: `chat_template_args`, which all sources of a mix must share.
+    """Returns the variables of the chat template, from the key `chat_template_args`. In a mix, all entries must have
+    the same value.
 
     Raises:
       UserError: two entries have different `chat_template_args`; the message names both entries.
@@ -130,10 +134,13 @@ def template_variables(config: DataConfig) -> dict[str, Any]:
 
 
 def source_estimators(config: DataConfig, algorithm: AlgorithmConfig) -> dict[str, dict[str, Any]]:
-    """Returns the estimator and its parameters by label, for each entry that sets the estimator or a parameter.
+    """Returns the advantage estimators that the entries of `data.sources` set, by the label of the entry.
+
+    A value contains the name of the estimator under `advantage_estimator`, and the parameters of the estimator. An
+    entry that sets neither an estimator nor a parameter is left out.
 
     Args:
-      algorithm: the resolved `algorithm` section. An entry that sets only parameters uses the estimator of this
+      algorithm: the `algorithm` section of the config. An entry that sets only parameters uses the estimator of this
         section.
 
     Raises:

@@ -42,7 +42,8 @@ def gold(solution: str) -> str:
 
 
 def load(config: DataConfig) -> DataSource:
-    """Loads rows with `question`, `answer` (the full solution; SFT trains on it), `gold` and the prompt.
+    """Loads GSM8K. A row has the columns `prompt`, `question`, `answer` (the full solution, for SFT) and `gold` (the
+    final answer).
 
     `data.path` is a folder with `{split}.jsonl` and `{eval_split}.jsonl`, or a hub id; the default is openai/gsm8k.
 

@@ -1,4 +1,7 @@
-"""Generates rows for the environment `guess`. The column `answer` (for SFT) is a game with legal random guesses."""
+"""Generates rows for the environment `guess`, in which the model guesses a hidden number.
+
+The column `answer` (for SFT) contains a game with random guesses, each of which agrees with the earlier replies.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ _GAME_BYTES = 100  # size of the answer
 
 
 def load(config: DataConfig) -> DataSource:
-    """Generates training games with random hidden numbers from `data.seed`. The hidden
-    numbers of the held-out rows are 0, 1, 2 and so on.
+    """Generates games in which a hidden number is guessed. The hidden numbers of the training rows are random, with the
+    seed `data.seed`. The hidden numbers of the held-out rows are 0, 1, 2 and so on.
 
-    All rows have the same prompt. The held-out numbers also occur in training, because the model should
-    learn a method that finds any number.
+    All rows have the same prompt. The held-out numbers also occur in training, because the model should learn a method
+    that finds any number.
 
     Raises:
       UserError: `data.eval_size` is larger than the number of possible hidden numbers.
@@ -43,8 +46,8 @@ def load(config: DataConfig) -> DataSource:
 
 
 def game(number: int, rng: random.Random) -> tuple[int, str]:
-    """Returns `number` and the text of a game with this hidden number. Each guess is uniform among the numbers that the
-    earlier replies leave possible."""
+    """Returns `number` and the text of a random game with this hidden number. Each guess is uniform among the numbers
+    that the earlier replies leave possible."""
     low, high = 0, NUMBERS - 1
     words: list[str] = []
     for turn in range(MOST_GUESSES):
@@ -64,5 +67,5 @@ def record(played: tuple[int, str]) -> Record:
 
 
 def tokenizer() -> Tokenizer:
-    """Returns the tokenizer: one token per number and word."""
+    """Builds the tokenizer of this task, with one token per number and one token per word."""
     return word_tokenizer([PROMPT, HIGHER, LOWER, INVALID, *map(str, range(NUMBERS))])

@@ -1,7 +1,7 @@
 """Loads rows from JSON-lines files and from datasets on the Hugging Face Hub.
 
-Rows of a file are read from disk when they are needed; the index takes 8 bytes of memory per row. Every row is parsed
-once when the file is opened, so an invalid row is reported before training.
+Rows of a file are read from disk when they are needed. Only their positions in the file stay in memory, with 8 bytes
+per row. Every row is parsed once when the file is opened, so an invalid row is reported before training.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class JsonlRows(Sequence[Record]):
 
 @contextlib.contextmanager
 def _shown(path: Path) -> Iterator[Callable[[int], None]]:
-    """Context manager that shows the progress of reading a long file. Yields a function whose argument is the number of
-    MiB read since its last call."""
+    """Context manager that shows the progress of reading a long file. Yields a function that reports progress; its
+    argument is the number of MiB read since the previous report."""
     size = path.stat().st_size >> 20
     if size < LONG_FILE:
         yield lambda done: None
@@ -124,7 +124,7 @@ def _shown(path: Path) -> Iterator[Callable[[int], None]]:
 
 
 def _content(line: bytes) -> bytes:
-    """Strips white space, and the byte order mark that some editors write at the start of a file."""
+    """Removes the white space around a line, and the byte order mark that some editors write at the start of a file."""
     return line.removeprefix(codecs.BOM_UTF8).strip()
 
 
@@ -181,13 +181,14 @@ def _check_whole(row: dict[str, Any], where: str) -> None:
 
 
 def load(config: DataConfig) -> DataSource:
-    """Loads a folder with `{split}.jsonl` and `{eval_split}.jsonl`, or one file whose last rows are held out.
+    """Loads rows from a folder with `{split}.jsonl` and `{eval_split}.jsonl`, or from a file whose last rows are held
+    out.
 
-    For a single file, `data.eval_size` rows are held out; the default is a tenth of the rows and at most 256.
+    For a single file, `data.eval_size` rows are held out; the default is a tenth of the rows, but at most 256 rows.
 
     Raises:
-      UserError: no `data.path`, a missing or empty file, a row that does not parse (named by file and line), a row
-        without a column that the template needs, or fewer rows than requested.
+      UserError: `data.path` is not set, a file is missing or empty, a row cannot be parsed (the message names file and
+        line), a row lacks a column that the template needs, or there are fewer rows than requested.
     """
     if config.path is None:
         raise UserError("data.path is required with data.name=jsonl; set it to a JSON-lines file or a folder of them.")
@@ -238,8 +239,8 @@ def load_hub(config: DataConfig) -> DataSource:
     """Loads a dataset of the Hugging Face Hub; `data.path` is `owner/name`, or `owner/name:configuration`.
 
     Raises:
-      UserError: no `data.path`, `datasets` is not installed, the dataset is not reachable, or a row is invalid (named
-        by split and number).
+      UserError: `data.path` is not set, the package `datasets` is not installed, the dataset is not reachable, or a row
+        is invalid (the message names the split and the number of the row).
     """
     if config.path is None:
         raise UserError("data.path is required with data.name=hub; set it to the id of a dataset, as owner/name.")
@@ -272,7 +273,7 @@ def make_source(
     make: Callable[[Record], Record],
     reward: str,
 ) -> DataSource:
-    """Truncates both splits to the configured sizes and applies `make` to their rows.
+    """Builds a data source from two splits: truncates them to the configured sizes, and applies `make` to their rows.
 
     Raises:
       UserError: both splits have the same name, or a split has fewer rows than requested.
@@ -291,7 +292,7 @@ def make_source(
 
 
 def hub_rows(path: str, split: str) -> Sequence[Record]:
-    """Loads one split of a hub dataset, memory-mapped.
+    """Loads one split of a dataset of the Hugging Face Hub, memory-mapped.
 
     Raises:
       UserError: `datasets` is not installed, the dataset or the network is not available, or the split has no rows.

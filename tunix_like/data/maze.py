@@ -39,13 +39,13 @@ _CELL_TOKENS = {"#": "WALL", ".": "PATH", "S": "START", "G": "GOAL"}
 _SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 _NAMED = ["GRID_START", "GRID_END", "PATH_START", "DONE", "PATH", "WALL", "GOAL", "START", "NEWLINE", *MOVES]
 VOCABULARY = [*_SPECIAL, *_NAMED, *(f"<reserved_{i}>" for i in range(15))]
-"""The 32 tokens, in the order of their ids."""
+"""The 32 tokens of the maze tokenizer, in the order of their ids."""
 
 DEFAULT_SIZE, DEFAULT_TRAIN, DEFAULT_EVAL = 9, 8000, 256
 
 
 def load(config: DataConfig) -> DataSource:
-    """Generates the mazes of `data.seed`. Raises the errors of `grids`."""
+    """Generates random mazes with the seed `data.seed`. Raises the same errors as `grids`."""
     train, held_out = grids(config)
     return DataSource(
         MappedRows(train, record),
@@ -57,11 +57,12 @@ def load(config: DataConfig) -> DataSource:
 
 
 def grids(config: DataConfig) -> tuple[list[str], list[str]]:
-    """Generates the training and the held-out grids of `data.seed`. Held-out grids are generated first, and no training
-    grid equals a held-out grid.
+    """Generates the mazes of the training rows and of the held-out rows as text grids, with the seed `data.seed`. The
+    held-out grids are generated first, and no training grid equals a held-out grid.
 
     Raises:
-      UserError: the size is even or below 5, or has fewer distinct mazes than requested.
+      UserError: `data.maze_size` is even or below 5, fewer mazes of this size exist than are requested, or the grids
+        would take too much memory.
     """
     size = DEFAULT_SIZE if config.maze_size is None else config.maze_size
     train_size = DEFAULT_TRAIN if config.train_size is None else config.train_size
@@ -83,7 +84,8 @@ def grids(config: DataConfig) -> tuple[list[str], list[str]]:
 
 
 def _log10_distinct(size: int) -> float:
-    """Returns log10 of the number of distinct mazes: the spanning trees of an m x m grid, by Kirchhoff's theorem."""
+    """Returns log10 of the number of distinct mazes of side `size`. By Kirchhoff's theorem, this is the number of
+    spanning trees of an m x m grid with m = (size - 1) / 2."""
     m = (size - 1) // 2
     cosines = [2 - 2 * math.cos(math.pi * i / m) for i in range(m)]
     logs = [math.log10(a + b) for i, a in enumerate(cosines) for j, b in enumerate(cosines) if i or j]
@@ -91,7 +93,7 @@ def _log10_distinct(size: int) -> float:
 
 
 def _distinct(size: int, count: int, rng: random.Random, taken: set[str]) -> list[str]:
-    """Generates `count` distinct grids that are not in `taken`. The search is slow if few mazes are left."""
+    """Generates `count` distinct grids that are not in `taken`. This is slow if almost all possible grids are taken."""
     grids: dict[str, None] = {}
     while len(grids) < count:
         grid = make(size, rng)
@@ -170,7 +172,7 @@ def solve(grid: str) -> list[str]:
 
 
 def record(grid: str) -> Record:
-    """Returns the row of a maze: `prompt`, `answer` (the moves and DONE; SFT trains on it) and `grid`."""
+    """Builds the row of a maze: `prompt`, `answer` (the moves from START to GOAL and DONE, for SFT) and `grid`."""
     rows = (" ".join([*(_CELL_TOKENS[cell] for cell in row), "NEWLINE"]) for row in grid.split("\n"))
     prompt = " ".join(["GRID_START", *rows, "GRID_END", "PATH_START"])
     return {"prompt": prompt, "answer": " ".join([*solve(grid), "DONE"]), "grid": grid}
@@ -192,7 +194,7 @@ def grid_of(prompt: str) -> str | None:
 
 
 def tokenizer() -> Tokenizer:
-    """Returns the tokenizer of mazes: one token per word, with `<bos>` in front.
+    """Builds the tokenizer of mazes. Each word is one token, and `<bos>` is added in front of a text.
 
     `<pad>`, `<bos>` and `<eos>` are special tokens in the sense of Hugging Face, so decoding drops them. All other
     tokens are decoded as text, even those that a valid completion does not contain.

@@ -1,4 +1,7 @@
-"""Generates rows for the environment `maze_steps`. The column `answer` (for SFT) is a walk of legal random moves."""
+"""Generates rows for the environment `maze_steps`, in which the model makes one move per turn in a maze.
+
+The column `answer` (for SFT) contains a random walk, in which no move is blocked by a wall.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +23,23 @@ PROMPT = "WALK"
 
 
 def load(config: DataConfig) -> DataSource:
-    """Generates the same mazes as the source `maze`. Raises the errors of `grids`."""
+    """Generates the same mazes as the data source `maze`. Raises the same errors as `maze.grids`."""
     train, held_out = grids(config)
     return DataSource(MappedRows(train, record), MappedRows(held_out, record), tokenizer(), reward="exact_match")
 
 
 def record(grid: str) -> Record:
-    """Returns the row of a maze: `prompt`, `answer` (a random walk, for SFT) and the grid in the column `hidden`.
+    """Builds the row of a maze: `prompt`, `answer` (a random walk, for SFT) and the grid in the column `hidden`.
 
-    A view lists the open moves at a position. The environment adds the first view to the prompt. The prompt of SFT has
-    no view, so `answer` begins with the first view.
+    A view is a list of the open moves at a position. In RL, the environment adds the first view to the prompt. In SFT,
+    the prompt has no view, so `answer` begins with the first view.
     """
     return {"prompt": PROMPT, "answer": random_walk(grid), HIDDEN_COLUMN: grid}
 
 
 def random_walk(grid: str) -> str:
-    """Returns the views and the turns of a random walk as text. Each move is uniform among the open moves. For equal
-    grids, the walks are equal."""
+    """Returns a random walk through a maze as text: the open moves at each position, and the move that was made there.
+    Each move is uniform among the open moves. For equal grids, the walks are equal."""
     rng = random.Random(grid)
     rows, row, column = grid.split("\n"), 1, 1
     words = []
@@ -51,7 +54,7 @@ def random_walk(grid: str) -> str:
 
 
 def tokenizer() -> Tokenizer:
-    """Returns the tokenizer: one token per move and per set of open moves."""
+    """Builds the tokenizer of this task, with one token per move and one token per set of open moves."""
     counts = range(2, len(MOVES) + 1)
     views = ["+".join(chosen) for count in counts for chosen in itertools.combinations(MOVES, count)]
     return word_tokenizer([PROMPT, *MOVES, *views])

@@ -1,7 +1,7 @@
 """Combines several data sources into one, in the proportions that the entries of `data.sources` set.
 
-Every row has the label of its entry in the column `data_source`, and the name of its default reward function in
-`source_reward`.
+Every row gets the label of its source in the column `data_source`. If there are several sources, every row also gets
+the name of the default reward function of its source in the column `source_reward`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from tunix_like.types import RewardFunction
 logger = logging.getLogger("tunix_like")
 
 LONGEST_EPOCH = 50_000_000
-"""Maximum number of rows in an epoch of a mix, including repeated rows. The order of the rows takes 8 bytes per row."""
+"""Maximum number of rows in an epoch of a mix, including repeated rows. The stored order takes 8 bytes per row."""
 
 
 def load(config: DataConfig, load_one: Callable[[DataConfig], DataSource]) -> DataSource:
     """Loads the sources of `data.sources` and combines them into one.
 
-    An epoch contains every training row at least once. A source repeats rows if its weight per row is larger than that
-    of another source. A training row is dropped if another source of the same name holds out its prompt. The rows of
-    each source are spread evenly, so every prefix of an epoch has about the same proportions.
+    An epoch contains every training row at least once. Rows of a source are repeated if the weight of the source,
+    divided by its number of rows, is larger than for another source. A training row is dropped if its prompt is a
+    held-out prompt of another source with the same `name` (such as two sources with `name: maze`). The rows of each
+    source are spread evenly, so every prefix of an epoch has about the same proportions of the sources.
 
     Args:
       load_one: loads the source of one entry.
@@ -73,9 +74,10 @@ def load(config: DataConfig, load_one: Callable[[DataConfig], DataSource]) -> Da
 
 
 def _tokenizer(mix_entries: Sequence[Entry], sources: Sequence[DataSource]) -> Tokenizer | None:
-    """Returns the tokenizer that the sources define; None if the tokenizer of the model is used.
+    """Returns the tokenizer that the sources of a mix define. The result is None if no source defines a tokenizer; the
+    tokenizer of the model is then used.
 
-    Sources of the same name define the same tokenizer.
+    Sources with the same `name` define the same tokenizer.
 
     Raises:
       UserError: the sources need different tokenizers.
@@ -96,10 +98,11 @@ def _tokenizer(mix_entries: Sequence[Entry], sources: Sequence[DataSource]) -> T
 
 
 def _not_held_out(mix_entries: Sequence[Entry], sources: Sequence[DataSource], number: int) -> Sequence[Record]:
-    """Returns the training rows of source `number` whose prompts are not held out by another source of the same name.
+    """Returns the training rows of the source with index `number`, without the rows whose prompt is a held-out prompt
+    of another source with the same `name` (such as two sources with `name: maze`).
 
     Raises:
-      UserError: there are no such rows.
+      UserError: no rows are left.
     """
     entry, rows = mix_entries[number], sources[number].train
     same = [i for i, other in enumerate(mix_entries) if other.config.name == entry.config.name and i != number]
@@ -121,10 +124,11 @@ def _not_held_out(mix_entries: Sequence[Entry], sources: Sequence[DataSource], n
 
 
 def epoch_counts(sizes: Sequence[int], weights: Sequence[float | None]) -> list[int]:
-    """Returns the number of rows of each source in an epoch.
+    """Returns how many rows of each source an epoch of a mix contains.
 
-    The counts are proportional to `weights`, rounded to whole rows. They are the smallest such counts that are not
-    below `sizes`, so every row occurs at least once. Without weights, the counts equal `sizes`.
+    The counts are proportional to `weights`, rounded to whole rows. They are the smallest such counts with which every
+    row occurs at least once: no count is below the number of rows of the source, which is in `sizes`. Without weights,
+    the counts equal `sizes`.
 
     Raises:
       UserError: the sum of the counts exceeds `LONGEST_EPOCH`.
@@ -171,8 +175,8 @@ def check_rewards(source: DataSource, functions: Sequence[tuple[str, RewardFunct
     """Checks that the rows of each source of a mix have the columns that the reward functions need.
 
     The rows of each source are checked before they are mixed. A mixed row has the columns of all sources, with None for
-    columns that its own source lacks, so a check of mixed rows would not find a missing column. For the function
-    `by_source`, the default reward function of the source is checked.
+    columns that its own source lacks, so a check of mixed rows would not find a missing column. The reward function
+    `by_source` calls the default reward function of a row's source, so this default function is checked instead.
 
     Raises:
       UserError: a column is missing; the message names the source.
@@ -250,8 +254,8 @@ class _Pick:
 
 
 def _tags(mix_entries: Sequence[Entry], sources: Sequence[DataSource]) -> list[_Tag]:
-    """Returns the `_Tag` of each source. Logs a warning if a label replaces another value of the column
-    `data_source`."""
+    """Returns for each source the function that adds columns to its rows. Logs a warning if rows of a source already
+    have another value in the column `data_source`; the label of the source replaces this value."""
     first_rows = [rows[0] for source in sources for rows in (source.train, source.eval) if len(rows)]
     columns = tuple(dict.fromkeys(name for row in first_rows for name in row))
     for entry, source in zip(mix_entries, sources, strict=True):
@@ -266,7 +270,7 @@ def _tags(mix_entries: Sequence[Entry], sources: Sequence[DataSource]) -> list[_
 
 
 def _draw(parts: Mapping[str, DataSource]) -> Callable[[Record, str], str] | None:
-    """Returns a function that draws a row with the `draw` of its source; None if any source has no `draw`."""
+    """Returns a function that draws a row with the function `draw` of its source; None if a source has no `draw`."""
     draws = {label: part.draw for label, part in parts.items()}
     present = {label: draw for label, draw in draws.items() if draw is not None}
     return None if len(present) < len(draws) else lambda row, completion: present[row[SOURCE_COLUMN]](row, completion)

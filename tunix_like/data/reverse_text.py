@@ -1,8 +1,8 @@
 """Generates short strings to reverse (`abcd>` to `dcba`): a minimal text task for smoke tests with a tiny model.
 
-By default, a string has two to four letters out of eight. There are 4,672 such strings, and the vocabulary has 13
-tokens. A random guess is then correct often enough that rewards appear after a short warm-up by SFT. With more letters
-or longer strings, the warm-up is longer.
+By default, a string has two to four letters, and each letter is one of eight. There are 4,672 such strings, and the
+vocabulary has 13 tokens. This task is so small that the model earns rewards after a short warm-up by SFT. Longer
+strings need a longer warm-up.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ DEFAULT_TRAIN, DEFAULT_EVAL = 2000, 64
 
 
 def load(config: DataConfig) -> DataSource:
-    """Generates random strings of 2 to `data.text_length` letters from `data.seed`; all lengths are equally likely.
+    """Generates random strings of 2 to `data.text_length` letters, with the seed `data.seed`.
 
-    The held-out strings are distinct and are generated first. Training strings can repeat, but none is held out.
+    All lengths are equally likely. The held-out strings are distinct and are generated first. Training strings can
+    repeat, but no training string equals a held-out string.
 
     Raises:
       UserError: `data.text_length` is below 2, or `data.eval_size` exceeds half of the possible strings.
@@ -61,12 +62,12 @@ def _draw(rng: random.Random, longest: int) -> str:
 
 
 def record(text: str) -> Record:
-    """Returns the row of a string: `prompt`, `answer` (for SFT and for the reward) and `text`."""
+    """Builds the row of a string: `prompt`, `answer` (the reversed string, for SFT and for the reward) and `text`."""
     return {"prompt": f"{text}>", "answer": text[::-1], "text": text}
 
 
 def tokenizer() -> Tokenizer:
-    """Returns the tokenizer: one token per character, with `<bos>` in front."""
+    """Builds the tokenizer of this task. Each character is one token, and `<bos>` is added in front of a text."""
     import tokenizers
 
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", "<unk>", ">", *LETTERS])}

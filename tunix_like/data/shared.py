@@ -32,7 +32,7 @@ class Overlap(NamedTuple):
       both: number of held-out prompts that are also training prompts.
       held_out: number of held-out rows compared.
       compared: number of training rows compared, counted from the first row.
-      rows: number of training rows.
+      rows: number of all training rows, compared or not.
     """
 
     both: int
@@ -79,12 +79,14 @@ def compared_once(train: Any, held_out: Any) -> Iterator[None]:
 
 
 def shared_prompts(train: Any, held_out: Any) -> Overlap | None:
-    """Counts the held-out rows whose prompt is identical to the prompt of a training row.
+    """Counts the held-out rows that have the same prompt as a training row. If rows have the column `HIDDEN_COLUMN`,
+    this column must be the same too.
 
-    Rows without a prompt, and rows that raise a UserError, are not counted.
+    Rows without a prompt, and rows that raise a UserError when they are read, are not counted.
 
     Args:
-      train: a sequence or a grain `MapDataset`. Other data is not compared, because an iterator can be read only once.
+      train: a sequence or a grain `MapDataset`. Training data of another type is not compared, because an iterator can
+        be read only once.
 
     Returns:
       the counts; None if there is nothing to compare.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tunix_like.data.tokenizer import Tokenizer
 
 Record = Mapping[str, Any]
-"""A row: the column `prompt` (a string or a list of messages) and any further columns. SFT trains on `answer`."""
+"""A data row: the column `prompt` (text or a list of messages) and any further columns. SFT trains on `answer`."""
 
 SOURCE_COLUMN = "data_source"
 """The column with the label of the source of a row, in a mix of several sources."""
@@ -32,7 +32,7 @@ HIDDEN_COLUMN = "hidden"
 column are different rows."""
 
 MOST_GENERATED = 10**9
-"""Maximum bytes of rows that a source generates and keeps in memory."""
+"""Maximum size in bytes of all rows that a data source generates and keeps in memory."""
 STRING_BYTES = 60
 """Overhead in bytes of a Python string and its list entry, in addition to its characters."""
 
@@ -47,8 +47,8 @@ class DataSource:
       tokenizer: the source's own tokenizer; None: the tokenizer of the model is used.
       reward: registered name of the default reward function.
       draw: `draw(row, completion)` returns a picture for the terminal; None: there is no picture.
-      parts: for a mix, its sources by label. In the `train` of a part, each row occurs as often as in one epoch of
-        the mix. Empty if the source is not a mix.
+      parts: the sources of a mix, by label; empty if this data source is not a mix. In `train` of such a source, each
+        row occurs as often as in one epoch of the mix.
     """
 
     train: Sequence[Record]
@@ -139,7 +139,8 @@ class PromptFormat:
             raise UserError(f"{where}: {error}") from error
 
     def __call__(self, row: Record) -> Record:
-        """Returns the row with `prompt` and `answer`, which are both built from the original columns."""
+        """Returns the row with its prompt and, if there is an answer template, with its answer. Both are built from the
+        original columns."""
         result = {**row, "prompt": self._prompt(row)}
         # SFT encodes the whole answer as data, so control tokens in the answer template become ordinary text.
         return result if self.answer is None else result | {"answer": str(_filled(self.answer, row, "answer_template"))}
@@ -219,7 +220,8 @@ def take(rows: Sequence[Any], size: int | None, key: str) -> Sequence[Any]:
 
 
 def check_generated(config: DataConfig, rows: int, row_bytes: int) -> None:
-    """Raises a UserError if generated rows of `row_bytes` each would exceed `MOST_GENERATED` bytes."""
+    """Raises a UserError if `rows` generated rows of `row_bytes` bytes each would take more than `MOST_GENERATED`
+    bytes."""
     if rows * row_bytes > MOST_GENERATED:
         raise UserError(
             f"data.train_size and data.eval_size: {rows} generated rows of {config.name} take about "
@@ -228,7 +230,7 @@ def check_generated(config: DataConfig, rows: int, row_bytes: int) -> None:
 
 
 def refuse_unread_keys(config: DataConfig, reads: Collection[str]) -> None:
-    """Raises a UserError if a key is set that the source `config.name` does not read."""
+    """Raises a UserError if `config` sets a key that the data source `config.name` does not read."""
     unset: dict[str, Any] = {
         "path": None,
         "split": "train",

@@ -1,6 +1,7 @@
 """Turns rows into batches of tokenised prompts.
 
-The rows are shuffled by seed (with grain). Overlong prompts are skipped. The position in the data can be saved.
+The rows are shuffled by seed (with grain). Overlong prompts are skipped or raise an error. The position in the data can
+be saved.
 
 In a run of several processes, each process loads and tokenises a part of the batch. All processes receive the whole
 batch.
@@ -30,11 +31,12 @@ _AT_ONCE = 64
 """Number of rows that are rendered per call of `render_all`."""
 
 _COUNTED = 100_000
-"""With `overlong="error"`, prompts of up to this many tokens are not truncated, so the error can give the length."""
+"""With `overlong="error"`, prompts of up to this many tokens are not truncated, so the error message can give their
+exact length."""
 
 
 class Prompt(NamedTuple):
-    """A rendered and tokenised prompt; `columns` are the other columns of its row, `source` is its column `prompt`."""
+    """A rendered and tokenised prompt. `source` is the column `prompt` of its row, and `columns` are the others."""
 
     text: str
     tokens: list[int]
@@ -64,8 +66,8 @@ class Skipped(NamedTuple):
         return self.long + self.empty
 
     def fitting_batch(self, batch_size: int) -> int:
-        """Returns `batch_size`. If fewer than `batch_size` rows have a usable prompt, logs a warning and returns the
-        number of rows that have one."""
+        """Returns `batch_size`, or the number of rows with a usable prompt if this number is smaller than `batch_size`.
+        Logs a warning in the second case."""
         usable_rows = self.rows - self.prompts
         if usable_rows < batch_size:
             logger.warning(
@@ -98,19 +100,19 @@ def check_overlong(overlong: str) -> None:
 
 
 def tokens_to_count(overlong: str, max_prompt_length: int) -> int:
-    """Returns the value of `most` for `render`. With `overlong="error"`, the value can exceed `max_prompt_length`,
-    because the error message gives the number of tokens of the prompt."""
+    """Returns the number of tokens above which a prompt may be truncated (argument `most` of `render`). It can exceed
+    `max_prompt_length` with `overlong="error"`, because the error message gives the length of the prompt."""
     return max(max_prompt_length, _COUNTED) if overlong == "error" else max_prompt_length
 
 
 def unusable(length: int, limit: int, row: str, most: int) -> UserError:
-    """Returns the error for an unusable prompt under `data.overlong_prompts=error`.
+    """Returns the error for an empty or overlong prompt if `data.overlong_prompts` is `error`.
 
     Args:
       length: number of tokens of the prompt: 0, or more than `limit`.
       row: the name of the row for the message.
-      most: the value of `most` that was passed to `render`. If `length` exceeds `2 * most`, the prompt may have been
-        truncated, so the message gives only this bound.
+      most: the argument `most` of `render`. If `length` exceeds `2 * most`, the prompt may have been truncated before
+        its tokens were counted. The message then says only that it has over `2 * most` tokens.
     """
     count = f"over {2 * most}" if length > 2 * most else length
     too_long = f"has {count} tokens, but rollout.max_prompt_length is {limit}. Raise it"
@@ -119,7 +121,7 @@ def unusable(length: int, limit: int, row: str, most: int) -> UserError:
 
 
 def render(row: Any, tokenizer: Tokenizer, most: int | None = None) -> Prompt:
-    """Renders and tokenises the `prompt` of a row: text unchanged, messages through the chat template.
+    """Tokenises the `prompt` of a row. Text is encoded unchanged; messages are first rendered with the chat template.
 
     Args:
       most: a prompt with more than `most` tokens may be truncated, but still has more than `most` tokens. None: no
@@ -149,7 +151,7 @@ def render_all(rows: Sequence[Any], tokenizer: Tokenizer, most: int | None = Non
 
 
 def _problem(row: Any) -> str | None:
-    """Returns why a row has no valid prompt; None if it has one."""
+    """Returns why the prompt of a row is missing or invalid; None if the prompt is valid."""
     if not isinstance(row, Mapping) or "prompt" not in row:
         has = f"it has {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"it is a {type(row).__name__}"
         return f"a data row needs a 'prompt' column (text or messages); {has}."
@@ -252,8 +254,8 @@ def prompt_batches(
 
 
 def refusing(batches: Iterator[list[Prompt]], overlong: str) -> Iterator[list[Prompt]]:
-    """Sets whether unusable prompts raise an error (`overlong` is `error`) or are skipped, and returns `batches`. Only
-    `SharedBatches` is changed: all other iterators skip unusable prompts."""
+    """Makes `batches` raise an error for an unusable prompt if `overlong` is `error`, or else skip it; returns
+    `batches`. An iterator of another type than `SharedBatches` is not changed: it always skips unusable prompts."""
     if isinstance(batches, SharedBatches):
         batches.refuses = overlong == "error"
     return batches
@@ -277,13 +279,13 @@ class SharedBatches(Iterator[list[Prompt]]):
     cannot be rendered is skipped. The first such row is logged as a warning.
 
     Args:
-      rows: pairs `(number, row)`; None in place of a row that a filter removed.
+      rows: pairs `(number, row)`, with the index of the row in the data; None in place of a row that a filter removed.
       epoch: number of candidates in an epoch.
 
     Attributes:
       refuses: whether a row without a usable prompt raises an error instead of being skipped.
       next: index of the next candidate.
-      end: index after the last candidate; None if the candidates repeat without end.
+      end: index after the last candidate of the current epoch; None if the candidates repeat without end.
 
     Raises:
       UserError: no candidate of a whole `epoch` is usable; or `refuses` is set and a candidate is not usable (the

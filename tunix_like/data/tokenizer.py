@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from tunix_like.types import Message
 
 _LONG_TOKEN = 16
-"""Characters of a long token. A text with more than this many characters per allowed token is probably too long."""
+"""Number of characters of a long token. A text with more than this many characters per allowed token is probably too
+long."""
 
 
 class Tokenizer:
@@ -173,7 +174,7 @@ class Tokenizer:
 
     @property
     def pad_id(self) -> int:
-        """Id used for padding: the id of the pad token, else of the end-of-sequence token, else 0."""
+        """Id used for padding: the id of the pad token, or else an id that ends a completion, or else 0."""
         return self._pad_id
 
     @property
@@ -183,7 +184,7 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int | None:
-        """Id of `eos_token`, which ends a turn of the chat template, or None."""
+        """Id of `eos_token`, which ends a turn of the chat template; None if there is no such token."""
         return self._eos_id
 
     @property
@@ -211,8 +212,8 @@ class Tokenizer:
             ) from error
 
     def encode_data(self, text: str, most: int) -> list[int]:
-        """Returns the first `most` token ids of untrusted text: control tokens written in it are encoded as plain text,
-        and no special tokens are added.
+        """Returns the first `most` token ids of untrusted text. Control tokens (such as `<|im_end|>`) in the text are
+        encoded as plain text. No special tokens are added.
 
         Raises:
           UserError: see `encode`.
@@ -254,9 +255,9 @@ class Tokenizer:
     def render_guarded(
         self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool, **template_variables: Any
     ) -> Iterator[str | UserError]:
-        """Yields the rendering of each conversation, or its error. Sends one request for all conversations.
+        """Yields the text of each conversation, rendered with the chat template, or its error.
 
-        All texts of the messages count as data. Control tokens in these texts are replaced by references, which
+        All texts of the messages count as data. Control tokens in these texts are replaced by placeholders, which
         `encode_guarded` encodes as plain text. All control tokens in the result therefore come from the template.
 
         Args: see `render`.
@@ -282,7 +283,7 @@ class Tokenizer:
     def _rendered(
         self, conversations: Sequence[list[dict[str, Any]]], add_generation_prompt: bool, further: Mapping[str, Any]
     ) -> Iterator[str | UserError]:
-        """Yields the text of each conversation, or its error. `further` are additional variables of the template."""
+        """Yields the rendered text of each conversation, or its error. `further`: more variables of the template."""
         if self._chat_template is None:
             for _ in conversations:
                 yield UserError(
@@ -318,15 +319,15 @@ class Tokenizer:
         """Returns the text and the token ids of a prompt, as the model receives them.
 
         A list of messages is always rendered. If `apply_chat_template` is True, a string is wrapped as a user message
-        and rendered. Otherwise it is encoded unchanged. Rendered text contains its own special tokens, so none are
-        added. There is at most one beginning-of-sequence token. End-of-sequence tokens that the tokenizer appends to
-        every text are removed, since the completion follows the prompt.
+        and rendered. Otherwise, a string is encoded unchanged. Rendered text already contains its special tokens, so
+        none are added to it. The ids begin with at most one beginning-of-sequence token. End-of-sequence tokens that
+        the tokenizer appends to every text are removed, since the completion follows the prompt.
 
         Control tokens that are written in a field of a message, or in a column that a prompt template inserted, are
         encoded as plain text. In a string that is the whole prompt, control tokens are encoded as control tokens.
 
         Args:
-          most: if a prompt has more than `most` ids, only its beginning may be encoded, to at least `most` + 1 ids.
+          most: if a prompt has more than `most` ids, the result may be truncated, but still has more than `most` ids.
             This bounds the time: 100,000 characters would take up to a second.
 
         Raises:
@@ -374,9 +375,9 @@ class Tokenizer:
             yield result
 
     def _enough(self, prompt: Any, most: int) -> Any:
-        """Returns the prompt. If one of its texts has more than twice `most` tokens, all texts are truncated to a
-        number of characters at which the longest text still has more than twice `most` tokens. This bounds the time:
-        encoding a text of 30 MB takes a minute."""
+        """Truncates the texts of a prompt if the longest text has more than `2 * most` tokens; returns the prompt. The
+        longest text still has more than `2 * most` tokens after the truncation. This bounds the time: encoding a text
+        of 30 MB takes a minute."""
         longest, size = max(texts(prompt), key=len, default=""), _LONG_TOKEN * max(most, 1)
         while size < len(longest):
             if len(self.encode(longest[:size], add_special_tokens=False)) > 2 * most:
@@ -394,8 +395,8 @@ class Tokenizer:
     def _encode_guarded(self, text: str, add_special_tokens: bool, most: int | None) -> tuple[str, list[int]]:
         """Returns the text and the ids of a text that `render_guarded` returned.
 
-        A reference to a control token is replaced by the characters of the token, which are encoded separately as plain
-        text. For `most`, see `encode_prompt`.
+        A placeholder of a control token is replaced by the characters of the token, which are encoded separately as
+        plain text. For `most`, see `encode_prompt`.
         """
         pieces = parts(text, self._control)
         if not any(literal for _, literal in pieces):

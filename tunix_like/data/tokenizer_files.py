@@ -78,7 +78,10 @@ def _added_token(fields: Mapping[str, Any], special: bool) -> tokenizers.AddedTo
 
 
 def add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Sequence[str]) -> None:
-    """Adds to `backend` the tokens that tokenizer_config.json declares, except the added tokens of tokenizer.json."""
+    """Adds to `backend` the special tokens `named` and the tokens that `config` (of tokenizer_config.json) declares.
+
+    A token that is already an added token of `backend` (from tokenizer.json) is left unchanged.
+    """
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
     tokens = [_added_token(fields, bool(fields.get("special"))) for _, fields in declared]

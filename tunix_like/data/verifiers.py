@@ -19,8 +19,8 @@ NAME = "verifiers"
 """The name of this source in `data.name`."""
 
 MOST_HELD_OUT = 64
-"""Number of held-out tasks if neither `data.eval_size` nor `data.eval_arguments` is set. At most a tenth of the tasks
-are held out then."""
+"""Maximum number of held-out tasks if neither `data.eval_size` nor `data.eval_arguments` is set. In this case, a tenth
+of the tasks is held out, but not more than this number."""
 
 TASK_COLUMN = "task"
 """The column with the task in the form that the environment receives."""
@@ -29,12 +29,13 @@ TASK_COLUMN = "task"
 def load(config: DataConfig) -> DataSource:
     """Loads the tasks of an environment in a separate process.
 
-    If `data.eval_arguments` is set, the held-out rows are the tasks of the taskset with these arguments. Otherwise, the
-    held-out rows are the last tasks of the taskset.
+    The training rows are tasks that the environment provides with the arguments `data.arguments`. If
+    `data.eval_arguments` is set, the held-out rows are the tasks that the environment provides with those arguments.
+    Otherwise, the last tasks are held out and are not trained on.
 
     Raises:
-      UserError: the package is not installed, the environment cannot be loaded, its arguments are wrong, or it has too
-        few tasks.
+      UserError: the package `verifiers` is not installed, the environment cannot be loaded, the arguments of the
+        environment are wrong, or the environment has too few tasks.
     """
     train, held_out = config.train_size, config.eval_size
     both = None if train is None or held_out is None else train + held_out
@@ -57,7 +58,7 @@ def load(config: DataConfig) -> DataSource:
 
 
 def settings_of(config: DataConfig) -> dict[str, Any]:
-    """Returns the settings for `VerifiersProcess`. Raises UserError if `data.path` is unset or a missing file."""
+    """Returns the settings for `VerifiersProcess`. Raises a UserError if `data.path` is unset or a missing file."""
     if config.path is None:
         raise UserError(
             "data.path: data.name=verifiers needs the id of an installed environment, or a Python file with one."
@@ -68,7 +69,11 @@ def settings_of(config: DataConfig) -> dict[str, Any]:
 
 
 def _split(tasks: Sequence[Any], train: int | None, held_out: int | None) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Returns the training tasks, which come first, and the held-out tasks, which come last."""
+    """Splits tasks into training tasks (from the beginning) and held-out tasks (from the end).
+
+    Raises:
+      UserError: there are too few tasks.
+    """
     if held_out is None:
         held_out = min(MOST_HELD_OUT, len(tasks) // 10)
     wanted = max(train or 0, 1) + held_out

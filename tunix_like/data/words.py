@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from tunix_like.data.tokenizer import Tokenizer
 
 END = "END"
-"""The word that ends a turn: the end-of-sequence token. It is not a control token. An answer for SFT can therefore
-contain it and have several turns."""
+"""The word that ends a turn. Its token is the end-of-sequence token, but is not marked as special. In an SFT answer,
+the word is therefore encoded as this token, and the answer can have several turns."""
 
 _SPECIAL = ["<pad>", "<bos>", "<unk>", END]
 
 
 def word_tokenizer(words: Sequence[str]) -> Tokenizer:
-    """Returns a tokenizer with one token for each of `words`, `<bos>` in front, and `END` as end of sequence."""
+    """Returns a tokenizer with one token for each of `words`. It adds `<bos>` in front of a text, and its
+    end-of-sequence token is `END`."""
     import tokenizers
 
     vocabulary = {token: i for i, token in enumerate([*_SPECIAL, *words])}

@@ -41,7 +41,7 @@ class Difference(NamedTuple):
 
 
 def read_problems(file: Path) -> list[dict[str, Any]]:
-    """Reads the rows of a file written by `eval --out`.
+    """Reads a file written by `eval --out`. The file has one row per problem.
 
     Raises:
       UserError: the file cannot be read or is empty, or a line is not a row of an evaluation. The message names the
@@ -57,7 +57,7 @@ def read_problems(file: Path) -> list[dict[str, Any]]:
 
 
 def read_settings(file: Path) -> dict[str, Any] | None:
-    """Reads the summary of `eval --out`. Returns None if it cannot be read or does not have the sampling settings."""
+    """Reads the summary file of `eval --out`. Returns None if the file cannot be read or lacks a sampling setting."""
     try:
         summary = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -67,7 +67,10 @@ def read_settings(file: Path) -> dict[str, Any] | None:
 
 
 def settings_line(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> str:
-    """Returns a text with the sampling settings that differ between A and B; empty if none are known to differ."""
+    """Returns a text with the sampling settings that differ between the evaluations A and B.
+
+    The text is empty if the settings are equal, or if the settings of A or B are not known (None).
+    """
     if a is None or b is None:
         return ""
     names = [name for name in _SETTINGS if a[name] != b[name]]
@@ -76,13 +79,14 @@ def settings_line(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> s
 
 
 def threshold_of(settings: Iterable[Mapping[str, Any] | None]) -> float:
-    """Returns the largest known `success_threshold` of the summaries, or the default 1."""
+    """Returns the largest `success_threshold` in the summaries of evaluations; 1 if no summary has a threshold."""
     thresholds = [summary.get("success_threshold") for summary in settings if summary is not None]
     return max((float(value) for value in thresholds if isinstance(value, int | float)), default=1.0)
 
 
 def skipped_line(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> str:
-    """Returns a text with the numbers of prompts that A and B skipped; empty if each number is 0 or unknown."""
+    """Returns a text with the numbers of prompts that the evaluations A and B skipped. The text is empty if each of the
+    two numbers is 0 or unknown."""
     counts = [summary.get("skipped_prompts") if summary else None for summary in (a, b)]
     if not any(counts):
         return ""
@@ -109,13 +113,15 @@ def _row(line: str, where: str) -> dict[str, Any]:
 
 
 def check_same(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], names: tuple[str, str]) -> None:
-    """Checks that A and B have the same problems in the same order.
+    """Checks that the evaluations A and B have the same problems in the same order.
 
-    Two problems are the same if their row numbers and columns are equal. If they have no columns, their prompts must be
-    equal too. If they have columns, their prompts can differ, because two models can use different chat templates.
+    Two problems are the same if their row numbers and data columns are equal. If the problems have no columns, their
+    prompts must be equal too. If they have columns, their prompts can differ, because two models can use different chat
+    templates.
 
     Raises:
-      UserError: the problems differ. The message names the first problem that differs, or the numbers of problems.
+      UserError: the problems differ. The message names the first problem that differs. If A and B differ only in the
+        number of problems, the message names both numbers.
     """
     cure = "Evaluate both on the same data, with prompts that fit into rollout.max_prompt_length of both."
     for one, other in zip(a, b, strict=False):
@@ -141,11 +147,12 @@ def check_same(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], n
 def differences(
     a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], threshold: float = 1.0
 ) -> list[Difference]:
-    """Computes B - A of each metric that A and B both have, with the interval of the mean of the paired differences.
+    """Compares two evaluations A and B of the same problems. For each metric that both have, computes the mean of B - A
+    over the problems and the confidence interval of this mean.
 
-    The interval of avg@n needs the largest possible difference of two avg@n values. This difference is the maximum
-    minus the minimum of a list of numbers: all avg@n values of A and B, 0, and `threshold` (the smallest reward of a
-    success).
+    The interval of avg@n (the mean reward of a problem) needs the largest possible difference of two avg@n values. This
+    difference is the maximum minus the minimum of a list of numbers: all avg@n values of A and B, 0, and `threshold`
+    (the smallest reward with which a completion succeeds).
     """
     names = [name for name in a[0]["values"] if name in b[0]["values"]]
     left, right = (

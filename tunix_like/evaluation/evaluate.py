@@ -45,12 +45,13 @@ class Evaluation(NamedTuple):
     """The result of an evaluation.
 
     Attributes:
-      metrics: `eval/<name>`, and the ends of the 95 % intervals of means, `eval/low/<name>` and `eval/high/<name>`.
-      values: values of each problem, by name (`pass@1`, ...); NaN if not known. The metrics are means of these values.
-      texts: per problem, the sampled completions.
-      rewards: rewards of the completions; NaN if unscored.
+      metrics: `eval/<name>`, and the ends of the 95 % confidence intervals, `eval/low/<name>` and `eval/high/<name>`.
+      values: one value per problem, by name (`pass@1`, ...); NaN if not known. `eval/<name>` is the mean of the known
+        values.
+      texts: for each problem, the list of its sampled completions.
+      rewards: total reward of each completion; NaN if unscored.
       succeeded: whether each completion succeeds.
-      answers: per problem, the answers of the completions; None if no reward extracts answers.
+      answers: for each problem, the list of the answers of its completions; None if no reward extracts answers.
     """
 
     metrics: dict[str, float]
@@ -91,15 +92,15 @@ def eval_problems(
     """Returns the first `max_problems` rows whose prompt has 1 to `max_prompt_length` tokens, and the counts of
     skipped rows.
 
-    The number of a problem is the index of its row (from 0). With these numbers, a comparison can detect evaluations
-    that skipped different rows.
+    `Problem.number` is the index of the row, from 0. A comparison of two evaluations reads these numbers to find rows
+    that only one evaluation skipped.
 
     Args:
-      overlong: `data.overlong_prompts`; "skip" drops empty and overlong prompts, "error" raises.
+      overlong: `data.overlong_prompts`. "skip" skips each prompt that is empty or has more than `max_prompt_length`
+        tokens. "error" raises UserError for such a prompt.
 
     Raises:
-      UserError: no prompt is usable, a prompt cannot be rendered, or a prompt is empty or overlong and `overlong` is
-        "error". The message names the row.
+      UserError: no prompt is usable, a prompt cannot be rendered, or a prompt is not allowed (see `overlong`).
     """
     check_overlong(overlong)
     problems: list[Problem] = []
@@ -128,13 +129,13 @@ def eval_problems(
 class Evaluator:
     """Evaluates weights on a fixed set of problems. An instance is called with the weights.
 
-    A completion succeeds if its total reward is at least `success_threshold`. Unscored completions are excluded from
-    the counts of their problem and reported as `eval/unscored_frac`. Timeouts and errors of reward functions are also
-    reported as `eval/timeout_frac` and `eval/error_frac`. A problem with fewer than k scored completions is excluded
-    from pass@k and maj@k. Rows with an empty or overlong prompt are excluded and counted in `eval/skipped_prompts`.
-    maj@k needs a reward that extracts answers (`rewards.ANSWERS`). If there are several such rewards, the first is
-    used. With several data sources, there are also metrics `eval/pass@<k>/<source>`. All calls use the
-    same `key`, and thus the same random numbers.
+    A completion succeeds if its total reward is at least `success_threshold`. Unscored completions are not counted;
+    `eval/unscored_frac` is their fraction. `eval/timeout_frac` and `eval/error_frac` are the fractions of completions
+    whose scoring had a timeout or an error. A problem with fewer than k scored completions is excluded from pass@k and
+    maj@k. Rows with an empty or overlong prompt are excluded and counted in `eval/skipped_prompts`. maj@k needs a
+    reward that extracts answers (`rewards.ANSWERS`). If there are several such rewards, the first is used. With several
+    data sources, there are also metrics `eval/pass@<k>/<source>`. All calls use the same `key`, and thus the same
+    random numbers.
     """
 
     engine: Engine
@@ -150,7 +151,7 @@ class Evaluator:
 
     @property
     def skipped_prompts(self) -> int:
-        """Number of rows before the last problem that were skipped because their prompt is empty or overlong."""
+        """Number of prompts that were skipped because they are empty or too long."""
         return 0 if self.skipped is None else self.skipped.prompts
 
     def __call__(
@@ -163,18 +164,19 @@ class Evaluator:
 
         Args:
           params: the weights.
-          rollouts: the folder for completions that cannot be scored.
-          step: the step of the weights.
+          rollouts: folder for the completions of a batch whose scoring raises an error, and for the text of the first
+            failure of a reward function. If None, nothing is written.
+          step: number of the training step after which the weights are evaluated; 0 before training or without a run.
 
         Raises:
-          UserError: at step 0, a reward function failed for the whole first batch, or no completion could be scored. At
-            later steps the metrics are NaN instead, and the run continues.
+          UserError: `step` is 0, and the scoring of each completion of the first batch had a timeout or an error, or no
+            completion could be scored. At a later step, the reward metrics are NaN instead, and the run continues.
         """
         with progress.task("evaluation", len(self.problems)) as advance:
             return self._summary(self._sampled(self.engine.place(params), advance, rollouts, step))
 
     def _sampled(self, params: Any, advance: progress.Advance, rollouts: Path | None, step: int) -> list[Rollout]:
-        """Returns the scored completions of all problems, batch after batch."""
+        """Samples and scores the completions of all problems. Returns one `Rollout` per batch of problems."""
         config, problems = self.config, self.problems
         sampling = SamplingParams(config.temperature, config.top_p)
         size = min(config.batch_size, len(problems))
@@ -207,7 +209,7 @@ class Evaluator:
         return parts
 
     def close(self) -> None:
-        """Stops the worker processes of rewards and environments. The next call of the instance starts them again."""
+        """Stops the worker processes of rewards and environments. The next evaluation starts these processes again."""
         close_pools(function for _, function, _ in self.rewards)
         if self.player is not None:
             self.player.environments.close()
@@ -258,7 +260,8 @@ def extract_answers(
 ) -> list[list[Hashable] | None]:
     """Extracts the answer of each completion, with the first reward that extracts answers (`rewards.ANSWERS`).
 
-    An answer is None if a completion has no answer. The list of a problem is None if no reward extracts answers.
+    Returns one list per problem with the answers of its completions. The answer of a completion without an answer is
+    None. If no reward extracts the answers of a problem, the result has None instead of a list for this problem.
     """
     functions = (_answer_function(rewards, problem) for problem in problems)
     return [
@@ -268,7 +271,8 @@ def extract_answers(
 
 
 def _answer_function(rewards: Sequence[WeightedReward], problem: Problem) -> Callable[[str], Hashable | None] | None:
-    """Returns the function that extracts an answer from a completion of `problem`, or None if no reward has one."""
+    """Returns the function that extracts an answer from a completion of `problem`; None if no reward has such a
+    function."""
     for name, function, _ in rewards:
         if function is not REWARDS.get(name) and not isinstance(function, PooledFunction):
             continue  # a function of the user with the name of a registered function

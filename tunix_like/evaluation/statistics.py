@@ -15,11 +15,12 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 SUBSETS = 1000
-"""Maximum number of subsets of k completions for maj@k. If there are more, this many random subsets are used."""
+"""Maximum number of subsets of k completions over which maj@k is averaged. If a problem has more subsets, `SUBSETS`
+random subsets are used."""
 
 DRAWS = 10_000
-"""Number of random weight vectors per interval. With this number, the 2.5 % level of each end of an interval has a
-standard error of 0.16 percentage points."""
+"""Number of random weight vectors per confidence interval. With this number, the probability of 2.5 % beyond each end
+of an interval has a standard error of 0.16 percentage points."""
 
 _TAIL = 0.025
 _CELLS = 1 << 22  # maximum number of weights per block (32 MB)
@@ -40,9 +41,9 @@ def maj_at_k(votes: Sequence[Hashable], successes: Float[np.ndarray, "n"], k: in
     """Computes the expected success of a majority vote among `k` of a problem's completions.
 
     The most frequent answer wins. The success of an answer is the fraction of successful completions among all
-    completions with this answer. Tied answers win with equal probability. A completion without an answer has no vote,
-    and a subset without votes fails. The expectation is over all subsets of `k` completions, or over `SUBSETS` random
-    subsets, which are the same in every call.
+    completions with this answer. Tied answers win with equal probability. A completion without an answer has no vote. A
+    subset without votes has success 0. The expectation is over all subsets of `k` completions. If there are more than
+    `SUBSETS` subsets, `SUBSETS` random subsets are used, which are the same in every call.
 
     Args:
       votes: the answer of each completion, or None.
@@ -66,9 +67,9 @@ def maj_at_k(votes: Sequence[Hashable], successes: Float[np.ndarray, "n"], k: in
 
 @functools.lru_cache(maxsize=64)
 def _subsets(samples: int, k: int) -> Float[np.ndarray, "subsets n"]:
-    """Returns one row per subset of `k` of `samples` completions: 1 for completions in the subset, otherwise 0.
+    """Returns one row per subset of `k` of the `samples` completions: 1 for completions in the subset, otherwise 0.
 
-    Takes all subsets, or `SUBSETS` random subsets if there are more.
+    The rows are all subsets, or `SUBSETS` random subsets if there are more than `SUBSETS`.
     """
     if math.comb(samples, k) <= SUBSETS:
         rows = np.array(list(itertools.combinations(range(samples), k)))
@@ -87,9 +88,12 @@ def problem_values(
 ) -> dict[str, Float[np.ndarray, "N"]]:
     """Computes `pass@k` and `maj@k` for each k, and `avg@n` (the mean reward), of each problem.
 
-    Unscored completions (NaN) are excluded. pass@k and maj@k are NaN if fewer than k completions are left, and avg@n is
-    NaN if none are left. maj@k is also NaN for a problem whose votes are None. If all votes are None, there is no
-    maj@k.
+    Unscored completions (reward NaN) are excluded. pass@k and maj@k are NaN if fewer than k completions of a problem
+    are scored. avg@n is NaN if no completion is scored.
+
+    Args:
+      votes: the answers of the completions of each problem. If they are None for a problem, its maj@k is NaN. If they
+        are None for all problems, the result has no maj@k.
     """
     known = ~np.isnan(rewards)
     scored, hits = known.sum(axis=1), (known & successes).sum(axis=1)
@@ -133,15 +137,15 @@ def intervals(
 ) -> dict[str, tuple[float, float]]:
     """Computes 95 % confidence intervals of means over problems. The intervals are also valid for rare events.
 
-    For the low end, the lowest value of the range is added to the values. The weighted mean of all these values is
+    For the low end, the lowest possible value is appended to the list of values. The weighted mean of this list is
     computed with random weights from the Dirichlet distribution whose parameters are all 1. The low end is the 2.5 %
-    quantile of this mean. For the high end, the highest value of the range is added instead, and the quantile is 97.5 %
+    quantile of this mean. For the high end, the highest possible value is appended instead, and the quantile is 97.5 %
     (Gaffke, Mathematical Methods of Statistics 14, 2005; Learned-Miller and Thomas, arXiv 1905.06208). The random
-    weights are the same for all names and calls.
+    weights are the same for all metrics and calls.
 
-    If all values are at the ends of the range, the Clopper-Pearson interval is computed instead. Its coverage is proven
-    to be at least 95 %. For other values, a coverage of at least 95 % is a conjecture of the authors above. The tests
-    check the coverage by simulation.
+    If every value is the lowest or the highest possible value, the Clopper-Pearson interval is computed instead. Its
+    coverage is proven to be at least 95 %. For other values, a coverage of at least 95 % is a conjecture of the authors
+    above. The tests check the coverage by simulation.
 
     Args:
       values: value of each problem, by name; NaN is ignored.
@@ -167,9 +171,10 @@ def intervals(
 
 
 def _weighted_quantiles(table: Float[np.ndarray, "N M"], ends: Float[np.ndarray, "2 M"]) -> Float[np.ndarray, "2 M"]:
-    """Computes the low and high ends of `M` intervals from `DRAWS` random weight vectors.
+    """Computes the low and high ends of the confidence intervals of `M` metrics from `DRAWS` random weight vectors.
 
-    `ends` are the lowest and the highest possible value of each metric.
+    `table` has the value of each problem and metric. `ends` has the lowest and the highest possible value of each
+    metric.
     """
     known = ~np.isnan(table)
     values, size, rng = np.where(known, table, 0.0), len(table), np.random.default_rng(0)
@@ -184,7 +189,7 @@ def _weighted_quantiles(table: Float[np.ndarray, "N M"], ends: Float[np.ndarray,
 
 
 def _clopper_pearson(ones: int, number: int) -> tuple[float, float]:
-    """Returns the exact (Clopper-Pearson) interval of a proportion, given `ones` successes in `number` trials."""
+    """Returns the exact (Clopper-Pearson) 95 % interval of a proportion, given `ones` successes in `number` trials."""
     from scipy.special import betaincinv  # imported here, because the import takes 0.15 s
 
     low = betaincinv(ones, number - ones + 1, _TAIL) if ones else 0.0

@@ -1,8 +1,8 @@
 """Computes softmax attention over one or several parts of the keys, with grouped query heads. Scores and softmax are
 float32.
 
-A part (`attention_parts.Part`) is a set of keys and values with a mask. The keys and values of a prompt are one part,
-and all completions of the prompt share this part. It is therefore stored once per group. This module contains the plain
+A part (`attention_parts.Part`) is a set of keys and values with a mask. The keys and values of a prompt are one part.
+All completions of the prompt share this part, so it is stored only once per prompt. This module contains the plain
 implementation, which materialises the scores. This module also selects between the plain implementation, the blocked
 implementation and the library kernels (`attention_kernels`).
 """
@@ -24,20 +24,20 @@ from tunix_like.models.attention_kernels import cudnn_attention, splash_attentio
 from tunix_like.models.attention_parts import Part, dense_mask
 
 MASKED = -1e30
-"""Score of a masked key. The score is finite. If all keys of a query are masked, the output is therefore finite (and
-unused), and the gradient is not NaN."""
+"""Score of a masked key. The score is finite, so a query whose keys are all masked has a finite (unused) output and a
+gradient without NaN."""
 
 SCORES = 2**24
-"""Maximum number of scores (batch x heads x queries x keys) that "auto" materialises on a device without a kernel. In
-training, these scores take 64 MB per layer. If sequences are so long that the blocked implementation is faster, a batch
-of practical size has more scores than `SCORES`."""
+"""Maximum number of scores (batch x heads x queries x keys) up to which the attention "auto" uses the plain
+implementation if no library kernel is used. With more scores, it uses the blocked implementation. In training, `SCORES`
+scores take 64 MB per layer. Batches for which the blocked implementation is faster usually have more scores."""
 
 _IMPLEMENTATIONS = {"blocked": joined_attention, "cudnn": cudnn_attention, "splash": splash_attention}
 
 
 def resolve_attention(name: str, dtype: Any, head_dim: int, devices: Sequence[Any] | None = None) -> str:
-    """Returns the attention implementation for `name`. "auto" becomes the kernel of the device, if that kernel exists
-    and supports `dtype` and `head_dim`.
+    """Returns the attention implementation for `name`. "auto" becomes the attention kernel of the device (cuDNN or
+    splash attention), if there is one that supports `dtype` and `head_dim`.
 
     Args:
       devices: the devices on which the model runs; None: `jax.devices()`.
@@ -77,11 +77,11 @@ def _splash_lacks(device: Any) -> str | None:
 
 
 def _implementation(kind: str, q: Float[Array, "*B H h"], parts: tuple[Part, ...], cap: float | None) -> Any:
-    """Returns an implementation that does not materialise the scores, or None for the plain implementation.
+    """Selects the attention implementation of a call. Returns None for the plain implementation.
 
     If the mask of a part is an array, the result is None. (Decoding uses such masks, with one query per completion.)
-    Kernels do not support caps, and splash attention does not support windows. If `kind` is a kernel that does not
-    support the call, the number of scores selects the implementation, as for "auto".
+    Kernels do not support a cap of the scores, and splash attention does not support windows. If `kind` is a kernel
+    that does not support the call, the number of scores selects the implementation, as for "auto".
     """
     if kind == "plain" or not all(part.described for part in parts):
         return None
@@ -98,7 +98,8 @@ def _implementation(kind: str, q: Float[Array, "*B H h"], parts: tuple[Part, ...
 def attention(
     q: Float[Array, "B N H h"], part: Part, kind: str = "auto", cap: float | None = None
 ) -> Float[Array, "B N H h"]:
-    """Computes `softmax(q k^T / sqrt(h)) v` over one part; query head `i` uses key head `i // (H // K)`.
+    """Computes `softmax(q k^T / sqrt(h)) v` with the keys and values of `part`. Query head `i` uses key head
+    `i // (H // K)`.
 
     `kind` is a result of `resolve_attention`. With `cap`, scores become `cap tanh(scores / cap)` (Gemma 2,
     arXiv 2408.00118).
@@ -118,15 +119,15 @@ def group_attention(
 
     Args:
       q: queries of every completion of every prompt.
-      prompt: part with `B = P`, stored once per group. Its mask has `G * T` queries per prompt, or is broadcast over
-        the queries.
-      own: parts with `B = P * G`, which contain the keys and values of each completion.
+      prompt: keys and values of the prompts, `B = P`. The mask has `G * T` queries per prompt, or is broadcast over the
+        queries.
+      own: keys and values of the completions, `B = P * G`.
       kind: a result of `resolve_attention`.
       cap: as in `attention`.
 
     The plain implementation combines the parts through the common maximum of their scores and the common sum of
-    exponentials, so no `[T, S + T]` array is built. Gradients flow through all parts. No gradient would flow through
-    the log-sum-exp that `jax.nn.dot_product_attention` returns.
+    exponentials, so no `[T, S + T]` array is built. Gradients flow through all parts. The parts are not combined
+    through the log-sum-exp that `jax.nn.dot_product_attention` returns, because it has no gradient.
     """
     if (implementation := _implementation(kind, q, (prompt, *own), cap)) is not None:
         return implementation(q, (prompt, *own)) if cap is None else implementation(q, (prompt, *own), cap=cap)
@@ -160,8 +161,8 @@ def group_attention(
 def _scores(q: Float[Array, "B N H h"], part: Part, cap: float | None) -> Float[Array, "B K R N U"]:
     """Computes scaled, capped and masked scores; `R = H / K` query heads share a key head.
 
-    In the result, heads precede positions, so one plain batched matrix product computes the scores. A product with
-    batch axes between other axes would have a gradient that takes twice as long on the CPU.
+    In the result, heads precede positions, so one plain batched matrix product computes the scores. If batch axes were
+    between other axes, the gradient of the product would take twice as long on the CPU.
     """
     batch, count, heads, width = q.shape
     key_heads = part.k.shape[1]

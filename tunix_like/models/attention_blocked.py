@@ -36,7 +36,7 @@ def joined_attention(
     """Computes attention of the queries over the keys of all parts in one softmax.
 
     The result is `softmax([q k_1^T, q k_2^T, ...] / sqrt(h)) [v_1; v_2; ...]`, where `k_i` and `v_i` are the keys and
-    values of part `i`. No mask of a part may be an array.
+    values of part `i`. The mask of a part must not be an array.
 
     Args:
       q: queries with any leading axes. For a part with `B` batch entries, the queries are reshaped to `[B, N, H, h]`.
@@ -98,9 +98,8 @@ class _Work(NamedTuple):
       query_ids, key_ids: segment of each query and key. A query sees keys of its own segment only.
       positions: position of each key, for comparison with `starts`.
       starts: the first position that each query sees; None if the mask has no windows.
-      order: for each of the n query blocks, the indices of all m key blocks. The blocks that `_meetings` selects come
-        first.
-      number: for each query block, the number of selected key blocks.
+      order: for each of the n query blocks, the indices of all m key blocks. The key blocks to compute come first.
+      number: for each query block, the number of key blocks to compute.
     """
 
     q: Float[Array, "B K R N h"]
@@ -244,7 +243,7 @@ def _meetings(
     positions: Int[Array, "#B U"],
     starts: Int[Array, "B N"] | None,
 ) -> tuple[Int[Array, "n m"], Int[Array, "n"]]:
-    """Selects the key blocks that each query block must process; returns `order` and `number` of `_Work`.
+    """Selects the key blocks to compute for each query block; returns `order` and `number` of `_Work`.
 
     A key block is selected if the range of its segments overlaps the range of the segments of the query block in some
     batch entry. With a `Causal` mask, key blocks entirely after the query block are skipped. With windows, key blocks
@@ -287,12 +286,12 @@ def _from_blocks(x: Float[Array, "n B K R b x"], count: int) -> Float[Array, "B 
 
 
 def _product(x: Float[Array, "B K R b c"], y: Float[Array, "B K c d"]) -> Float[Array, "B K R b d"]:
-    """Multiplies `x` by `y`, which all query heads of a key head share. Accumulates in float32."""
+    """Multiplies `x` of each query head by `y` of its key head. Accumulates in float32."""
     flat = x.reshape(*x.shape[:2], -1, x.shape[-1])
     return jnp.matmul(flat, y, preferred_element_type=jnp.float32).reshape(*x.shape[:-1], y.shape[-1])
 
 
 def _over_queries(x: Float[Array, "B K R b c"], y: Float[Array, "B K R b d"]) -> Float[Array, "B K c d"]:
-    """Computes `x^T y`, summed over the queries of all query heads of a key head, in float32."""
+    """Computes `x^T y` in float32. The product sums over the queries of all query heads that share a key head."""
     x, y = (array.reshape(*array.shape[:2], -1, array.shape[-1]) for array in (x, y))
     return jnp.matmul(x.swapaxes(2, 3), y, preferred_element_type=jnp.float32)

@@ -1,10 +1,10 @@
 """Attention with library kernels: cuDNN on NVIDIA GPUs, splash attention on TPUs.
 
-The kernels compute causal attention over one part (`attention_parts.Part`: keys and values with a mask), and the
-gradient. The kernels do not support the mask of a completion, which sees its prompt and its own segment of a bin (a row
-that holds one or several completions). `cudnn_attention` passes this mask as an array, and `splash_attention` combines
-the results of several parts. Neither kernel supports caps, and splash attention does not support windows. The caller
-must use another implementation in these cases.
+The kernels themselves compute causal attention over one part (`attention_parts.Part`: keys and values with a mask) and
+its gradient. A token of a completion sees its prompt and its own segment of a bin (a row that holds one or several
+completions), which is not a plain causal mask. For this mask, `cudnn_attention` passes an array to the kernel, and
+`splash_attention` calls the kernel for each part and combines the results. Neither kernel supports caps of the scores,
+and splash attention does not support windows. In these cases, the caller must use another implementation.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ def cudnn_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Float
     """Computes attention with cuDNN. The mask of every part must be a `Lengths`, `Positions` or `Causal`, not an array.
 
     Only float16 and bfloat16 are supported. A single part with a causal mask, without segments or a window, needs no
-    mask array. Otherwise the parts are concatenated and their masks are materialised. The masks take `2 H` times less
-    memory than the scores would. The parts are not computed one by one for two reasons. The public interface of cuDNN
-    (`jax.nn.dot_product_attention`) has no segments. This interface also rounds the log-sum-exp to the dtype of `q`,
-    and combining parts through a rounded log-sum-exp would give errors of some percent in the attention weights. If the
-    masks have more than `MASK_ELEMENTS` elements, the blocked implementation is used instead.
+    mask array. Otherwise, the parts are concatenated and their masks are materialised as one array. This array takes
+    `2 H` times less memory than the scores would. If it would have more than `MASK_ELEMENTS` elements, the blocked
+    implementation is used instead.
+
+    The parts are not computed one by one, for two reasons. The public interface of cuDNN
+    (`jax.nn.dot_product_attention`) has no argument for segments. This interface also rounds the log-sum-exp to the
+    dtype of `q`, and combining parts through a rounded log-sum-exp would give errors of some percent in the attention
+    weights.
     """
     call = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
     if len(parts) == 1 and parts[0].only_causal:
@@ -134,7 +137,7 @@ def _heads_first(q: Float[Array, "B N H h"]) -> Float[Array, "B H M h"]:
 
 
 def _tiled(k: Float[Array, "B K h U"], v: Float[Array, "B K U h"]) -> tuple[Array, Array]:
-    """Returns keys and values `[B K W h]`, where W is U, padded to a multiple of `_LANES`."""
+    """Returns keys and values in the layout `[B K W h]`, where W is U rounded up to a multiple of `_LANES`."""
     return padded(k.swapaxes(2, 3), 2, _LANES), padded(v, 2, _LANES)
 
 
@@ -173,9 +176,10 @@ def _splash_kernel(causal: bool, q: Float[Array, "B H M h"], width: int, residua
 def _over_mesh(function: Any, q: Float[Array, "B N H h"], keys: Any, ids: Any, *more: Any, results: Any) -> Any:
     """Calls `function(q, keys, ids, *more)` on each device, with the rows and heads of that device.
 
-    The compiler itself cannot partition a kernel over a mesh. If the mesh axes do not divide the rows (heads), every
-    device computes all rows (heads). `more` is empty, or contains arrays `[B H ...]` followed by the cotangent in the
-    layout of `q`. `results` names the layout of each result: "queries" for `[B N H h]`, "heads" for `[B H ...]`.
+    The compiler itself cannot partition a kernel over a mesh. If the mesh axes do not divide the number of rows, every
+    device computes all rows. The same holds for heads. `more` is empty, or contains arrays `[B H ...]` followed by the
+    cotangent in the layout of `q`. `results` names the layout of each result: "queries" for `[B N H h]`, "heads" for
+    `[B H ...]`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:

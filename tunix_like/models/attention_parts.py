@@ -19,8 +19,8 @@ class Lengths(NamedTuple):
 
 class Positions(NamedTuple):
     """An attention mask that is defined by the positions of the keys. Query `n` of batch entry `i` sees the keys of
-    this entry whose position is `starts[i, n]` or higher. If `starts` is None, it sees all keys with a position of 0 or
-    higher.
+    this entry whose position is `starts[i, n]` or higher. If `starts` is None, every query sees all keys with a
+    position of 0 or higher.
 
     The keys can be in any order. A key with position -1 is never seen.
     """
@@ -33,7 +33,7 @@ class Causal(NamedTuple):
     """A causal mask: each position sees itself and earlier positions.
 
     With `segments`, a position sees its own segment only. Positions in segment -1 are padding; padding sees nothing and
-    is not seen. With `window`, a query sees at most that many positions, including its own. Padding on the right needs
+    is not seen. With `window`, a query sees at most `window` positions, including its own. Padding on the right needs
     no segments: real positions never see later positions, and the outputs of padding are not used.
     """
 
@@ -88,11 +88,11 @@ def laid_out(k: Float[Array, "*B U K h"], v: Float[Array, "*B U K h"]) -> tuple[
 
 
 def segment_ids(part: Part, count: int) -> tuple[Int[Array, "B N"], Int[Array, "B U"]]:
-    """Returns the segments of the `count` queries and of the keys. The mask must not be an array.
+    """Returns the segment numbers of the `count` queries and of the keys. The mask must not be an array.
 
-    A query sees the keys of its own segment (under `Causal`, only keys at or before its position; with a window, only
-    keys from `first_keys` on). Padded queries have segment -2, and padded or hidden keys have segment -1, so padding
-    and hidden keys match nothing.
+    A query sees only keys with its own segment number. The causal order and windows hide further keys; the segment
+    numbers do not show this. Queries that are padding have segment -2. Keys that are padding, or that the mask hides
+    from all queries, have segment -1. Neither number matches any other segment.
     """
     batch, width = part.k.shape[0], part.k.shape[-1]
     if isinstance(part.mask, Causal) and part.mask.segments is not None:

@@ -34,8 +34,8 @@ class DecoderConfig:
       head_dim: width of one head, h. It is even and can differ from D / H.
       rope_theta: base of the rotary wavelengths.
       rope_scaling: scaling of the rotary frequencies, or None.
-      local_rope_theta: base in layers with a window; these layers then have no scaling. None: all layers have the same
-        base and scaling.
+      local_rope_theta: base of the rotary wavelengths in layers with a window; these layers then have no scaling. None:
+        all layers have the same base and scaling.
       norm_eps: number added to the mean square in every RMS norm.
       tie_embeddings: whether the output head is the embedding table.
       qkv_bias: whether the q, k and v projections have a bias.
@@ -165,7 +165,7 @@ class DecoderConfig:
         `loading.save_description` adds this field.
 
         Raises:
-          UserError: no family has this combination of options.
+          UserError: no Hugging Face family has this combination of options.
         """
         source = self.source or {}
         family = self._family(source.get("model_type"))
@@ -190,8 +190,8 @@ class DecoderConfig:
         return result
 
     def _scalar(self) -> dict[str, float]:
-        """Returns the entry `query_pre_attn_scalar` as the library `transformers` expects it: `head_dim` if it is
-        unset, and an int if it is a whole number."""
+        """Returns the HF field `query_pre_attn_scalar`. An unset value becomes `head_dim`. A whole number becomes an
+        int, because transformers expects an int."""
         value = self.head_dim if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar
         return {"query_pre_attn_scalar": int(value) if value == int(value) else value}
 
@@ -204,7 +204,7 @@ class DecoderConfig:
 
 
 def _read(source: Mapping[str, Any] | str | Path) -> tuple[str, dict[str, Any]]:
-    """Returns the name of the source for error messages, and the fields of the source."""
+    """Reads the HF config `source`. Returns its name for error messages, and its fields."""
     if isinstance(source, Mapping):
         return "HF config (model.config of a YAML)", dict(source)
     path = Path(source)

@@ -1,4 +1,4 @@
-"""Defines the decoder of all model families. It maps tokens to logits, and processes the prompt of a group only once.
+"""Defines the decoder of all model families. It maps tokens to logits, and processes a prompt once for all completions.
 
 Modules have the attribute names of Hugging Face, and the names of weights follow from the attribute names. The same
 layers run in several ways. `__call__` is a plain forward pass. `prefill` processes prompts. After `prefill`, `decode`
@@ -96,7 +96,7 @@ class Decoder(nnx.Module):
         remat: bool = False,
     ) -> tuple[Float[Array, "B L D"], list[KeyValue]]:
         """Runs all layers with causal attention; returns the hidden states, and the keys and values of every layer. The
-        real tokens of a row are contiguous, so a window over columns equals a window over positions."""
+        real tokens of a row must be contiguous, because windows count columns of the row instead of positions."""
         ropes = self._ropes(positions)
 
         def run(layer: Layer, x: Array, _: None, index: int) -> tuple[Array, KeyValue]:
@@ -119,11 +119,11 @@ class Decoder(nnx.Module):
 
         Args:
           inputs: one input per layer. If layers are stacked (`layer_stack.py`), one input per stack of layers; the
-            first axis of such an input runs over the repetitions of the pattern.
+            first axis of such an input runs over the layers of the stack.
           remat: whether each layer is recomputed in the backward pass.
 
         Returns:
-          the `x` that the last layer returns, and the outputs in the form of `inputs`.
+          the `x` that the last layer returns, and the outputs, one per layer or one per stack of layers.
         """
         inputs = [None] * len(self.layers) if inputs is None else inputs
         outputs: list[Any] = []
@@ -154,7 +154,7 @@ class Decoder(nnx.Module):
         return x, outputs
 
     def _ropes(self, positions: Int[Array, "..."]) -> list[Tables | None]:
-        """Returns the rotary tables of every layer; None for layers without rotary positions."""
+        """Returns cosines and sines of the rotary angles for every layer; None for layers without rotary positions."""
         tables: dict[Any, Tables | None] = {None: None}
         kinds = [self.config.rope(index) for index in range(self.config.num_layers)]
         for kind in kinds:
@@ -207,9 +207,9 @@ class Decoder(nnx.Module):
     def prefill(
         self, tokens: Int[Array, "P S"], lengths: Int[Array, "P"], remat: bool = False
     ) -> tuple[Float[Array, "P D"], list[KeyValue]]:
-        """Returns the normalised hidden state of the last token of each prompt, and the keys `[P K h S]` and values
-        `[P K S h]` of every layer. The prompts are padded on the right. With `remat`, each layer is recomputed in the
-        backward pass."""
+        """Processes prompts, which are padded on the right. Returns the normalised hidden state of the last token of
+        each prompt, and the keys `[P K h S]` and values `[P K S h]` of every layer. With `remat`, each layer is
+        recomputed in the backward pass."""
         # Padding is on the right, so causal attention needs no other mask.
         hidden, cache = self._causal(tokens, jnp.arange(tokens.shape[1])[None], remat=remat)
         return self.norm(hidden[jnp.arange(tokens.shape[0]), lengths - 1]), cache
@@ -329,8 +329,8 @@ class Decoder(nnx.Module):
           first, prompt_cache: the results of `prefill`; `first` is the hidden state that predicts the first token of
             every completion.
           offsets: position of each token relative to the end of its prompt, from 0.
-          segments: for each token of a bin, the number of its completion or of its segment of a completion; -1 for
-            padding. Within the bin, a token sees only earlier tokens with the same number.
+          segments: for each token of a bin, the number of the completion (or part of a completion) to which the token
+            belongs; -1 for padding. Within the bin, a token sees only earlier tokens with the same number, and itself.
           remat: whether each layer is recomputed in the backward pass.
         """
         positions = prompt_lengths[:, None, None] + offsets

@@ -19,7 +19,7 @@ from tunix_like.models.rope import ROPE_FIELDS, read_rope, read_two_ropes
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """The properties of a family.
+    """The properties of a family of Hugging Face models.
 
     Attributes:
       architecture: name of the architecture in config.json.
@@ -33,8 +33,8 @@ class Family:
         `DecoderConfig`.
       fields: HF fields that are allowed in this family only. Some of these fields are read; the other fields have no
         effect.
-      fixed: maps HF fields to their allowed values in this family. An entry replaces the entry of the field in
-        `_FIXED`.
+      fixed: maps HF fields to their allowed values in this family. An entry replaces the entry of the same field in
+        `_FIXED`, which holds the allowed values for all families.
     """
 
     architecture: str
@@ -160,8 +160,8 @@ _KNOWN = frozenset(HF_NAMES.values()) | ROPE_FIELDS | frozenset(_FIXED) | set(_H
 _SPECIAL = frozenset().union(*(family.fields for family in FAMILIES.values())) - {"cache_implementation"}
 _REWRITTEN = {"layer_types", "torch_dtype", "dtype", "hidden_act"}
 NOT_COPIED = frozenset(HF_NAMES.values()) | ROPE_FIELDS | _SPECIAL | _REWRITTEN
-"""Fields of `DecoderConfig.source` that an export does not copy. The export writes some of them itself; the others may
-be outdated."""
+"""HF fields in `DecoderConfig.source` that an export does not copy. Some of these fields are written from the fields of
+`DecoderConfig` instead; the other fields may be outdated."""
 
 
 def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,8 +218,8 @@ def _layers(fields: Mapping[str, Any], family: Family, name: str, count: int) ->
 
 
 def family_of(switches: Mapping[str, Any], options: frozenset[str], preferred: str | None) -> str:
-    """Returns the name of a family whose `adds` are `switches` and whose `options` include `options`. If there are
-    several such families and `preferred` is one of them, `preferred` is returned.
+    """Returns the name of a family that has exactly the fixed settings `switches` and allows all of `options`. If there
+    are several such families and `preferred` is one of them, `preferred` is returned.
 
     Raises:
       UserError: there is no such family.

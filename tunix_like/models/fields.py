@@ -26,7 +26,7 @@ OPTION_NAMES = {
     "logits_cap": "final_logit_softcapping",
     "query_pre_attn_scalar": "query_pre_attn_scalar",
 }
-"""Maps optional fields of `DecoderConfig` to HF fields. Only some families have them, and their value can be None."""
+"""Maps optional fields of `DecoderConfig` to HF fields. Only some families have these fields. A value can be None."""
 
 ROPE_NAMES = {
     "factor": "factor",

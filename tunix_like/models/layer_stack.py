@@ -37,8 +37,8 @@ class Segment(NamedTuple):
 
 
 def segments_of(config: DecoderConfig) -> tuple[Segment, ...]:
-    """Splits the layers of a model into repeated patterns. Each segment begins after the preceding segment, and its
-    pattern is chosen to cover as many layers as possible."""
+    """Splits the layers of a model into segments. A segment is a pattern of layers and its repetitions. From the first
+    layer on, each segment is chosen to cover as many layers as possible."""
     kinds = [(config.window(i), config.rope(i), config.has_experts(i)) for i in range(config.num_layers)]
     segments: list[Segment] = []
     start = 0
@@ -76,8 +76,8 @@ def _repeats(kinds: Sequence[Any], period: int) -> int:
 
 
 def stack_layers(layers: Mapping[int, Any], segments: Sequence[Segment]) -> dict[int, Any]:
-    """Stacks the parameters of layers. The result has one entry per position of the pattern of each segment. The first
-    axis of the arrays in an entry runs over the repetitions of the pattern."""
+    """Stacks the parameters of layers. A segment is a pattern of layers and its repetitions. For each segment, the
+    result has one entry per layer of the pattern. The first axis of an array runs over the repetitions."""
     stacked = [
         jax.tree.map(lambda *arrays: jnp.stack(arrays), *(layers[i] for i in segment.layers(offset)))
         for segment in segments
@@ -87,7 +87,7 @@ def stack_layers(layers: Mapping[int, Any], segments: Sequence[Segment]) -> dict
 
 
 def unstack_layers(stacked: Mapping[int, Any], segments: Sequence[Segment]) -> dict[int, Any]:
-    """Inverts `stack_layers`."""
+    """Splits stacked parameters into the parameters of single layers; inverts `stack_layers`."""
     layers: dict[int, Any] = {}
     slot = 0
     for segment in segments:
@@ -99,7 +99,7 @@ def unstack_layers(stacked: Mapping[int, Any], segments: Sequence[Segment]) -> d
 
 
 def with_stacked_layers(tree: Any, segments: Sequence[Segment] | None) -> Any:
-    """Applies `stack_layers` to the `layers` of parameters, or of each copy of the parameters in an optimizer state.
+    """Applies `stack_layers` to the entry `layers` of a parameter tree, or of all such trees in an optimizer state.
 
     If `segments` is None, the tree is returned unchanged.
     """
@@ -107,7 +107,7 @@ def with_stacked_layers(tree: Any, segments: Sequence[Segment] | None) -> Any:
 
 
 def with_single_layers(tree: Any, segments: Sequence[Segment] | None) -> Any:
-    """Inverts `with_stacked_layers`."""
+    """Splits the stacked layers that `with_stacked_layers` returns into single layers."""
     return _map_layers(tree, segments, unstack_layers)
 
 

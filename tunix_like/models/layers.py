@@ -197,9 +197,9 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """A layer with norms before attention and before the MLP. With `DecoderConfig.post_norms`, the outputs of attention
-    and MLP are normalised too. `post_attention_layernorm` is then the norm of the attention output, not of the MLP
-    input."""
+    """A decoder layer with norms before attention and before the MLP. With `DecoderConfig.post_norms`, the outputs of
+    attention and MLP are normalised too. `post_attention_layernorm` is then the norm of the attention output, not of
+    the MLP input."""
 
     def __init__(self, config: DecoderConfig, index: int, **kinds: Any):
         width, post = config.hidden_size, config.post_norms

@@ -66,7 +66,8 @@ def load_model(
       mesh: device mesh over which the weights are sharded; each shard is read directly to its device. None: one device.
 
     Returns:
-      the model, and the tokenizer with the end-of-sequence ids of the model, or None if the folder has no tokenizer.
+      the model and the tokenizer. The tokenizer includes the end-of-sequence ids of the model; it is None if the folder
+        has no tokenizer.
 
     Raises:
       UserError: an argument, the folder, or its config, weights or tokenizer is invalid; this device does not support
@@ -100,7 +101,7 @@ def load_abstract(
     downloaded.
 
     Returns:
-      the model, the tokenizer, and a description of the check of the weights (`weights.check_weights`).
+      the model, the tokenizer, and a text that says how the weights were checked (`weights.check_weights`).
 
     Raises:
       UserError: as in `load_model`.
@@ -203,8 +204,8 @@ def load_description(
     attention: str = "auto",
     mesh: Mesh | None = None,
 ) -> tuple[nnx.GraphDef, Params, DecoderConfig, Tokenizer]:
-    """Loads the config and the tokenizer of a model from a folder, and derives the abstract parameters. The folder
-    needs no weights.
+    """Loads the config and the tokenizer of a model from a folder, and derives the abstract parameters (shapes and
+    dtypes). The folder needs no weights.
 
     Returns:
       the graph definition, the abstract parameters with their shardings on the mesh, the config and the tokenizer.

@@ -61,7 +61,7 @@ def add_lora(model: Decoder, config: LoraConfig, seed: int = 0) -> Decoder:
     PEFT.
 
     Args:
-      model: is not changed. The result shares the arrays of the model, which may be abstract.
+      model: the decoder, which is not changed. The result shares its arrays, which may be abstract (shapes only).
       config: `rank` must be set.
       seed: random seed of all matrices A.
 
@@ -149,8 +149,8 @@ def split_params(params: Params) -> tuple[Params, Params]:
 
 
 def part_params(params: Params) -> tuple[Params, Params]:
-    """Splits a parameter tree like `split_params`, but without the checks. Models that are only sampled need no
-    checks."""
+    """Splits a parameter tree into trained and frozen parameters, as `split_params` does, but does not check their
+    dtypes. This check is needed only for training."""
     trained, frozen = _parted(params)
     return (trained, frozen) if trained else (params, {})
 

@@ -36,7 +36,7 @@ def update_operations(
 def _operations(
     config: DecoderConfig, prompt_lengths: Int[np.ndarray, "P"], lengths: Int[np.ndarray, "P G"]
 ) -> tuple[float, float]:
-    """Returns two numbers of operations of a forward pass: of the products with weights, and of attention."""
+    """Returns the number of operations of a forward pass for products with weights, and the number for attention."""
     n = lengths.astype(np.float64)
     s = np.where(n.any(axis=1), prompt_lengths, 0).astype(np.float64)
     inputs = np.maximum(n - 1, 0)  # the last token is never an input

@@ -33,11 +33,14 @@ BLOCK = 64
 FEW_ROWS = 2048
 """Maximum number of rows per device for which `fused_product` is used on TPU.
 
-The compiler for TPU v5e gives the following numbers of cycles for a product with a matrix of 4,096 x 12,288. The first
-number is for `fused_product`, the second for `plain_product`. nf4: 0.37 and 1.55 Mcycles for 2 rows, 1.85 and 3.12 for
-2,048 rows. int8: 0.04 and 0.14 Mcycles for 32 rows, 1.66 and 1.61 for 2,048 rows. With more rows `fused_product` saves
-little and needs more memory. For 8,192 rows with nf4, the product and its gradient take 16.8 Mcycles and 403 MB with
-`fused_product`, and 17.7 Mcycles and 151 MB with `plain_product`."""
+With more rows, `fused_product` saves little time and needs more memory. The compiler for TPU v5e gives these numbers of
+cycles for a product with a matrix of 4,096 x 12,288:
+- nf4, 2 rows: 0.37 million with `fused_product`, 1.55 million with `plain_product`
+- nf4, 2,048 rows: 1.85 and 3.12 million
+- int8, 32 rows: 0.04 and 0.14 million
+- int8, 2,048 rows: 1.66 and 1.61 million
+- nf4, 8,192 rows, product and gradient: 16.8 million (403 MB) and 17.7 million (151 MB)
+"""
 
 NF4 = (
     -1.0,
@@ -57,14 +60,15 @@ NF4 = (
     0.7229568362236023,
     1.0,
 )
-"""The published values in ascending order. A code is an index into this table."""
+"""The 16 values of the 4-bit type NF4 in ascending order, as published. A code is an index into this table."""
 
 LEAVES = ("kernel_codes", "kernel_scale")
 """Names of the two arrays of a quantised kernel."""
 
 Codes = Int8[Array, "I O"] | UInt8[Array, "J O"]
-"""int8 values, or bytes with two NF4 codes each (`I = 2 J`). A block has 32 bytes per output. The low halves of these
-bytes are the codes of the first 32 inputs of the block, and the high halves are the codes of the other 32 inputs."""
+"""Codes of a quantised matrix: int8 values, or bytes with two NF4 codes each (`I = 2 J`). A block of 64 inputs has 32
+bytes per output. The low four bits of these bytes are the codes of the first 32 inputs of the block, and the high four
+bits are the codes of the other 32 inputs."""
 
 
 def check_kind(kind: str) -> None:
@@ -119,7 +123,8 @@ def quantized_product(
 
 
 def _rows_per_device(x: Float[Array, "... I"]) -> int:
-    """Returns the number of rows of `x` that one device of the mesh multiplies, if the mesh splits the first axis."""
+    """Returns the number of rows of `x` that one device multiplies. A mesh splits the first axis of `x` over `data` and
+    `fsdp` if this axis is divisible."""
     rows = math.prod(x.shape[:-1])
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or x.ndim == 1:
@@ -190,8 +195,8 @@ def check_blocks(name: str, shape: tuple[int, ...], kind: str) -> None:
 
 
 def _nf4(codes: Array) -> Array:
-    """Looks up codes in the table `NF4`. Each bit of a code selects between neighbouring values. A gather would be slow
-    on accelerators."""
+    """Looks up codes in the table `NF4`. Each of the four bits of a code halves the number of candidate values. A
+    gather would be slow on accelerators."""
     values: list[Any] = [jnp.float32(value) for value in NF4]
     for bit in (1, 2, 4, 8):
         chosen = (codes & bit) > 0

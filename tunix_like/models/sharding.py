@@ -133,8 +133,8 @@ def _spec(path: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Parti
 
 
 def place_params(params: Any, mesh: Mesh | None) -> Any:
-    """Shards parameters by `PARAMETER_AXES`. Without a mesh, parameters stay on their device, but are committed to it,
-    as the outputs of a training step are. The second step is therefore not compiled again."""
+    """Shards parameters by `PARAMETER_AXES`. Without a mesh, parameters stay on their device, but are committed to it.
+    The outputs of a training step are committed too, so the second step is not compiled again."""
     if mesh is None:
         return jax.device_put(params, jax.tree.map(lambda x: x.sharding, params))
     return jax.tree.map(_put, params, parameter_shardings(params, mesh))
@@ -214,9 +214,9 @@ def place_replicated(tree: Any, mesh: Mesh | None) -> Any:
 def place_slots(tree: Any, mesh: Mesh | None) -> Any:
     """Places the arrays of the sampler on the mesh.
 
-    The first dimension (slots, or the rows of slots; see `rollout/sampler.py`) is sharded over `data` and `fsdp`. An
-    array of four dimensions is a cache `[R K ...]`, and its heads K are sharded over `tp`. A dimension that is not
-    divisible is replicated. An array that already has the resulting sharding is not moved.
+    The first dimension (prompts in slots, or their completions) is sharded over `data` and `fsdp`. An array of four
+    dimensions is a cache `[R K ...]`, and its heads K are sharded over `tp`. A dimension is replicated if the mesh axes
+    do not divide it. An array that already has the resulting sharding is not moved.
     """
     if mesh is None:
         return tree
@@ -243,8 +243,8 @@ def scope(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 def split_batch(x: jax.Array) -> jax.Array:
     """Shards the first dimension over `data` and `fsdp` inside a compiled function.
 
-    Without this constraint, the compiler follows the sharding of the weights. The compiler would shard rows of a
-    sharded embedding over the model width, and every device would hold a part of every token.
+    Without this constraint, the compiler would shard the vectors of the tokens over the model width, like the embedding
+    table. Every device would then hold a part of every token.
     """
     return _constrained(x, BATCH_AXES)
 
@@ -376,22 +376,22 @@ def _slots(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
 
 
 def param_shapes(params: Any, mesh: Mesh | None) -> Any:
-    """Returns the result of `place_params` as `jax.ShapeDtypeStruct`s with shardings."""
+    """Returns the shapes and shardings that `place_params` would give, as `jax.ShapeDtypeStruct`s."""
     return params if mesh is None else jax.tree.map(_placed, params, parameter_shardings(params, mesh))
 
 
 def replicated_shapes(tree: Any, mesh: Mesh | None) -> Any:
-    """Returns the result of `place_replicated` as `jax.ShapeDtypeStruct`s with shardings."""
+    """Returns the shapes and shardings that `place_replicated` would give, as `jax.ShapeDtypeStruct`s."""
     return tree if mesh is None else jax.tree.map(lambda x: _placed(x, NamedSharding(mesh, PartitionSpec())), tree)
 
 
 def prompt_shapes(tree: Any, mesh: Mesh | None, axis: int) -> Any:
-    """Returns the result of `place_prompts` as `jax.ShapeDtypeStruct`s with shardings."""
+    """Returns the shapes and shardings that `place_prompts` would give, as `jax.ShapeDtypeStruct`s."""
     return tree if mesh is None else jax.tree.map(lambda x: _placed(x, _prompts(x.shape, mesh, axis)), tree)
 
 
 def slot_shapes(tree: Any, mesh: Mesh | None) -> Any:
-    """Returns the result of `place_slots` as `jax.ShapeDtypeStruct`s with shardings."""
+    """Returns the shapes and shardings that `place_slots` would give, as `jax.ShapeDtypeStruct`s."""
     return tree if mesh is None else jax.tree.map(lambda x: _placed(x, _slots(x.shape, mesh)), tree)
 
 

@@ -22,7 +22,7 @@ from tunix_like.models.weights import Params
 
 
 class Share(NamedTuple):
-    """The part of the parameters of a model that one device holds.
+    """Sizes of the parameters of a model that one device holds.
 
     Attributes:
       weights, trained: bytes of all parameters, and bytes of the trained parameters.

@@ -20,7 +20,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 BLOCK = 4 * 1024**2
-"""Maximum number of bytes of a file that are read to the host at once. The array into which they are copied takes
+"""Maximum number of bytes of a file that are read to the host at once. The array to which these bytes are copied takes
 memory in addition."""
 
 _DECODER = "language_model."  # in the tensor names of the text decoder of a multimodal model, before or after `model.`
@@ -63,7 +63,7 @@ def place(tensors: Sequence[Stored], leaf: Any, *, transposed: bool, stacked: bo
     Every device receives its own shard, and at most one shard is on the host at a time.
 
     Args:
-      leaf: shape, dtype and sharding of the parameter (None: the default device).
+      leaf: shape, dtype and sharding of the parameter; without a sharding, the default device is used.
       transposed: whether the last two axes are swapped in the file.
       stacked: whether the first axis of the parameter runs over the tensors.
     """

@@ -53,7 +53,7 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 def hf_name(path: tuple[Any, ...], expert: int | None = None) -> str:
     """Returns the HF name of a parameter. For example, `("layers", 0, "mlp", "up_proj", "kernel")` becomes
-    `"model.layers.0.mlp.up_proj.weight"`. If `expert` is given, this number is inserted after `experts`.
+    `"model.layers.0.mlp.up_proj.weight"`. The number `expert`, if given, is inserted after the part `experts`.
 
     Kernels are `[in, out]` here and `[out, in]` in HF; all other parameters have the same shape in both.
 
@@ -147,8 +147,8 @@ def check_weights(folder: str | Path, abstract_params: Params, config: DecoderCo
 def _compared(
     folder: Path, abstract_params: Params, config: DecoderConfig, stack: contextlib.ExitStack
 ) -> tuple[list[tuple[tuple[Any, ...], Any, list[str]]], dict[str, Stored]]:
-    """Opens the files and checks their headers against the parameters. Returns path, leaf and tensor names of every
-    parameter, and the open tensors by name."""
+    """Opens the weight files and checks their headers against the parameters. Returns path, leaf and tensor names of
+    every parameter, and the open tensors by name."""
     _check_head(abstract_params, config)
     wanted = [(path, leaf, _names(path, leaf)) for path, leaf in _leaves(abstract_params)]
     stored = open_tensors(folder, stack)
@@ -220,8 +220,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _publish(folder: Path, temporary: Mapping[str, str], files: Mapping[str, list[str]], total: int) -> None:
-    """Renames the finished temporary files to their final names. The old single file and the old index are removed
-    before any shard is replaced."""
+    """Renames the finished temporary files to their final names. If there are several, the old single file and the old
+    index are removed first."""
     stale = [path for path in folder.iterdir() if _SHARD.fullmatch(path.name) and path.name not in files]
     if SINGLE in files:
         (folder / temporary[SINGLE]).replace(folder / SINGLE)

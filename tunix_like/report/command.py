@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tunix_like.report.gradients import Gradients
 
 _TITLE = "<title>tunix-like report</title>"
-"""Identifies an existing file as a report (`static/page.html`)."""
+"""Text near the beginning of every report (from `static/page.html`), by which a file is recognised as a report."""
 
 
 def write(folders: Sequence[str], out: str | None, png: str | None, batches: int | None) -> None:
@@ -54,7 +54,7 @@ def write(folders: Sequence[str], out: str | None, png: str | None, batches: int
 
 
 def _check_out(file: Path) -> None:
-    """Raises UserError if the page would overwrite a file that is not a report, or if its folder does not exist."""
+    """Raises UserError if `file` exists and is not a report, or if the folder of `file` does not exist."""
     if not file.absolute().parent.is_dir():
         raise UserError(f"--out {file}: the folder {file.parent} does not exist; create it, or give another path.")
     if not file.exists():

@@ -53,8 +53,7 @@ _AFTER = (
 
 
 def curves(runs: Sequence[Run]) -> list[Curve]:
-    """Returns the charts of metrics that at least one run recorded. The charts of held-out pass@k
-    follow the charts of rewards."""
+    """Returns the charts of the main metrics, in the order of the page. A metric that no run recorded has no chart."""
     recorded = {(phase, name) for run in runs for phase in ("rl", "sft") for name in getattr(run, phase).columns}
     return [curve for curve in (*_BEFORE, *_held_out(runs), *_AFTER) if (curve.phase, curve.key) in recorded]
 
@@ -69,7 +68,8 @@ def _held_out(runs: Sequence[Run]) -> Iterator[Curve]:
 
 
 def others(runs: Sequence[Run]) -> list[Curve]:
-    """Returns the charts of all metrics that `curves` leaves out. Their titles are the names of the metrics."""
+    """Returns the charts of all recorded metrics that have no chart in `curves`. The title of a chart is the name of
+    its metric."""
     shown = {curve.key for curve in curves(runs)} | {"seconds"}
     names = {("rl", name) for run in runs for name in run.rl.columns}
     names |= {("sft", name) for run in runs for name in run.sft.columns}
@@ -77,8 +77,8 @@ def others(runs: Sequence[Run]) -> list[Curve]:
 
 
 def missing(runs: Sequence[Run]) -> list[str]:
-    """Returns a text for each of three metrics (KL, held-out pass@k, pass rates of prompts) that no run recorded. The
-    text names the metric and the reason."""
+    """Checks whether the runs recorded KL, held-out pass@k and pass rates of prompts. For each of these metrics that no
+    run recorded, returns a text with the name of the metric and the reason."""
     keys = {curve.key for curve in curves(runs)}
     out = []
     if "train/kl" not in keys:
@@ -91,7 +91,7 @@ def missing(runs: Sequence[Run]) -> list[str]:
 
 
 def summary(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Returns rows `{title, unit, cells}`, with a cell `{first, last, best, step}` per run.
+    """Returns one row `{title, unit, cells}` per metric, with a cell `{first, last, best, step}` per run.
 
     The values of a held-out metric are those of the first, the last and the best evaluation. The values of a training
     metric are means over windows of `ENDS` steps: the first, the last and the best window. `step` is the step of the
@@ -143,7 +143,7 @@ _FACTS = {
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """Returns titles and values that summarise a run: steps, time and the most important keys."""
+    """Returns titles and values that summarise a run: steps, time and the most important config keys."""
     out = []
     for table, name in ((run.sft, "SFT"), (run.rl, "RL")):
         if table.steps:
@@ -153,7 +153,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 
 def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Returns rows `{key, values}` of the config keys that differ between runs, except `training.output_dir`."""
+    """Returns a row `{key, values}` for each config key whose value differs between runs, except
+    `training.output_dir`."""
     keys = sorted({key for run in runs for key in run.config} - {"training.output_dir"})
     rows = [{"key": key, "values": [shown(run.config.get(key)) for run in runs]} for key in keys]
     return [row for row in rows if len(set(row["values"])) > 1]

@@ -1,4 +1,4 @@
-"""Writes the report's figures as PNG files for papers: one file per chart, with the data of the page.
+"""Writes the figures of a report as PNG files for papers, one file per chart. The HTML page shows the same data.
 
 This module uses matplotlib without pyplot, so there is no global state, window or display.
 """
@@ -24,17 +24,18 @@ if TYPE_CHECKING:
     from tunix_like.report.gradients import Gradients
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b4558f", "#b8860b", "#2f4b7c", "#8c510a", "#5ab4ac")
-"""Colours of the runs, in order; the same as on the page in light mode."""
+"""Colours of the runs, in the order of the runs. The HTML page has the same colours in light mode."""
 
 SMOOTHING = 0.6
-"""Weight of past values in the exponential moving average. The average is drawn over the values of single steps."""
+"""Weight of past values in the exponential moving average. A chart shows this average and the values of single
+steps."""
 
 _BINS = ("0", "1/8", "1/4", "3/8", "1/2", "5/8", "3/4", "7/8", "<1", "1")
 _WINDOWS = 48
 
 
 def save_figures(runs: Sequence[Run], folder: Path, gradients: Sequence[Gradients] = ()) -> list[Path]:
-    """Draws and writes all figures, and returns their files.
+    """Draws and writes all figures, and returns the paths of their files.
 
     Raises:
       UserError: the folder or a file in it cannot be written.
@@ -150,7 +151,8 @@ def _pass_rates(runs: Sequence[Run], name: str, label: str) -> Figure:
 
 
 def _advantage(runs: Sequence[Run]) -> Figure:
-    """Draws the share of |advantage| and the mean |advantage| per prompt by pass rate, over the whole training."""
+    """Draws two charts by pass rate of a prompt, for all training steps together: the share of each pass rate in the
+    sum of |advantage|, and the mean |advantage| of a prompt."""
     figure = _new(columns=2)
     left, right = figure.subplots(1, 2)
     positions, colours = np.arange(len(_BINS)), _colours(len(runs))
@@ -171,7 +173,7 @@ def _advantage(runs: Sequence[Run]) -> Figure:
 
 
 def _gradients(runs: Sequence[Run], gradients: Sequence[Gradients]) -> Figure:
-    """Draws gradient norm over pass rate: a point per prompt, and a line through the means of each pass-rate bin."""
+    """Draws gradient norm over pass rate: a point per prompt, and a line through the means of the pass-rate bins."""
     figure = _new()
     axes = figure.subplots()
     for run, measured, colour in zip(runs, gradients, _colours(len(runs)), strict=True):
@@ -186,7 +188,7 @@ def _gradients(runs: Sequence[Run], gradients: Sequence[Gradients]) -> Figure:
 
 
 def time_parts(table: Table) -> dict[str, float]:
-    """Returns the total seconds of each part of a step in a run. The largest part comes first."""
+    """Returns for each part of a training step the total seconds of this part in all steps of a run, largest first."""
     sums = {
         name.removeprefix("train/time/"): sum(value or 0.0 for value in values)
         for name, values in table.columns.items()

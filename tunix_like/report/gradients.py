@@ -1,8 +1,8 @@
 """Measures gradient norms of single prompts by pass rate, at a run's newest checkpoint (as in arXiv 2602.02710).
 
 A training step computes only the sum of the gradients of its prompts. This module samples and scores completions of
-training prompts as in a step, and computes the gradient of each prompt separately, with the prompt's weight in the
-batch. The weights and the run folder are not changed.
+training prompts as in a step, and computes the gradient of each prompt separately. The loss of a prompt has the same
+weight as in a step. The model weights and the run folder are not changed.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from tunix_like.training.guards import UpdateInputs
 from tunix_like.types import Problem, SamplingParams
 
 GRADIENT_KEY = 3
-"""Number that is folded into the run's random key. Training uses `collection.TRAIN_KEY`, and evaluation uses
-`evaluate.EVAL_KEY`."""
+"""Number that is folded into the run's random key to sample completions for gradient norms. Training folds in
+`collection.TRAIN_KEY` instead, and evaluation folds in `evaluate.EVAL_KEY`."""
 
 
 class Gradients(NamedTuple):
     """Pass rate, pass-rate bin (`algorithms/pass_rates.py`) and gradient norm of each measured prompt.
 
-    `origin` is the path of the checkpoint.
+    `origin` is the path of the checkpoint at which the gradients were computed.
     """
 
     rates: list[float]
@@ -53,15 +53,17 @@ class Gradients(NamedTuple):
 
 
 def measure(run: Path, batches: int, on_progress: Callable[[int], None] = lambda done: None) -> Gradients:
-    """Measures the first `batches` batches of the run's training prompts, at its newest checkpoint.
+    """Measures the gradient norm of each prompt in the first `batches` batches of a run's training data, at the newest
+    checkpoint of the run.
 
-    The KL term is left out, because it needs the reference model. Prompts without a scored completion are excluded.
+    The KL term of the loss is left out, because it needs the reference model. Prompts without a scored completion are
+    excluded.
 
     Args:
-      on_progress: called with the number of prompts that were just measured.
+      on_progress: called with the number of prompts that were measured since the last call.
 
     Raises:
-      UserError: the folder has no config or checkpoint, or the training data of its config cannot be loaded.
+      UserError: the folder has no config or checkpoint, or the training data of the config cannot be loaded.
     """
     if not (run / "config.yaml").is_file():
         raise UserError(f"{run} has no config.yaml, which --gradients needs to sample its prompts.")

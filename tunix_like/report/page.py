@@ -29,9 +29,10 @@ SCRIPTS = ("charts.js", "sections.js", "rollouts.js", "main.js")
 
 
 def build(runs: Sequence[Run], gradients: Sequence[Gradients] = ()) -> str:
-    """Builds the page of the runs. `gradients` has one entry per run, or is empty if no gradients were measured.
+    """Builds the report page of runs and returns its HTML. `gradients` has one entry per run, or is empty if no
+    gradients were measured.
 
-    Raises UserError if a file of completions cannot be read (the message names it).
+    Raises UserError if a file of completions cannot be read. The message names the file.
     """
     files = importlib.resources.files("tunix_like.report")
     read = lambda name: files.joinpath("static", name).read_text(encoding="utf-8")  # noqa: E731
@@ -48,13 +49,14 @@ def _hash(text: str) -> str:
 
 
 def embedded(data: Any) -> str:
-    """Encodes data as ASCII JSON without `<`, `>` and `&`, so that no text can end its block or begin a comment."""
+    """Encodes data as ASCII JSON for an HTML block. `<`, `>` and `&` are escaped, so that no text in the data can end
+    the block or begin a comment."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def page_data(runs: Sequence[Run], gradients: Sequence[Gradients] = ()) -> dict[str, Any]:
-    """Returns the data of the page's script. Non-printing characters in all texts are replaced."""
+    """Returns the data that the script of the page shows. Non-printable characters in texts are replaced by escapes."""
     data = {
         "runs": [_run(run, MOST_BYTES // len(runs)) for run in runs],
         "curves": [curve._asdict() for curve in contents.curves(runs)],
@@ -70,7 +72,8 @@ def page_data(runs: Sequence[Run], gradients: Sequence[Gradients] = ()) -> dict[
 
 
 def _visible(value: Any) -> Any:
-    """Applies `visible` to all texts and keys, because bidirectional controls would reorder the surrounding text."""
+    """Replaces the non-printable characters in all texts and keys by escapes. Bidirectional control characters would
+    otherwise reorder the surrounding text."""
     if isinstance(value, str):
         return visible(value)
     if isinstance(value, dict):

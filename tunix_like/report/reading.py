@@ -14,15 +14,18 @@ from tunix_like.errors import UserError
 from tunix_like.storage import metrics
 
 HISTOGRAMS = ("drawn", "trained", "advantage")
-"""Names of the histograms `train/pass_rate/<name>`, ten numbers per step (`algorithms/pass_rates.py`)."""
+"""Possible values of `<name>` in the metrics `train/pass_rate/<name>`. The value of such a metric at a step is a
+histogram with ten pass-rate bins (`algorithms/pass_rates.py`)."""
 
 MOST_STEPS = 2000
-"""Maximum number of steps per phase. If a phase has more steps, evenly spread steps and evaluated steps are kept."""
+"""Maximum number of evenly spread steps of a training phase (RL or SFT) in a report. If a phase has more steps, all
+other steps are left out, except steps with an evaluation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """One phase of a run: its steps in ascending order, and one value per step and metric (None: not recorded).
+    """The metrics of one training phase of a run (RL or SFT): the steps in ascending order, and one value per step and
+    metric (None: not recorded).
 
     Attributes:
       left_out: number of steps that were left out to limit the size of the table.
@@ -36,7 +39,8 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run folder. `config` has flat keys (`optimizer.learning_rate`); it is empty if there is no `config.yaml`."""
+    """The contents of a run folder. `config` has flat keys (`optimizer.learning_rate`). Without a file `config.yaml`,
+    `config` is empty."""
 
     name: str
     folder: Path
@@ -82,7 +86,8 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]], key: str, file: Path) -> Table:
-    """Builds the table of a phase. Merges rows of the same step, because a final evaluation can have its own row."""
+    """Builds the table of a training phase (RL or SFT) from rows of metrics. Merges rows of the same step, because a
+    final evaluation can have its own row."""
     merged: dict[int, dict[str, Any]] = {}
     for row in rows:
         step = row.get(key)
@@ -102,7 +107,8 @@ def _table(rows: Sequence[Mapping[str, Any]], key: str, file: Path) -> Table:
 
 
 def _running_seconds(rows: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Returns the cumulative seconds of the steps, without evaluations and checkpoints."""
+    """Returns for each step the total seconds of all steps up to this step. The time of evaluations and checkpoints is
+    not included."""
     total, out = 0.0, []
     for row in rows:
         taken = row.get("train/step_time_sec", row.get("sft/step_time_sec"))

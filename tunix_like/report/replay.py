@@ -1,4 +1,5 @@
-"""Replays a skipped update, to find the completions whose loss or gradient is non-finite. The run is not changed."""
+"""Recomputes an optimizer update that training skipped, to find the completions whose loss or gradient is non-finite.
+The run folder is not changed."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from tunix_like.training.train_step import StepSpec, gradient, step_inputs
 from tunix_like.training.updates import pack_update
 
 SHOWN = 10
-"""Maximum number of completions in the table."""
+"""Maximum number of completions in the printed table."""
 
 
 class Losses(NamedTuple):
@@ -40,18 +41,19 @@ class Losses(NamedTuple):
 
     @property
     def non_finite(self) -> list[tuple[int, int, float, float]]:
-        """The completions with a non-finite loss or gradient."""
+        """The entries of `by_completion` whose loss or gradient norm is non-finite."""
         return [row for row in self.by_completion if not np.isfinite(row[2:]).all()]
 
 
 def open_run(file: Path, overrides: Sequence[str] = ()) -> tuple[UpdateInputs, Trained, int]:
-    """Opens a saved update, and the checkpoint of the same run whose step is nearest to the step of the update.
+    """Opens the file of a skipped optimizer update, and the checkpoint of the same run whose step is nearest to the
+    step of the update.
 
     Returns:
       the update, the model of the checkpoint, and the step of the checkpoint.
 
     Raises:
-      UserError: the file is not a saved update, or its run has no checkpoint.
+      UserError: the file is not a skipped update, or its run has no checkpoint.
     """
     skipped, run = read_skipped(file), file.parent.parent
     if file.parent.name != FOLDER:
@@ -65,9 +67,9 @@ def open_run(file: Path, overrides: Sequence[str] = ()) -> tuple[UpdateInputs, T
 
 
 def replay(skipped: UpdateInputs, trained: Trained, on_progress: Callable[[int], None] = lambda done: None) -> Losses:
-    """Computes the loss and gradient norm of the whole update and of each single completion.
+    """Computes the loss and gradient norm of a whole skipped update, and of each of its completions alone.
 
-    A single completion has the advantage and weight that it has in the whole update. The model's weights are unchanged.
+    A completion alone has the same advantage and loss weight as in the whole update. The model weights are not changed.
     """
     config, _ = check_config(trained.config)
     by_source = source_estimators(config.data, config.algorithm)
@@ -109,7 +111,7 @@ def norms_of(
     masks: Sequence[Bool[np.ndarray, "P G"]],
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> list[tuple[float, float]]:
-    """Returns a loss and a gradient norm for each mask, over the completions that the mask selects.
+    """Computes for each mask the loss and the gradient norm of the completions that the mask selects from an update.
 
     A completion keeps the advantage and the loss weight that it has in the whole update.
 
@@ -135,7 +137,8 @@ def norms_of(
 
 
 def print_report(file: Path, overrides: Sequence[str] = ()) -> None:
-    """Replays a saved update and prints the completions with a non-finite loss or gradient."""
+    """Recomputes a skipped optimizer update and prints the completions with a non-finite loss or gradient. If there are
+    none, prints the completions with the largest gradient norms."""
     skipped, trained, step = open_run(file, overrides)
     console.print_text(f"update {skipped.update} of step {skipped.step}, with the weights after step {step}")
     bad = [

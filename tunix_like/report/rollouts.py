@@ -1,4 +1,5 @@
-"""Reads the completions of a run (`rollouts/step_*.jsonl`) as groups for the page, up to a maximum size."""
+"""Reads the completions of a run (`rollouts/step_*.jsonl`) for the report page, up to a maximum size. A group has all
+completions of one prompt."""
 
 from __future__ import annotations
 
@@ -14,20 +15,21 @@ from tunix_like.rewards.maze import MOVES, walk
 from tunix_like.storage import metrics
 
 MOST_BYTES = 24_000_000
-"""Maximum size of the completions in one page, shared by its runs."""
+"""Maximum size in bytes of all completions in one report page. Each run of the page gets an equal part."""
 
 _LETTERS = {step: name[0] for name, step in MOVES.items()}
 
 
 def read_steps(run: Path, most_bytes: int) -> tuple[list[dict[str, Any]], str]:
-    """Returns steps of a run with their groups, and a note on omitted steps (empty if no step was omitted).
+    """Returns a selection of the steps of a run with their completions, and a note on what is left out. The note is
+    empty if nothing is left out.
 
     The result contains the first step, the newest step and evenly spread steps between them. It has as many steps as
-    fit into `most_bytes`. If the first and the newest step do not fit together, the result contains only the
-    newest step, with as many of its first groups as fit (at least one).
+    fit into `most_bytes`. If the first and the newest step do not fit together, the result contains only the newest
+    step. If the newest step is too large, only its first prompts that fit are returned (at least one).
 
     Raises:
-      UserError: a row cannot be read (the message names file and line).
+      UserError: a row cannot be read. The message names the file and the line.
     """
     files = sorted((run / "rollouts").glob("step_*.jsonl"))
     if not files:
@@ -119,13 +121,13 @@ def _completion(row: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, A
 
 
 def _turn(turn: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the role, the text and the name (of a tool, if it has one) of a turn."""
+    """Returns the role and the text of a turn, and the name of its tool if the turn has one."""
     out = {"role": _text(turn["role"]), "text": _text(turn["content"])}
     return out | ({"name": turn["name"]} if isinstance(turn.get("name"), str) else {})
 
 
 def _parts(row: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
-    """Yields the reward of each reward function (None: unscored)."""
+    """Yields the name and the reward of each reward function (None: unscored)."""
     for name, value in row.items():
         if name.startswith("reward/"):
             yield name.removeprefix("reward/"), _number(value)

@@ -1,4 +1,4 @@
-"""Defines the reward function for a mix of data sources, which scores each row with the function of its source."""
+"""Defines the reward function for a mix of data sources. Each row is scored with the reward function of its source."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tunix_like.rewards.registry import REWARDS
 def by_source(
     prompts: list[str], completions: list[str], source_reward: list[str], **columns: Any
 ) -> list[float | None]:
-    """Scores each completion with the registered function that the column `source_reward` of its row names.
+    """Scores each completion with a registered reward function. `source_reward` has the name of this function for each
+    completion.
 
-    Each function is called once, with all rows that name it.
+    Each reward function is called once, with all its completions.
 
     Raises:
-      UserError: a name is not registered, or a function returned an invalid reward (the message names the function).
-        `scoring.score` then calls this function with fewer completions, to assign the failure to the right
-        completion.
-      Exception: any exception that a function raises.
+      UserError: a name is not registered, or a reward function returned an invalid reward (the message names the
+        function). `scoring.score` then calls `by_source` again with fewer completions, to find the failing completion.
+      Exception: any exception that a reward function raises.
     """
     given = {"prompts": prompts, "completions": completions, **columns}
     out: list[float | None] = [None] * len(completions)

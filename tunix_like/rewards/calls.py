@@ -1,6 +1,7 @@
-"""Calls one reward function: selects its arguments, checks its return values and isolates failing completions.
+"""Calls one reward function: selects its arguments, checks its return values and finds the completions for which it
+fails.
 
-Functions run in this process without a deadline; `pool.py` runs them in workers with deadlines.
+The functions run in this process without a deadline; `pool.py` runs them in workers with deadlines.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _ENVIRONMENTS = Path(__file__).parents[1] / "rollout" / "environments"
 _OWN_FILES = {str(Path(__file__).with_name(name)) for name in ("calls.py", "worker.py", "by_source.py")} | {
     str(_ENVIRONMENTS / name) for name in ("adapters.py", "fork_server.py", "local.py", "tool_environment.py")
 }
-"""Files that call user code. Their frames are left out of the tracebacks in failure reasons."""
+"""Files of this library that call user code. Their frames are left out of the tracebacks that are shown to the user."""
 
 
 class WrongCount(UserError):
@@ -39,10 +40,11 @@ class WrongCount(UserError):
 
 
 class Failure(NamedTuple):
-    """The reason why a function returned no reward for a completion, or why an environment failed.
+    """The reason why a reward function failed for a completion, or why an environment failed.
 
     Attributes:
-      kind: only environments have the kinds `unavailable` and `misconfigured`; see `tunix_like.errors`.
+      kind: `unavailable` and `misconfigured` are only for environments (see `EnvironmentUnavailable` and
+        `EnvironmentMisconfigured` in `tunix_like.errors`).
     """
 
     kind: FailureKind
@@ -50,12 +52,12 @@ class Failure(NamedTuple):
 
 
 class FunctionRewards(NamedTuple):
-    """The results of one function for n completions.
+    """The results of one reward function for n completions.
 
     Attributes:
       rewards: [n]; NaN where the function returned None or NaN, or failed.
-      failures: the failures by index of the completion. If a completion with reward NaN has no entry here, the function
-        returned None or NaN for it.
+      failures: the failures by index of the completion. A completion for which the function returned None or NaN has
+        the reward NaN but no entry here.
     """
 
     rewards: NDArray[np.float64]
@@ -115,10 +117,10 @@ def arguments_of(name: str, function: Callable[..., Any], columns: Collection[st
 def call(
     name: str, function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]], count: int
 ) -> FunctionRewards:
-    """Calls a function once for `count` completions, with a copy of each list.
+    """Calls a reward function once for `count` completions. The function gets a copy of each list.
 
-    None and NaN mean "no reward". Any other value must be a finite number with an absolute value of at most 1e15;
-    otherwise the completion of the value is recorded as failed.
+    A returned None or NaN means "no reward". Any other value must be a number with an absolute value of at most 1e15;
+    otherwise a failure is recorded for its completion.
 
     Raises:
       WrongCount: the function returned a wrong number of values, or not a list.
@@ -144,7 +146,8 @@ def call(
 
 
 def _number(value: Any) -> tuple[float, str | None]:
-    """Returns the reward (NaN if there is none) and the problem with the value (None if the value is valid)."""
+    """Converts a value that a reward function returned. Returns the reward (NaN if there is none) and the problem with
+    the value (None if the value is valid)."""
     number = value.item() if getattr(value, "ndim", None) == 0 else value  # scalars of numpy and jax
     if number is None:
         return math.nan, None
@@ -164,7 +167,7 @@ def _number(value: Any) -> tuple[float, str | None]:
 def call_in_process(
     name: str, function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
 ) -> FunctionRewards:
-    """Scores `count` completions in this process and isolates the completions for which the function fails.
+    """Scores `count` completions in this process and finds the completions for which the function fails.
 
     The function is called once with all completions. If this call fails, the function is called once per group. If the
     call of a group fails, the function is called once per completion of the group. Only completions that fail in a call
@@ -192,21 +195,21 @@ def call_in_process(
 
 
 def copy_rewards(results: FunctionRewards, rows: range, part: FunctionRewards) -> None:
-    """Copies `part`, the results of the completions `rows`, into `results`."""
+    """Copies the results `part`, which belong to the completions with the indices `rows`, into `results`."""
     results.rewards[rows.start : rows.stop] = part.rewards
     results.failures.update({rows[i]: failure for i, failure in part.failures.items()})
 
 
 def slices(arguments: Mapping[str, Sequence[Any]], rows: range) -> dict[str, Sequence[Any]]:
-    """Returns the given rows of every column."""
+    """Returns the part of every column that belongs to the given rows."""
     return {key: column[rows.start : rows.stop] for key, column in arguments.items()}
 
 
 def explain(name: str, error: BaseException, what: str = "Reward function") -> str:
-    """Describes the failure of a call of the function `name`, with the user's part of the traceback.
+    """Describes the exception `error` of the user's function `name`, with the user's part of the traceback.
 
     Args:
-      what: the kind of user code, which begins the description.
+      what: the kind of user code, such as "Reward function"; the description begins with this text.
     """
     if isinstance(error, UserError):
         return str(error)[:LONGEST_REASON]

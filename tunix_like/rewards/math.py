@@ -15,7 +15,7 @@ from tunix_like.errors import UserError
 from tunix_like.rewards.numbers import LONGEST, Number, has_neighbours, has_odd_digits, parse_number, written_out
 
 SECONDS = 2
-"""Time limit of each step of math-verify, in whole seconds, because math-verify uses `signal.alarm`."""
+"""Time limit of each call of math-verify in seconds. It is an integer, because math-verify uses `signal.alarm`."""
 
 _BOXES = 16  # number of boxes, from the last one backwards, that are searched for a closing brace
 
@@ -35,7 +35,8 @@ def gsm8k(prompts: list[str], completions: list[str], gold: list[Any], **_: Any)
 
 
 def gsm8k_lenient(prompts: list[str], completions: list[str], gold: list[Any], **_: Any) -> list[float | None]:
-    """Like `gsm8k`, but also accepts a formula that math-verify evaluates to the number in `gold` (`2*9` for 18)."""
+    """Scores like `gsm8k`, but also accepts an answer that math-verify evaluates to the number in `gold` (`2*9` for
+    18)."""
     return [grade(completion, str(right), lenient=True) for completion, right in zip(completions, gold, strict=True)]
 
 
@@ -43,8 +44,8 @@ def grade(completion: str, gold: str, lenient: bool = False) -> float | None:
     """Returns the reward of one completion: 1, 0, or None if `gold` is a formula that math-verify cannot compare.
 
     Args:
-      lenient: whether a formula as the answer is evaluated if `gold` is a plain number. A formula that cannot be
-        evaluated gets 0. If `lenient` is False, every formula gets 0.
+      lenient: applies if `gold` is a plain number and the answer is a formula. True: the formula is evaluated, and gets
+        0 if it cannot be evaluated. False: the formula gets 0.
 
     Raises:
       UserError: `gold` is empty.
@@ -68,13 +69,14 @@ def grade(completion: str, gold: str, lenient: bool = False) -> float | None:
 
 
 def _readings(number: Number) -> set[Fraction]:
-    """Returns the accepted values of a number. `25%` is accepted as 25 and as 0.25, because problems ask for either
-    form."""
+    """Returns the values for which a number is accepted. `25%` is accepted for 25 and for 0.25, because some problems
+    ask for a percentage and some for a fraction."""
     return {number.value, number.value / 100} if number.percent else {number.value}
 
 
 def final_answer(completion: str) -> str | None:
-    """Returns the text of the last answer that is marked as in `gsm8k` and not empty, or None."""
+    """Returns the text of the last answer that is marked with `####`, `\\boxed{}` or `<answer></answer>` and is not
+    empty; None if there is no such answer."""
     marks: list[tuple[int, str]] = []
     hashes = completion.rfind("####")
     while hashes >= 0:
@@ -113,8 +115,8 @@ def vote(completion: str) -> Fraction | str | None:
 
 
 def _braced(text: str, start: int) -> str | None:
-    """Returns the text between an open brace and its closing brace; None if the closing brace is missing or more
-    than `2 * LONGEST` characters away."""
+    """Returns the text from `start`, just after an open brace, to the matching closing brace. Returns None if the
+    closing brace is missing or more than `2 * LONGEST` characters away."""
     depth = 1
     for i in range(start, min(len(text), start + 2 * LONGEST)):
         if text[i] in "{}" and text[i - 1] != "\\":
@@ -127,8 +129,8 @@ def _braced(text: str, start: int) -> str | None:
 def _math_verify(answer: str, gold: str) -> float | None:
     """Compares two formulas with math-verify. Returns 1 or 0, or None if math-verify fails or times out.
 
-    The time limits of math-verify are alarms, which work only in the main thread. Without a limit, an
-    expression such as 9^{9^9} would run without end. Therefore the result is None in any other thread.
+    The time limits of math-verify are alarms, which work only in the main thread. Without a time limit, the evaluation
+    of an expression such as 9^{9^9} would not end. In any other thread, this function therefore returns None.
     """
     if threading.current_thread() is not threading.main_thread():
         return None

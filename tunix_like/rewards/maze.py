@@ -13,7 +13,7 @@ MOVES = {"UP": (-1, 0), "DOWN": (1, 0), "LEFT": (0, -1), "RIGHT": (0, 1)}
 
 
 class Walk(NamedTuple):
-    """The path of a completion.
+    """The path of a completion through its maze.
 
     Attributes:
       cells: the visited cells, as (row, column), beginning with START.
@@ -25,11 +25,11 @@ class Walk(NamedTuple):
 
 
 def walk(grid: str, completion: str) -> Walk:
-    """Follows a completion through its maze.
+    """Follows the moves of a completion through its maze.
 
-    The completion solves the maze if and only if DONE occurs, every word before it is a move, no move enters a wall,
-    and GOAL is reached. Moves after GOAL are ignored, and cells may be visited again. `Walk.cells` ends at
-    GOAL, before the first wall, or before the first word that is not a move.
+    The completion solves the maze if and only if it contains the word DONE, every word before DONE is a move, no move
+    enters a wall, and GOAL is reached. Moves after GOAL are ignored, and cells may be visited again. `Walk.cells` ends
+    at GOAL, before the first wall, or before the first word that is not a move.
     """
     rows = grid.split("\n")
     words = completion.split()

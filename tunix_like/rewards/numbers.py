@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 LONGEST = 200
-"""Maximum number of characters; a longer text is not a number. This bounds the work for any completion."""
+"""Maximum number of characters of a number. Longer texts are not parsed, to limit the time for long completions."""
 
 _MINUS = re.compile("[\u2010-\u2013\u2212\ufe63\uff0d]")
 _SLASH = re.compile("[\u2044\u2215]")
@@ -67,7 +67,7 @@ class Number(NamedTuple):
 
 
 def parse_number(text: str) -> Number | None:
-    """Parses a text that is one plain number. Returns None for any other text, and for a text of over 200 characters.
+    """Parses a text that is one plain number. Returns None for any other text and for a text of over 200 characters.
 
     If the text is an equation, the side after the last `=` or `≈` is parsed. A text with several equations is not a
     number. Any words can follow the number as its unit. Two adjacent numbers are not a number.
@@ -107,7 +107,7 @@ def written_out(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    r"""Converts LaTeX to plain text, after `written_out`.
+    r"""Applies `written_out` to a text, then converts LaTeX to plain text.
 
     A style such as `\text{...}` becomes its content between spaces, spacing commands become spaces, and a fraction of
     integers becomes ` 1/2 `. A power of a unit (`cm^2`) loses its exponent. `\%` and `\$` lose their backslash.
@@ -124,7 +124,7 @@ def has_neighbours(text: str) -> bool:
 
 
 def has_odd_digits(text: str) -> bool:
-    """Returns whether the text has characters that are digits only in their compatibility form (`₂`, `①`, `㎡`)."""
+    """Returns whether the text has characters that are not digits but become digits by NFKC (`₂`, `①`, `㎡`)."""
     return any(map(_is_odd, text))
 
 
@@ -144,7 +144,7 @@ def _folded(character: str) -> str:
 
 
 def _bare(text: str) -> str:
-    """Strips emphasis marks, brackets around the whole text, and a leading currency sign."""
+    """Strips Markdown emphasis marks, brackets around the whole text, and a leading currency sign."""
     text = text.strip(" \t\r\n*_`")
     while len(text) > 1 and _BRACKETS.get(text[0]) == text[-1]:
         text = text[1:-1].strip(" \t\r\n*_`")

@@ -29,8 +29,8 @@ START_SECONDS = 120
 """Maximum seconds for a worker to start and to load the functions."""
 
 PATIENCE = 10
-"""Limit on the total time of failed calls in a batch: this many times (`timeout_seconds` + start time of a worker) per
-worker. At the limit, the remaining completions stay unscored."""
+"""Limits the total time of failed calls in a batch to `PATIENCE * (timeout_seconds + start time of a worker)` per
+worker. At the limit, the remaining completions of the batch stay unscored."""
 
 POLL_SECONDS = 0.2
 """Interval of the memory checks while workers are busy."""
@@ -46,8 +46,8 @@ class PooledFunction:
     def score_groups(
         self, name: str, arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
     ) -> FunctionRewards:
-        """Scores `count` completions, one call per group. If the call of a group fails, the function is called once per
-        completion of the group."""
+        """Scores `count` completions with one call of the function per group. If the call for a group fails, the
+        function is called once per completion of the group."""
         return self.pool.score_groups(self.place, name, arguments, count, group_size)
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
@@ -139,7 +139,8 @@ class _Call:
 
 
 class _Slot:
-    """One worker of the pool (None until the worker is started) and the current call of the worker."""
+    """A place for one worker process of the pool. `worker` is None if no worker is running; `call` is its current call
+    of a reward function, or None."""
 
     worker: WorkerProcess | None = None
     ready = False
@@ -147,7 +148,7 @@ class _Slot:
 
 
 class Pool:
-    """Distributes the calls of a batch over workers. Not thread-safe."""
+    """Distributes calls of reward functions over worker processes. Not thread-safe."""
 
     def __init__(self, places: Sequence[str], workers: int, timeout_seconds: float, memory_gb: float):
         self.places, self.workers = list(places), workers
@@ -158,7 +159,7 @@ class Pool:
         self._finalizer = weakref.finalize(self, _kill_all, self._slots)
 
     def close(self) -> None:
-        """Kills all workers."""
+        """Kills all worker processes of the pool."""
         _kill_all(self._slots)
 
     def score_groups(
@@ -183,7 +184,7 @@ class Pool:
 
 
 class _Batch:
-    """The calls of one function for one batch."""
+    """The calls of one reward function for one batch of completions."""
 
     def __init__(self, pool: Pool, place: str, name: str, arguments: Mapping[str, Sequence[Any]], count: int):
         self.pool, self.place, self.name, self.arguments = pool, place, name, arguments
@@ -238,7 +239,8 @@ class _Batch:
             ) from error
 
     def _wait(self, busy: list[_Slot]) -> None:
-        """Waits until a worker can be read or written, or a deadline passes. Then checks every busy worker."""
+        """Waits until a busy worker sends or can receive data, a deadline passes, or `POLL_SECONDS` pass. Then checks
+        every busy worker."""
         nearest = min(slot.call.deadline for slot in busy if slot.call) - time.monotonic()
         with selectors.DefaultSelector() as selector:
             for slot in busy:
@@ -281,7 +283,8 @@ class _Batch:
             self._failed(call, "timeout", f"Reward function '{self.name}' {what}.", now)
 
     def _replace(self, slot: _Slot) -> str:
-        """Kills the worker of a slot; the next call starts a new one. Returns a description of how the worker ended."""
+        """Kills the worker of a slot. The next call in this slot starts a new worker. Returns a description of how the
+        worker ended."""
         assert slot.worker is not None
         how = slot.worker.kill()
         slot.worker, slot.call = None, None
@@ -291,7 +294,7 @@ class _Batch:
         self, call: _Call, kind: Literal["timeout", "error"], reason: str, now: float, of_all: bool = False
     ) -> None:
         """Handles a failed call. Records the failure if the call had a single completion, or if the failure concerns
-        all completions (`of_all`). Otherwise queues one call per completion, after the queued calls."""
+        all completions of the call (`of_all`). Otherwise appends one call per completion to the queue."""
         self.wasted += now - call.given
         if of_all or len(call.rows) == 1:
             self.results.failures.update(dict.fromkeys(call.rows, Failure(kind, reason)))

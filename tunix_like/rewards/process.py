@@ -1,4 +1,4 @@
-"""Starts, communicates with and kills one worker process, with non-blocking reads and writes."""
+"""Starts one worker process, exchanges messages with it by non-blocking reads and writes, and kills it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class WorkerProcess:
     """
 
     def __init__(self, places: Sequence[str], start: str = START, label: str = "reward worker"):
-        """Starts the process.
+        """Starts the worker process.
 
         Args:
           places: locations of the user's functions; the code in `start` receives them.
-          start: code that the new interpreter runs. The code reads its settings in the same way as `START`.
+          start: code that the new interpreter runs. The code must read its settings in the same way as `START` does.
           label: printed before each forwarded line of output.
         """
         self.label = label
@@ -70,13 +70,15 @@ class WorkerProcess:
         self._out += message(content)
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Registers the socket and the output with a selector. The selector returns when `pump` has work to do."""
+        """Registers the socket and the output of the worker with a selector. A `select` then returns as soon as `pump`
+        has work to do."""
         selector.register(self.channel, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0))
         if not self.output.closed:
             selector.register(self.output, selectors.EVENT_READ)
 
     def pump(self) -> dict[str, Any] | None:
-        """Sends and receives without blocking. Returns the worker's next answer, or None if no answer is complete."""
+        """Sends pending requests, forwards printed output and reads answers, all without blocking. Returns the worker's
+        next answer, or None if no answer is complete yet."""
         self._pass_on()
         try:
             self._out = send_pending(self.channel, self._out)
@@ -100,8 +102,8 @@ class WorkerProcess:
         return dict(json.loads(content))
 
     def _pass_on(self) -> None:
-        """Forwards printed output to stderr in complete lines, because workers print concurrently and a line may arrive
-        in parts. An incomplete last line is shown when the output ends."""
+        """Forwards the worker's printed output to stderr. Only complete lines are forwarded, because several workers
+        print at the same time and a line may arrive in parts. An incomplete last line is shown when the output ends."""
         if self.output.closed:
             return
         try:
@@ -128,7 +130,7 @@ class WorkerProcess:
         self._line = b""
 
     def _show(self, lines: Sequence[bytes]) -> None:
-        """Writes the lines to stderr in one call, so that lines of other processes do not interleave.
+        """Writes the lines to stderr in one call, so that no lines of other processes appear between them.
 
         The lines are dropped if stderr is closed, missing or cannot be written.
         """
@@ -139,11 +141,11 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """The process id, which is also the id of its session."""
+        """The process id of the worker, which is also the id of its session."""
         return self._process.pid
 
     def memory(self) -> int:
-        """Returns the resident memory of the worker in bytes; 0 if the system does not provide it."""
+        """Returns the resident memory of the worker in bytes; 0 if the system does not provide this number."""
         try:
             pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
         except (OSError, IndexError):
@@ -156,8 +158,8 @@ class WorkerProcess:
             self._process.wait(seconds)
 
     def kill(self) -> str:
-        """Kills the worker and its child processes. Returns a text for a message: how the worker ended, and its last
-        output."""
+        """Kills the worker and its child processes. Returns a text for an error message, which tells how the worker
+        ended and contains its last output."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0.1 if self.gone else 0)
         ended = self._process.poll()
@@ -178,10 +180,10 @@ class WorkerProcess:
 
     @property
     def last_output(self) -> str:
-        """The end of the printed output."""
+        """The end of the worker's printed output, at most 4,000 bytes."""
         return _decoded(self._tail).strip()
 
 
 def _decoded(printed: bytes) -> str:
-    """Decodes UTF-8 with invalid bytes as escapes, and converts a Windows line end to a Unix one."""
+    """Decodes UTF-8, with escapes for invalid bytes, and converts Windows line ends to Unix line ends."""
     return printed.decode(errors="backslashreplace").replace("\r\n", "\n").removesuffix("\r")

@@ -72,7 +72,7 @@ def verl_compatible(function: Callable[..., Any]) -> RewardFunction:
     first of these columns that exists: `ground_truth`, `reward_model`, `gold`, `answer`. If the function returns a
     dict, its `score` is the reward.
 
-    The returned function raises a UserError if the rows have none of these columns.
+    If the rows have none of these columns, a call of the returned function raises a UserError.
 
     Raises:
       UserError: `function` is not callable, is async, or is a generator.

@@ -48,7 +48,7 @@ class Scores:
         return Scores(self.total[rows], by_function, self.timeouts[rows], self.errors[rows], self.first_failure)
 
     def join(self, other: Scores) -> Scores:
-        """Concatenates these scores and others of the same functions."""
+        """Returns these scores followed by the scores `other`, which must be from the same reward functions."""
         by_function = {
             name: np.concatenate([values, other.by_function[name]]) for name, values in self.by_function.items()
         }
@@ -65,7 +65,8 @@ def check_arguments(functions: Sequence[tuple[str, RewardFunction, float]], colu
     """Checks, before scoring, that the columns provide all arguments that the reward functions need.
 
     Raises:
-      UserError: as in `score`.
+      UserError: a function needs a column that does not exist, a column is called `prompts` or `completions`, or two
+        functions have the same name.
     """
     names = [name for name, _, _ in functions]
     if len(set(names)) != len(names):
@@ -91,20 +92,20 @@ def score(
 ) -> Scores:
     """Scores every completion with every function and returns the weighted sums.
 
-    If a function fails, it is called again with fewer completions, down to one, to isolate the failing completions. The
-    failing completions stay unscored.
+    If a function fails, it is called again with fewer completions, down to one, to find the completions for which it
+    fails. These completions stay unscored.
 
     Args:
-      functions: (name, function, weight) triples; functions made by `pooled` run in workers, and all other functions in
-        this process.
+      functions: (name, function, weight) triples. Functions made by `pooled` run in worker processes; all other
+        functions run in this process.
       prompts: [n] rendered prompts, one per completion.
       completions: [n] texts; every `group_size` consecutive texts belong to one prompt.
-      columns: further columns of the rows, each [n]; a function receives the columns that its parameters name, or all
-        columns if it accepts `**kwargs`.
+      columns: further columns of the rows, each [n]; a function receives the columns that have the names of its
+        parameters, or all columns if it accepts `**kwargs`.
 
     Raises:
-      UserError: a function needs a column that does not exist, a column has a reserved name, two functions
-        have the same name, or a column that workers need cannot be pickled.
+      UserError: a function needs a column that does not exist, a column is called `prompts` or `completions`, two
+        functions have the same name, or a column for a worker process cannot be pickled.
     """
     check_arguments(functions, columns)
     given, count = {"prompts": prompts, "completions": completions, **columns}, len(completions)

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def exact_match(prompts: list[str], completions: list[str], answer: list[Any], **_: Any) -> list[float]:
-    """Returns 1 for each completion that equals its `answer`, without surrounding white space, else 0."""
+    """Returns 1 for each completion that equals its `answer`, else 0. White space at both ends is ignored."""
     return [
         float(completion.strip() == str(right).strip()) for completion, right in zip(completions, answer, strict=True)
     ]

@@ -26,13 +26,14 @@ from tunix_like.rewards.calls import WrongCount, call, explain
 from tunix_like.runtime.user_code import load_function
 
 HEADER = struct.Struct("!Q")
-"""Header of every message: its length in bytes."""
+"""Header of every message, which contains the length of the message in bytes."""
 
 START = (
     "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
     "from tunix_like.rewards.worker import serve; serve(given['socket'], given['places'], given['parent'])"
 )
-"""Code that the interpreter runs (`-c`). The settings are passed as JSON and include the `sys.path` of the run."""
+"""Code that the interpreter of a worker runs (`python -c`). The settings are passed as JSON and include the `sys.path`
+of the run."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -52,7 +53,7 @@ def serve(number: int, places: list[str], parent: int) -> None:
     Args:
       number: file descriptor of the socket.
       places: locations of the functions, as `place_of` returns them.
-      parent: id of the process that started this one.
+      parent: process id of the parent; this process ends when its parent ends.
     """
     die_with(parent)
     go_first()
@@ -71,11 +72,11 @@ def serve(number: int, places: list[str], parent: int) -> None:
 
 
 def die_with(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
-    """Ends this process when its parent ends. On Linux, the kernel kills this process at once, even during a call. On
-    other systems, this process exits when its current call returns.
+    """Makes this process end when its parent ends. On Linux, the kernel kills this process at once, even during a call.
+    On other systems this function does nothing, and the process exits after its current call.
 
     Args:
-      how: the signal that the kernel sends.
+      how: the signal with which the kernel ends this process.
     """
     if sys.platform != "linux":
         return
@@ -85,7 +86,7 @@ def die_with(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
 
 
 def go_first() -> None:
-    """Makes the out-of-memory killer of Linux choose this process and its forks before the process of the run."""
+    """Makes the out-of-memory killer of Linux kill this process and its forks before the main process of the run."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -101,7 +102,8 @@ def _libc() -> ctypes.CDLL:
 
 
 def _load(place: str) -> Callable[..., Any] | str:
-    """Returns the function at `place`, or the reason why the function could not be loaded."""
+    """Loads the reward function at `place`. Returns the function, or a text with the reason why it could not be
+    loaded."""
     try:
         return load_function(place, "Reward")
     except BaseException as error:  # includes SystemExit
@@ -123,7 +125,7 @@ def _answer(functions: Mapping[str, Callable[..., Any] | str], request: bytes) -
 
 
 def send_pending(channel: socket.socket, content: bytes) -> bytes:
-    """Sends as much content as a non-blocking socket accepts, and returns the rest.
+    """Sends as much of `content` as a non-blocking socket accepts, and returns the rest.
 
     Raises:
       OSError: the other end is closed.
@@ -137,7 +139,7 @@ def send_pending(channel: socket.socket, content: bytes) -> bytes:
 
 
 def read_exactly(channel: socket.socket, length: int) -> bytes | None:
-    """Reads exactly `length` bytes; returns None at the end of the stream."""
+    """Reads exactly `length` bytes from a socket. Returns None if the other end is closed before all bytes arrive."""
     parts = bytearray()
     while len(parts) < length:
         part = channel.recv(min(length - len(parts), 1 << 20))

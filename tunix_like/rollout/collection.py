@@ -1,7 +1,7 @@
 """Collects the scored groups of a training step: takes prompts, samples completions, scores the completions and shapes
-the rewards.
+the rewards. A group has all completions of one prompt.
 
-With dynamic sampling, it samples further batches until enough groups have completions with different rewards.
+With dynamic sampling, further batches are sampled until enough groups have completions with different rewards.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Collector:
 
     Attributes:
       key: random key from which the random keys of all completions of the run are derived.
-      rollouts: folder for the completions of a batch that raises an error, and for the text of the first failure. If
-        None, nothing is written.
+      rollouts: folder for the completions of a batch whose scoring raises an error, and for the text of the first
+        failure of a reward function. If None, nothing is written.
       player: plays trajectories of several turns; None if completions have a single turn.
       drawn: number of prompts taken from `batches` so far. The next prompt gets this value as its `Problem.number`, so
         these numbers are unique in a run.
@@ -104,12 +104,12 @@ class Collector:
 
         Args:
           params: the weights, from `Engine.place`.
-          lap: called at the end of each phase with the name of the phase: "data", "rollout" or "reward".
+          lap: called at the end of each part of the work with the name of the part: "data", "rollout" or "reward".
 
         Raises:
-          UserError: the reward functions failed for every completion of the first batch, the estimator does not accept
-            the rewards, or the data has fewer prompts than one batch. In the first two cases the completions are
-            written to the folder `rollouts`.
+          UserError: no completion of the first batch could be scored, the advantage estimator does not accept the
+            rewards, or the data has fewer prompts than one batch. In the first two cases the completions are written
+            to the folder `rollouts`.
         """
         algo, lengths = self.task.algo, self.task.rollout_config
         metrics: dict[str, Any] = {}
@@ -141,8 +141,8 @@ class Collector:
         """Samples extra batches until `batch_size` groups have a training signal (see `_has_signal`), the maximum
         number of extra batches is reached, or the data has no further batch.
 
-        This is dynamic sampling (DAPO, arXiv 2503.14476). `rollout` and `rewards` are those of the first batch. Returns
-        the rollout and the rewards of all groups, those of the first batch included, and the metrics
+        This is dynamic sampling (DAPO, arXiv 2503.14476). `rollout` and `rewards` are the results of the first batch.
+        Returns the rollout and the rewards of all batches, the first batch included, and the metrics
         `dynamic_sampling/*`.
         """
         cap, extra = self.task.algo.max_extra_batches or EXTRA_BATCHES, 0
@@ -167,8 +167,8 @@ class Collector:
         return rollout, rewards, {f"dynamic_sampling/{name}": float(count) for name, count in counts.items()}
 
     def _has_signal(self, rollout: Rollout, rewards: Float[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
-        """Returns for each group whether its rewards differ and whether it has as many scored completions as its
-        estimator needs."""
+        """Returns for each group whether it has a training signal: its rewards differ, and it has as many scored
+        completions as its advantage estimator needs."""
         scored = ~np.isnan(rewards)
         return mixed_groups(rewards, scored) & self.objective.kept_groups(
             scored, estimator_ids(self.objective, rollout)
@@ -215,8 +215,8 @@ class Collector:
         return sampled, rewards
 
     def _rewards(self, rollout: Rollout) -> Float[np.ndarray, "P G"]:
-        """Returns the shaped rewards of a rollout. Raises UserError if an estimator does not accept the rewards of its
-        groups."""
+        """Returns the shaped rewards of a rollout (see `shape_rewards`). Raises UserError if an advantage estimator
+        does not accept the rewards of its groups."""
         lengths, algo = rollout.completions.lengths, self.task.algo
         total = rollout.scores.total.reshape(lengths.shape)
         rewards = shape_rewards(
@@ -240,7 +240,7 @@ class Collector:
 
 
 def estimator_ids(objective: Objective, rollout: Rollout) -> Int[np.ndarray, "P"]:
-    """Returns for each group the index of its estimator in `objective.estimators`."""
+    """Returns for each group the index of its advantage estimator in `objective.estimators`."""
     return objective.estimator_ids([problem.columns.get(SOURCE_COLUMN) for problem in rollout.problems])
 
 

@@ -45,7 +45,7 @@ class Rows(NamedTuple):
       column: index of the cache column for the next keys and values.
       positions: position of the token in each column, counted from the start of the prompt; -1 if the column has no
         token of the row.
-      span: number of most recently written columns that contain all cached tokens of the row.
+      span: number of columns, counted back from the most recently written one, that contain all tokens of the row.
       steps: number of decode steps so far. A step computes all rows, including rows that are not live.
       age: number of completion tokens of each row.
       first: number of completion tokens of each row at its last restart; 0 for a row that was never restarted. The
@@ -111,7 +111,7 @@ def cast_params(graphdef: Any, params: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnames=("size", "max_tokens", "room", "key_words"))
 def empty_rows(prompts: Prompts, size: int, max_tokens: int, room: int, key_words: int) -> Rows:
-    """Allocates `size` rows per slot. Each row has a cache of `room` columns, and no row is live.
+    """Allocates `size` rows for each prompt. Each row has a cache of `room` columns. No row is live (being sampled).
 
     Args:
       max_tokens: length of the last axis of `Rows.tokens` and `Rows.logprobs`.
@@ -217,7 +217,7 @@ def advance(
     eos_ids: tuple[int, ...],
 ) -> Rows:
     """Samples tokens of the live rows until at most `stop_at` rows are live, or until the cache is full. The cache is
-    full if the next step would overwrite a column that a live or held row needs."""
+    full if the next step would overwrite a column of a row that is live or held (see `Rows`)."""
     model = _merge(graphdef, params)
     head = model.head()  # outside the loop, because a tied head must be transposed
     (slots, size), limit = rows.live.shape, rows.tokens.shape[-1]
@@ -276,8 +276,8 @@ def compact_columns(rows: Rows) -> Rows:
     """Removes the empty columns between the tokens of each row: moves the tokens of the row to the last columns of the
     cache.
 
-    The arrays of `rows` are donated. A separate call of a program moves the cache of each layer, because a single
-    program for all layers would need memory for a second cache.
+    The cache arrays of `rows` are donated. The cache of each layer is moved by a separate program call, because a
+    single program for all layers would need memory for a second cache.
     """
     positions, order = _order(rows.positions)
     cache = [_moved_layer(k, v, order) for k, v in rows.cache]
@@ -330,9 +330,9 @@ def regroup(
 ) -> tuple[Prompts, Rows]:
     """Copies rows and prompts to new slots.
 
-    New slot `b` gets the prompt of old slot `source[b]`, and the old rows with the flat indices `picked[b]`, each `slot
-    * g + row`. A new row for which `real` is False is padding and is not live. Several new slots can get the same
-    prompt.
+    New slot `b` gets the prompt of old slot `source[b]`, and the old rows with the indices `picked[b]`. The index of
+    row `i` of slot `a` is `a * g + i`. A new row for which `real` is False is padding and is not live. Several new
+    slots can get the same prompt.
     """
     moved = {
         name: (x := getattr(rows, name)).reshape(-1, *x.shape[2:])[picked]

@@ -28,8 +28,11 @@ def write_rollouts(
     """Writes one line of JSON per completion to `folder/step_<n>.jsonl`, and returns the path of the file.
 
     Each line has the step, `Problem.number`, the index of the completion in its group, the data source (if the problem
-    has one), the prompt, the completion and a value of each column. A column is a list or an array of `P * G` values,
-    or an array of shape `[P, G]`.
+    has one), the prompt, the completion and its value of each column.
+
+    Args:
+      columns: further values of the completions, by name: a list or an array of `P * G` values, or an array of shape
+        `[P, G]`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"step_{step:06d}.jsonl"

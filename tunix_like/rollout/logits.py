@@ -24,9 +24,9 @@ BLOCK = 256
 
 
 LOWEST_LOGIT = -80.0
-"""A token gets weight 0 if its scaled logit minus the maximum logit is at most this value. The exact weight of such a
-token is at most `exp(-80)` and would not change a float32 draw. Without this limit, differences below -87.3 would give
-denormal numbers, which make the sums several times slower on CPU."""
+"""A token gets weight 0 if its scaled logit minus the maximum scaled logit is at most this value. The exact weight of
+such a token is at most `exp(-80)`, which is too small to change the total weight in float32. Without this limit,
+differences below -87.3 would give denormal numbers, which make the sums several times slower on CPU."""
 
 
 def choose(
@@ -104,7 +104,7 @@ def choose_each(
 
 
 def _exponentials(scaled: Float[Array, "N V"], largest: Float[Array, "N"]) -> tuple[Array, Array]:
-    """Returns the differences `scaled - largest`, and the exponentials of these differences."""
+    """Returns the differences `scaled - largest`, and their exponentials (0 for differences up to `LOWEST_LOGIT`)."""
     shifted = scaled - largest[:, None]
     return shifted, jnp.where(shifted > LOWEST_LOGIT, jnp.exp(shifted), 0.0)
 
@@ -166,8 +166,9 @@ def _keep_enough(probs: Float[Array, "N V"], enough_of: Callable[[Array], Array]
     """Keeps the smallest set of most probable tokens that satisfies `enough_of`. Tokens with the same probability as
     the least probable token of this set are kept too.
 
-    The lowest kept probability is found by bisection over the bit patterns of non-negative float32 numbers, which have
-    the same order as the numbers. The bisection needs 31 calls of `enough_of` instead of a sort.
+    The lowest kept probability is found by bisection over the bit patterns of float32 numbers. Read as integers, the
+    bit patterns of non-negative numbers have the same order as the numbers. The bisection needs 31 calls of
+    `enough_of` instead of a sort.
 
     Args:
       enough_of: `f(kept: [N V]) -> [N]`: returns for each row whether the kept probabilities are enough. Probabilities

@@ -1,4 +1,4 @@
-"""Converts between problems, the requests of an engine and the arrays of its samples."""
+"""Converts problems to requests for an engine, samples of an engine to arrays, and arrays to samples."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Task(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """Sampled and scored groups.
+    """Sampled and scored groups. A group has all completions of one prompt.
 
     `texts` has the texts of the `P * G` completions, group after group. `episodes` has the turns of each completion; it
     is None without an environment.
@@ -96,13 +96,13 @@ class Rollout(NamedTuple):
 
 
 def with_width(completions: Completions, width: int, segments: bool = False) -> Completions:
-    """Pads or cuts the token axis of completions to `width`, and sets their `token_mask`.
+    """Pads or cuts the token axis of completions to `width`, and sets the `token_mask` of the completions.
 
     An engine may return narrower arrays (as wide as its longest completion) and may omit the mask.
 
     Args:
-      segments: whether to add `segment_start` if the completions have none. An engine returns no `segment_start` if it
-        restarted no completion.
+      segments: whether to add a `segment_start` of zeros if the completions have none. An engine omits `segment_start`
+        if each completion is a single segment.
     """
 
     def fit(values: np.ndarray) -> np.ndarray:
@@ -148,8 +148,8 @@ def first_axis(completions: Completions, index: Any) -> Completions:
 
 
 def segment_starts(completions: Completions) -> list[list[int]]:
-    """Returns one list per completion, group after group: the index of the first token of each segment of the
-    completion."""
+    """Returns one list per completion, group after group: the index of the first token of each segment. A new segment
+    begins where the history of a conversation was replaced."""
     assert completions.segment_start is not None
     rows, lengths = completions.segment_start.reshape(-1, completions.tokens.shape[-1]), completions.lengths.reshape(-1)
     return [np.unique(row[: max(length, 1)]).tolist() for row, length in zip(rows, lengths, strict=True)]
@@ -226,8 +226,8 @@ def to_batch(
 ) -> GroupBatch:
     """Converts a rollout with its shaped rewards to arrays.
 
-    The length of the prompt axis is the `length_bucket` of the longest prompt, and the length of the completion axis is
-    the `length_bucket` of the longest completion.
+    The length of the prompt axis is the length of the longest prompt, rounded up by `length_bucket`. The length of the
+    completion axis is the length of the longest completion, rounded up in the same way.
     """
     completions = rollout.completions
     lengths = np.array([len(problem.tokens) for problem in rollout.problems], np.int32)

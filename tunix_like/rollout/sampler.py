@@ -7,7 +7,7 @@ gets a waiting completion of the same prompt, and an empty slot gets the next pr
 rows are compacted: the sampler moves the live rows to arrays with fewer rows. The cache is a ring buffer that grows by
 powers of two. The random numbers of a completion are derived from the key, the number of the request, the index of the
 completion in its group and the position of the token. The tokens are therefore the same for every schedule. The weights
-are an argument of `generate`, so the sampler has no own copy that must be synchronised with the trainer. On a mesh,
+are an argument of `generate`, so the sampler keeps no copy that must be synchronised with the trainer. On a mesh,
 `place` converts the weights to the layout of the sampler once for several calls of `generate`.
 """
 
@@ -62,8 +62,9 @@ class Sampler:
         None means a single device.
 
     Attributes:
-      row_steps: sum of the number of rows over all decode steps so far. The fraction of useful work in a rollout is the
-        number of its sampled tokens divided by the increase of `row_steps` during the rollout.
+      row_steps: number of token positions of completions that were computed so far, including unused positions. The
+        fraction of useful work in a rollout is the number of its sampled tokens divided by the increase of `row_steps`
+        during the rollout.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Schedule:
-    """The state of one call of `generate` in which each completion has a single turn.
+    """The state of one call of `Sampler.generate` in which each completion has a single turn.
 
     A schedule records which completion is in which row, and which completions wait. A completion waits until it is
     started in a free row.
@@ -78,8 +78,8 @@ class Schedule:
         self._fill()
 
     def step(self) -> list[Sample]:
-        """Samples tokens until rows can be filled or compacted, or until no row is live; then fills or compacts rows.
-        Returns the completions that finished in this step."""
+        """Samples tokens, then starts waiting completions in free rows. If no completion waits, may move the live rows
+        to smaller arrays. Returns the completions that finished in this step."""
         self._make_room()
         rows = decoding.advance(
             self.sampler.graphdef,
@@ -99,7 +99,7 @@ class Schedule:
         return samples
 
     def _make_room(self) -> None:
-        """Enlarges the cache if a row has filled it."""
+        """Enlarges the cache of keys and values if a row has filled the cache."""
         if self.rows.room <= int(self.ages.max()):
             self._grow()
 
@@ -120,15 +120,15 @@ class Schedule:
         return place_slots(tree, self.sampler.mesh)
 
     def _waiting(self) -> bool:
-        """Returns whether a completion has not been started yet."""
+        """Returns whether any completion has not been started yet."""
         return bool((self.next_sample < self.size).any())
 
     def _stop_at(self, live: int) -> int:
         """Returns the number of live rows at which the decode loop should stop. `live` is the current number.
 
         While completions wait, the loop stops when an eighth of the rows has ended. If no completion waits, the loop
-        stops when the live rows may fit into half of the rows. If compaction is not worth its cost, the loop stops when
-        no row is live.
+        stops when the live rows may fit into arrays with half of the rows. If moving the live rows to smaller arrays is
+        not worth its cost, the loop stops when no row is live.
         """
         if self._waiting():
             return max(0, live - max(1, self.row_sample.size // 8))
@@ -145,7 +145,8 @@ class Schedule:
         return self._take((self.row_sample >= 0) & ~live, ages, ended)
 
     def _state(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns `live`, `ended` and `age` of the rows, and adds the computed rows to `Sampler.row_steps`."""
+        """Returns `live`, `ended` and `age` of the rows. Also adds the decode steps since the last call, times the
+        number of rows, to `Sampler.row_steps`."""
         rows = self.rows
         live, ended, ages, steps = fetch((rows.live, rows.ended, rows.age, rows.steps), self.sampler.mesh)
         self.sampler.row_steps += (int(steps) - self.steps) * self.row_sample.size
@@ -175,7 +176,7 @@ class Schedule:
         return samples
 
     def _fill(self) -> None:
-        """Fills free rows with completions that wait.
+        """Starts waiting completions in free rows.
 
         A slot takes waiting completions of its own prompt. If its prompt has no waiting completion and the slot is
         empty, the slot takes completions of the first prompt that has waiting completions.
@@ -222,7 +223,8 @@ class Schedule:
         self.prompts = self._placed(decoding.replace_prompts(self.prompts, targets, sources, new))
 
     def _smaller_shapes(self) -> list[tuple[int, int]]:
-        """Returns the shapes (slots, rows per slot) for compaction, largest first: half, a quarter, ... of the rows.
+        """Returns the shapes (slots, rows per slot) of smaller arrays to which the live rows may be moved. The largest
+        shape is first: half, a quarter, ... of the rows.
 
         The list is short, because programs are compiled for each shape. The number of slots stays divisible by the
         number of devices over which slots are sharded.
@@ -237,8 +239,9 @@ class Schedule:
         return shapes
 
     def _compact(self) -> None:
-        """Moves the live rows to the smallest shape from `_smaller_shapes` that can hold them. Does nothing if there is
-        no such shape, or if compaction is not worth its cost. Afterwards several slots can have the same prompt."""
+        """Moves the live rows to arrays of the smallest shape from `_smaller_shapes` that can hold them. Does nothing
+        if there is no such shape, or if the move is not worth its cost. Afterwards several slots can have the same
+        prompt."""
         if not self._worth_compacting():
             return
         live, prompts = self.row_sample >= 0, dict.fromkeys(self.slot_prompt.tolist())

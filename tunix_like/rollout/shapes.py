@@ -8,15 +8,17 @@ import numpy as np
 from jaxtyping import Int
 
 FIRST_CACHE = 128
-"""Initial number of cache columns; it doubles as needed. Each size is compiled separately."""
+"""Initial number of columns of the cache of keys and values. The number doubles as needed. Programs are compiled for
+each number separately."""
 
 FEWEST_ROWS = {"cpu": 8}
 FEWEST_ROWS_ELSEWHERE = 64
-"""Minimum number of rows per device after compaction. `FEWEST_ROWS` has the number for some backends; the other
-constant applies to all other backends. With fewer rows, most of the time of a step is spent on reading the weights."""
+"""Minimum number of rows per device after live rows were moved to smaller arrays. `FEWEST_ROWS` has this number for
+some backends; `FEWEST_ROWS_ELSEWHERE` is the number for all other backends. With fewer rows, most of the time of a
+decode step is spent on reading the weights."""
 
 FEWEST_TOKENS_LEFT = 16
-"""Rows are compacted only if at least one row can still grow by this many tokens."""
+"""Live rows are moved to smaller arrays only if at least one row can still get this many tokens."""
 
 
 def length_bucket(length: int, limit: int | None = None) -> int:
@@ -33,7 +35,7 @@ def length_bucket(length: int, limit: int | None = None) -> int:
 
 
 def pad_tokens(rows: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "N W"]:
-    """Stacks rows of different lengths, padded on the right with 0."""
+    """Stacks token rows of different lengths. Each row is padded on the right with 0 to `width` tokens."""
     out = np.zeros((len(rows), width), np.int32)
     for padded, row in zip(out, rows, strict=True):
         padded[: len(row)] = row
@@ -41,13 +43,14 @@ def pad_tokens(rows: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "N 
 
 
 def slot_shape(prompts: int, size: int, at_once: int, prompt_length: int, max_tokens: int) -> tuple[int, int]:
-    """Chooses the number of slots and the number of rows per slot, with at most `at_once` rows in total.
+    """Chooses the number of slots and the number of rows per slot, with at most `at_once` rows in total. A slot holds
+    one prompt, and each of its rows holds one completion of this prompt.
 
-    If `at_once` rows suffice for all completions, each slot holds a whole group of `size` completions. Otherwise the
-    result has the lowest estimated cost. A slot takes the next prompt only when all of its rows have ended. If lengths
-    are distributed exponentially, the `w` rows of a slot need `1 + 1/2 + ... + 1/w` times the mean length until all
-    rows have ended. This wait is a reason for few rows per slot. The rows of a slot share the reads of the prompt's
-    keys. These shared reads are a reason for many rows per slot.
+    If `at_once` rows suffice for all completions, each slot has `size` rows: one for each completion of its prompt.
+    Otherwise the shape with the lowest estimated cost is chosen. Few rows per slot are good, because a slot takes the
+    next prompt only when all of its rows have ended. If lengths are distributed exponentially, `w` rows need
+    `1 + 1/2 + ... + 1/w` times the mean length until all have ended. Many rows per slot are good, because the rows of
+    a slot share the reads of the prompt's keys and values.
     """
     if at_once >= prompts * size:
         return prompts, size

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from tunix_like.rollout.sampler import Sampler
 
 MOST_APPENDED = 64
-"""Maximum number of tokens per row in one block, which bounds the memory. Longer replies take several blocks."""
+"""Maximum number of tokens of a reply that one call of `decoding.append` appends to a row. This limit bounds the
+memory. Longer replies take several calls."""
 
 
 class TurnSchedule(Schedule):
-    """The state of one call of `generate` with a `Responder`.
+    """The state of one call of `Sampler.generate` with a `Responder`, which replies to the turns of completions.
 
     Attributes:
       pending: `[p, i]`, whether completion `i` of prompt `p` waits for a reply.
@@ -66,7 +67,7 @@ class TurnSchedule(Schedule):
 
     def _make_room(self) -> None:
         """Makes space in the cache for another token of every live row, without overwriting tokens of waiting rows.
-        Also sets `Rows.held`."""
+        Also sets `Rows.held`, which marks the rows that can get more tokens."""
         self._free_columns(1)
         self.rows = self._placed(self.rows._replace(held=jnp.asarray(self._kept())))
 
@@ -75,8 +76,8 @@ class TurnSchedule(Schedule):
         return (self.row_sample >= 0) & (self.ages < self.sampler.max_tokens)
 
     def _grow(self) -> None:
-        """Enlarges the cache. Its largest size is `max_tokens` columns plus a block of replies, `MOST_APPENDED`
-        columns."""
+        """Enlarges the cache. The largest size of the cache is `max_tokens` columns for tokens plus `MOST_APPENDED`
+        columns for the replies that are appended next."""
         if self.rows.room < self.sampler.max_tokens:
             super()._grow()
         else:
@@ -101,7 +102,7 @@ class TurnSchedule(Schedule):
             self.rows = self._placed(decoding.compact_columns(self.rows))
 
     def _fill(self) -> None:
-        """Fills free rows with completions that wait, and appends to these rows the tokens that precede the first turn
+        """Starts waiting completions in free rows, and appends to these rows the tokens that precede the first turn
         (`Responder.opening`)."""
         free = self.row_sample < 0
         super()._fill()

@@ -40,9 +40,11 @@ from tunix_like.types import Engine
 class Parts(NamedTuple):
     """The loaded parts of a run.
 
-    If the model is abstract (shapes only), its shapes were compared with the stored weights, and `weights` is a text
-    that describes the stored weights. Otherwise `weights` is empty.
-    `first_observation` is what the environment adds to the prompt of the first row: a text or messages.
+    Attributes:
+      weights: empty if the weights are loaded. If the model is abstract (shapes only), a text about its weights: the
+        result of the comparison of the shapes with the stored weights, or that they are initialised at random.
+      first_observation: the text or the messages that the environment adds to the prompt of the first data row; None
+        without an environment.
     """
 
     config: Config
@@ -57,7 +59,7 @@ class Parts(NamedTuple):
     first_observation: Any = None
 
     def evaluator(self, settings: EvalConfig) -> Evaluator:
-        """Builds an evaluator for the held-out problems of the run. `settings` replaces the `eval` section."""
+        """Builds an evaluator for the held-out problems of the run. `settings` replaces the config section `eval`."""
         graphdef = nnx.split(self.model)[0]
         engine = make_engine(graphdef, self.tokenizer, self.config.rollout, self.mesh)
         given = self.tokenizer, self.source, self.rewards, self.environments
@@ -65,17 +67,18 @@ class Parts(NamedTuple):
 
     @property
     def source_estimators(self) -> dict[str, dict[str, Any]]:
-        """The estimators of the data sources of a mix, by label, as the learner expects them."""
+        """The advantage estimator and its parameters by label of the data source, for the sources of a mix that set the
+        estimator or a parameter."""
         return source_estimators(self.config.data, self.config.algorithm)
 
 
 def check_config(config: Config) -> tuple[Config, type[Learner]]:
-    """Resolves the algorithm's defaults, and runs all checks that need neither data nor model.
+    """Fills in the defaults of the section `algorithm`, and runs all checks of a config that need no data and no model.
 
-    Returns the resolved config and the learner class.
+    Returns the resulting config and the learner class.
 
     Raises:
-      UserError: a key is wrong (the message names it).
+      UserError: a key is wrong. The message names the key.
     """
     learner = find_learner(config.algorithm.advantage_estimator)
     algorithm = resolve(config.algorithm, learner.config_class)
@@ -103,7 +106,7 @@ def check_config(config: Config) -> tuple[Config, type[Learner]]:
 
 
 def _check_lora(config: Config) -> None:
-    """Checks the keys that need `lora.rank`."""
+    """Raises UserError if `lora.rank` is unset and another key has a value that needs adapters."""
     lora, model = config.lora, config.model
     if lora.rank is not None:
         return
@@ -121,7 +124,7 @@ def _check_lora(config: Config) -> None:
 
 
 def _defaults_read(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """Returns the default values of the unset keys that the estimator and the loss read.
+    """Returns the default values of the unset keys of the section `algorithm` that the estimator and the loss read.
 
     Parameters of a user-defined estimator are left out, because their names can equal those of unrelated config keys.
     """
@@ -136,7 +139,7 @@ def _defaults_read(algorithm: AlgorithmConfig) -> dict[str, Any]:
 
 
 def assemble(config: Config, *, abstract: bool = False) -> Parts:
-    """Checks a config and loads its parts. Data and rewards are checked before weights are loaded.
+    """Checks a config and loads the parts of its run. Data and rewards are checked before weights are loaded.
 
     If `abstract` is True, the model has shapes only, and no weights are read, initialised or downloaded.
     """
@@ -165,7 +168,8 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
 
 
 def check_batches(config: Config, mesh: Mesh | None) -> None:
-    """Raises UserError if a batch size is not divisible by the mesh (the message names the key)."""
+    """Raises UserError if the mesh cannot split the prompts of a batch into equal parts. The message names the key of
+    the batch size."""
     mini = config.training.mini_batch_size or config.data.batch_size
     check_batch(mesh, "data.batch_size", config.data.batch_size)
     check_batch(mesh, "training.mini_batch_size", min(mini, config.data.batch_size))
@@ -183,14 +187,15 @@ _TOKENIZER = "For this data source set model.path to a folder with a tokenizer (
 
 
 def named_model(section: ModelConfig, own: Tokenizer | None) -> str | dict[str, Any]:
-    """Returns the model argument of `load_model`: a path or hub id, or an HF config.
+    """Returns the model argument of `load_model`: a path or hub id, or a Hugging Face config as a dict.
 
     Args:
-      own: the tokenizer of the data source, which sets the vocabulary size of an HF config.
+      own: the tokenizer of the data source; None if the source has none. A config without `vocab_size` gets the
+        vocabulary size of this tokenizer.
 
     Raises:
-      UserError: path and config are both set, `model.init` is not "random" for a config, or neither the config nor a
-        tokenizer gives the vocabulary size.
+      UserError: `model.path` and `model.config` are both set, `model.init` is not "random" for a config, or neither the
+        config nor a tokenizer gives the vocabulary size.
     """
     if section.path is not None:
         if section.config is not None:

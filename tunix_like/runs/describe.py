@@ -49,12 +49,16 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
 
 
 def _memory_estimate(parts: Parts) -> MemoryEstimate:
-    """Estimates the memory of the run. Raises UserError if a batch size does not fit, unless the model is abstract."""
+    """Estimates the memory of the run. If the model has weights, raises UserError if a single completion does not fit
+    into memory. If the model has only shapes, the estimate contains this error instead."""
     return estimate_memory(parts.config, parts.model, parts.mesh, slot_shape, refuse=not parts.weights)
 
 
 def check_memory(parts: Parts) -> bool:
-    """Returns whether the memory of this machine's devices is known.
+    """Checks that the run fits into the memory of this machine's devices, as far as their memory is known.
+
+    Returns:
+      whether the memory of the devices is known.
 
     Raises:
       UserError: the memory is known, and the run is estimated to need more.
@@ -107,7 +111,7 @@ def describe_model(model: Decoder) -> str:
 
 
 def _describe_options(algorithm: AlgorithmConfig) -> str:
-    """Describes the parameters of estimator and loss, and the other options of the objective."""
+    """Describes the parameters of the advantage estimator and the loss, and further options of the algorithm."""
     texts = [
         f"{key} {value:g}" for key in (*ESTIMATOR_KEYS, *LOSS_KEYS) if (value := getattr(algorithm, key)) is not None
     ]
@@ -131,7 +135,8 @@ def _describe_options(algorithm: AlgorithmConfig) -> str:
 
 
 def _describe_sources(parts: Parts) -> list[tuple[str, str]]:
-    """Describes each source of a mix: its share of the prompts and its estimator; empty for a single source."""
+    """Describes each data source of a mix: its share of the prompts and its advantage estimator. The list is empty if
+    there is a single source."""
     by_source, out = parts.source_estimators, []
     for label, part in parts.source.parts.items():
         given = dict(by_source.get(label, {}))

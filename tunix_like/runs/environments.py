@@ -20,20 +20,23 @@ from tunix_like.rollout.environments.verifiers import VerifiersEnvironments
 from tunix_like.runtime.user_code import is_own
 
 MOST_WORKERS = 4
-"""Default maximum number of worker processes of rewards, and of environment steps that run at the same time."""
+"""Default of `rewards.workers`, and of `environment.workers` for environments and tools of the user. If the machine has
+fewer CPU cores, the number of cores is the default."""
 
 MOST_WAITING = 32
-"""Default maximum number of simultaneous environment steps that run on a server. They need no core of this machine."""
+"""Default of `environment.workers` for `openenv` and `verifiers`. Environments of `openenv` run on a server, so their
+steps need no CPU core of this machine."""
 
 READ_BY_VERIFIERS = ("max_turns", "mode", "workers", "timeout_seconds")
-"""Keys of `environment` that have an effect with `data.name: verifiers`."""
+"""Keys of the config section `environment` that have an effect with `data.name: verifiers`."""
 
 
 def has_environment(config: Config) -> bool:
-    """Returns whether the config sets an environment.
+    """Returns whether the config has an environment: `environment.name`, `environment.tools` or `data.name=verifiers`.
 
     Raises:
-      UserError: both a name and tools are set, or other keys are set without a name and without tools.
+      UserError: both `environment.name` and `environment.tools` are set, other keys of the section are set without an
+        environment, or a key is not valid for `verifiers`.
     """
     section = config.environment
     if config.data.name == VERIFIERS:
@@ -58,12 +61,13 @@ def has_environment(config: Config) -> bool:
 def environments_of(config: Config) -> Environments | None:
     """Returns the environments of a config; None if the config sets no environment.
 
-    Each environment runs in its own process. However, if `environment.workers` is unset, the environments of this
-    library except `openenv` run in the training process. These environments do not hang or crash, and starting a
-    process takes longer than one of their episodes.
+    The environment of each trajectory runs in a process of its own, with two exceptions. All environments of
+    `verifiers` run in one process. If `environment.workers` is unset, the environments of this library except `openenv`
+    run in the training process. Such an environment does not hang or crash, and its episode takes less time than the
+    start of a process.
 
     Raises:
-      UserError: the environment or a tool cannot be used, or a limit has no effect.
+      UserError: the environment or a tool cannot be used, or a time or memory limit is set that has no effect.
     """
     if not has_environment(config):
         return None
@@ -112,7 +116,7 @@ def _check_verifiers(section: EnvironmentConfig) -> None:
 
 
 def _check_unlimited(section: EnvironmentConfig) -> None:
-    """Raises UserError if a limit is set for an environment that runs in this process."""
+    """Raises UserError if a time or memory limit is set. Environments in the training process have no limits."""
     for key in ("timeout_seconds", "memory_gb"):
         if getattr(section, key) != getattr(EnvironmentConfig(), key):
             raise UserError(

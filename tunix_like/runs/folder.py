@@ -52,7 +52,8 @@ CHANGEABLE = (
 def run_folder(config: Config, config_path: str | Path, kind: str) -> Path:
     """Returns `training.output_dir`, or `runs/<config>-<kind>-s<seed>`.
 
-    `kind` is the estimator. If it is given as `FILE.py:function`, only the name of the function is used.
+    `kind` is the name of the advantage estimator. For an estimator `FILE.py:function`, only the name of the function is
+    used.
     """
     if config.training.output_dir is not None:
         return Path(config.training.output_dir)
@@ -61,11 +62,12 @@ def run_folder(config: Config, config_path: str | Path, kind: str) -> Path:
 
 
 def claim(folder: Path, parts: Parts) -> None:
-    """Writes the config and the model description into the folder, or checks that the folder belongs to this run.
+    """Checks that a run may use the folder, and writes the config and the model description of the run into the folder.
 
     Raises:
-      UserError: the folder belongs to a run with another config, or it is not empty and is not a run folder. In the
-        first case, the message lists the keys that differ: first those that must be equal, then those that may differ.
+      UserError: the folder has checkpoints of a run with another config, or the folder is not empty and is not a run
+        folder. In the first case, the message lists the keys that differ: first those that must be equal, then those
+        that may differ.
     """
     begun = newest_checkpoints(folder) is not None
     by_first(lambda: _claim(folder, parts, begun))
@@ -93,7 +95,8 @@ def _claim(folder: Path, parts: Parts, begun: bool) -> None:
 
 
 def newest_checkpoints(run: Path) -> Path | None:
-    """Returns the folder of a run's RL checkpoints. Without these, returns the folder of SFT checkpoints or None."""
+    """Returns the folder of a run's RL checkpoints. If there are no RL checkpoints, returns the folder of the SFT
+    checkpoints, or None if the run has no checkpoint at all."""
     for name in ("checkpoints", "sft_checkpoints"):
         checkpoints = Checkpoints(run / name)
         step = checkpoints.latest_step()

@@ -58,7 +58,8 @@ from tunix_like.types import GroupBatch
 logger = logging.getLogger("tunix_like")
 
 KERNELS = ("cudnn", "splash")
-"""Attention kernels that the CPU backend does not support; in a simulation they are replaced by blocked attention."""
+"""Attention kernels that the CPU backend does not support. If programs are compiled for the CPU of this machine,
+blocked attention replaces these kernels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +72,9 @@ class Program:
       operations: number of multiplications and additions of this program in a training step, summed over all devices,
         for completions of full length. Recomputation and padding are not counted.
       calls: number of times that the program runs in a training step.
-      trips: number of iterations of each loop that depends on the inputs of the program, for completions of full
-        length.
-      estimate: the memory of the program as estimated by `memory.py`; None if there is no estimate.
+      trips: for each loop whose length depends on the inputs of the program: its number of iterations for completions
+        of full length, by name of the loop.
+      estimate: the estimated memory of the phase in which the program runs; None if there is no estimate.
       token_loop: name of the loop that samples one token per row in each iteration; None if the program has none.
     """
 
@@ -104,7 +105,7 @@ class Plan:
 
     @property
     def group(self) -> tuple[int, int]:
-        """Prompts per step, and completions per prompt."""
+        """Number of prompts per step, and number of completions per prompt."""
         return self.config.data.batch_size, self.config.algorithm.num_generations
 
     @functools.cached_property
@@ -129,24 +130,25 @@ class Plan:
 
     @property
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths of the prompts and completions of a step, all of full length."""
+        """Lengths of the prompts and of the completions of a step. All lengths are the maximum lengths."""
         (prompts, group), (width, steps) = self.group, self.widths
         return np.full(prompts, width), np.full((prompts, group), steps)
 
     def phase(self, *names: str) -> Phase:
-        """Returns the phase with the highest estimated memory among the phases with these names."""
+        """Returns the phase of the memory estimate that needs the most memory, among the phases with these names."""
         return max((phase for phase in self.estimate.phases if phase.name in names), key=lambda phase: phase.bytes)
 
 
 def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | None = None) -> Plan:
-    """Resolves a config and builds its abstract model and mesh.
+    """Resolves the defaults of a config, and builds its mesh and its abstract model (shapes without weights).
 
     Args:
       device: the backend and memory to plan for; None means the CPU of this machine.
       devices: descriptions of the devices to compile for; None means all devices of the current backend.
 
     Raises:
-      UserError: a key is invalid, config.json is missing, or the mesh does not fit the devices or parameters.
+      UserError: a config key is invalid, the config.json of the model is missing, or the mesh does not fit the devices
+        or the parameters.
     """
     config, _ = check_config(config)
     section = config.model
@@ -210,7 +212,7 @@ def update_program(plan: Plan) -> Program:
 
 
 def logprobs_program(plan: Plan) -> Program | None:
-    """Describes the program of a batch's log-probabilities without a gradient (`training/updates.py`).
+    """Describes the program that computes the log-probabilities of a batch without a gradient (`training/updates.py`).
 
     In a step, the program runs once if a batch has several updates, once if there is a KL term, and once more if the KL
     term is part of the reward. Returns None if a step does not run the program.
@@ -234,14 +236,15 @@ def _packed_trips(plan: Plan, packed: Packed) -> Trips:
 def _block_trips(plan: Plan) -> Trips:
     """Returns the numbers of iterations of the loops over key blocks in blocked attention.
 
-    A causal loop has the average number of iterations over the query blocks. A loop over a prompt has one iteration per
-    block of the prompt. Sliding windows would reduce the number of iterations, but are not considered.
+    For causal attention, the number differs between query blocks, and the mean over the query blocks is returned. For
+    attention to a whole prompt, it is the number of key blocks of the prompt. Sliding windows would reduce the numbers,
+    but are not considered.
     """
     return {CAUSAL_BLOCKS: lambda around: (around + 1) / 2, ALL_BLOCKS: float(math.ceil(plan.widths[0] / BLOCK))}
 
 
 def _packed(plan: Plan, most: int) -> Packed:
-    """Packs the completions of the first `most` prompts, all of full length."""
+    """Packs the completions of the first `most` prompts of a step. All completions have full length."""
     prompts, group = plan.group
     layout = choose_layout(group, most, plan.widths, plan.estimate.micro_batch, prompt_parts(plan.mesh))
     first = np.zeros((prompts, group), bool)
@@ -250,7 +253,7 @@ def _packed(plan: Plan, most: int) -> Packed:
 
 
 def _batch(plan: Plan) -> GroupBatch:
-    """Returns the shapes of a rollout batch."""
+    """Returns a rollout batch with shapes instead of arrays."""
     (prompts, group), (width, steps) = plan.group, plan.widths
 
     def shape(*axes: int, dtype: Any = jnp.int32) -> Any:
@@ -291,7 +294,8 @@ def _prompt_inputs(plan: Plan, prompts: int) -> tuple[Any, Any]:
 
 
 def reshard_program(plan: Plan) -> Program | None:
-    """Describes the program that converts the weights to the sampling layout; returns None on a single device."""
+    """Describes the program that converts the weights to the layout for sampling. Returns None if the sampler uses a
+    single device."""
     if plan.sampling_mesh is None or not plan.lays_out:
         return None
     graphdef, params = plan.split
@@ -300,7 +304,7 @@ def reshard_program(plan: Plan) -> Program | None:
 
 
 def prefill_program(plan: Plan) -> Program:
-    """Describes the program that processes the first prompts (`rollout/schedule.py`)."""
+    """Describes the program that prefills the first prompts of a step (`rollout/schedule.py`)."""
     prompts, shape = prefilled_prompts(_slots(plan), plan.group[1]), _slots(plan)
     if shape[1] < plan.group[1]:  # the sampler pads the prompts to a multiple of the shards
         prompts += -prompts % prompt_parts(plan.sampling_mesh)

@@ -15,7 +15,11 @@ from tunix_like.runs.environments import MOST_WORKERS, has_environment
 
 
 def reward_entries(config: Config, default: str | None = None) -> list[tuple[str, float]]:
-    """Returns names and weights of `rewards.functions`. Raises UserError if an entry is not `{name, weight}`."""
+    """Returns the names and weights of the reward functions in `rewards.functions`. If this key is unset, returns only
+    the name `default` with weight 1, or nothing if `default` is None.
+
+    Raises UserError if the list is empty, or if an entry is not valid or occurs twice.
+    """
     entries = config.rewards.functions
     if entries is None:
         return [] if default is None else [(default, 1.0)]
@@ -41,10 +45,10 @@ def reward_entries(config: Config, default: str | None = None) -> list[tuple[str
 
 
 def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]:
-    """Returns the reward functions of the section `rewards`. Some or all of them run in worker processes.
+    """Returns the reward functions of the config section `rewards`. Some or all of them run in worker processes.
 
-    If `rewards.functions` is unset, the reward function of the data source is used, or none if the run has an
-    environment. Raises UserError if the rows of the source do not have the columns that the functions need.
+    If `rewards.functions` is unset, the reward function of the data source is used. A run with an environment then has
+    no reward functions. Raises UserError if the rows of the source do not have the columns that the functions need.
     """
     default = None if has_environment(config) else source.reward  # an environment gives rewards itself
     functions = [(name, resolve_reward(name), weight) for name, weight in reward_entries(config, default)]

@@ -61,7 +61,8 @@ class Trained(NamedTuple):
 
 
 def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = False, whole: bool = False) -> Trained:
-    """Opens a run folder (newest checkpoint), a checkpoint (`RUN/checkpoints/STEP` or `.../best`), or a model.
+    """Opens a trained model: the newest checkpoint of a run folder, the checkpoint `RUN/checkpoints/STEP` or
+    `RUN/checkpoints/best`, or a model.
 
     Args:
       path: a run folder, a checkpoint of a run, a model folder or a hub id.
@@ -142,7 +143,8 @@ def best_checkpoint(run: Path, overrides: Sequence[str] = ()) -> Path:
 
 
 def _named_base(run: Path) -> list[str]:
-    """Returns the overrides that select the base model of a run's adapters, from the adapter config of the run."""
+    """Returns the config overrides that select the base model of a run's adapters. The adapter config of the run names
+    the base model."""
     fields = read_adapter_config(run / "model")
     names = {"path": "base_model_name_or_path", "quantize": "quantize", "param_dtype": "param_dtype"}
     return [f"model.{key}={fields[name]}" for key, name in names.items() if fields.get(name) is not None]

@@ -1,4 +1,4 @@
-"""Describes accelerators that this machine does not have: specifications, slices, and jax devices to compile for."""
+"""Describes accelerators, which this machine need not have: specifications, slices, and jax devices to compile for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Accelerator:
       network_bytes: bytes per second that a device receives from other devices if all its links are in use.
       between_nodes: bytes per second that a device receives from other nodes; None if all devices are in one network.
       clock: cycles per second, to convert the cycles that the TPU compiler reports to seconds; None for a GPU.
-      slices: the shape of each available slice by its number of chips; empty for a GPU.
+      slices: maps the number of chips of each available TPU slice to the shape of the slice; empty for a GPU.
       description: for a GPU, the fields of `_TARGET` that differ between kinds; empty for a TPU.
     """
 
@@ -42,14 +42,14 @@ class Accelerator:
     description: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
     def network(self, number: int) -> float:
-        """Returns the bytes per second that each device of a group of `number` devices receives."""
+        """Returns how many bytes per second each device can receive from the other devices of a group of `number`."""
         if self.between_nodes is not None and number > NODE:
             return self.between_nodes
         return self.network_bytes
 
 
 NODE = 8
-"""Number of GPUs of a node."""
+"""Number of GPUs per node."""
 
 MOST_DEVICES = 256
 """Maximum number of devices: the size of the largest v5e slice."""
@@ -90,7 +90,7 @@ KINDS = {
 }
 
 PLUGINS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin", "jax-cuda13-plugin")}
-"""Packages with the compiler of a backend; one of them is enough."""
+"""The packages that contain the compiler of each jax backend; one installed package is enough."""
 
 EXTRAS = {"tpu": "'tunix-like[tpu]'", "gpu": "'tunix-like[cuda12]'"}
 
@@ -108,11 +108,12 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 device_description_str: "NVIDIA {name}"
 """
-"""The description of a GPU for XLA, a text-format `GpuTargetConfigProto`."""
+"""Template of the description of a GPU for XLA, a `GpuTargetConfigProto` in text format."""
 
 
 def parse_devices(text: str) -> tuple[Accelerator | None, int]:
-    """Parses `v5e-8`, `8xh100` or `8` to a kind and a number. The kind of a bare number is None, the CPU of this host.
+    """Parses `v5e-8`, `8xh100` or `8` to an accelerator kind and a number of devices. A number without a kind means
+    CPU devices of this host; the returned kind is then None.
 
     Raises:
       UserError: the text has another form, the kind is unknown, or there is no such slice or number of devices.
@@ -134,7 +135,7 @@ def parse_devices(text: str) -> tuple[Accelerator | None, int]:
 
 
 def sizes_of(kind: Accelerator) -> str:
-    """Returns the available numbers of chips of a TPU kind as text."""
+    """Returns the available numbers of chips of a TPU kind as text, for an error message."""
     return ", ".join(map(str, (1, *kind.slices)))
 
 
@@ -143,14 +144,15 @@ def _nodes() -> tuple[int, ...]:
 
 
 def at_least(kind: Accelerator, number: float) -> str | None:
-    """Returns the smallest `--devices` value of a kind with at least `number` devices; None if there is none."""
+    """Returns the smallest value of `--devices` that gives at least `number` devices of a kind; None if there is
+    none."""
     sizes = (1, *kind.slices) if kind.slices else _nodes()
     size = next((size for size in sizes if size >= number), None)
     return None if size is None else f"{kind.name}-{size}" if kind.slices else f"{size}x{kind.name}"
 
 
 def prepare() -> None:
-    """Sets the environment variables that compilation for absent devices needs. Call it before jax is imported."""
+    """Sets the environment variables for compilation without the devices. Must be called before jax is imported."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # otherwise jax searches for devices for seconds and prints many warnings
     for name, value in {
         "TPU_SKIP_MDS_QUERY": "1",  # do not query the metadata server of a TPU host
@@ -165,7 +167,7 @@ def prepare() -> None:
 
 
 def compiler_of(kind: Accelerator) -> str | None:
-    """Returns the name and version of the installed compiler for a kind; None if there is none."""
+    """Returns the name and version of the installed compiler for an accelerator kind; None if there is none."""
     for package in PLUGINS[kind.backend]:
         if importlib.util.find_spec(package.replace("-", "_")) is not None:
             return f"XLA:{kind.backend.upper()} ({package} {importlib.metadata.version(package)})"
@@ -178,9 +180,9 @@ def cudnn_installed() -> bool:
 
 
 def described_devices(kind: Accelerator, number: int) -> Sequence[Any]:
-    """Returns jax devices for compilation only: they cannot hold arrays.
+    """Returns `number` jax devices of an accelerator kind for compilation only: they cannot hold arrays.
 
-    For one chip, returns a chip of the smallest slice, because jax has no topology of one chip.
+    One TPU chip is returned as a part of the smallest slice, because jax has no topology of one chip.
 
     Raises:
       RuntimeError: the compiler of the kind is not installed, or cannot be used.

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from tunix_like.types import Message
 
 REQUEST = struct.Struct("!Q")
-"""Header of a request: its length in bytes."""
+"""Header of a request, which contains the length of the request in bytes."""
 
 ANSWER = struct.Struct("!BQ")
-"""Header of an answer: one of the statuses below, and its length in bytes."""
+"""Header of an answer: a status (`RENDERED`, `FAILED`, `TOO_LONG` or `NO_MEMORY`), and the length of the answer's text
+in bytes."""
 
 RENDERED, FAILED, TOO_LONG, NO_MEMORY = range(4)
 
@@ -32,17 +33,18 @@ _START = (
     "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
     "from tunix_like.runtime.template_worker import serve; serve(given['seconds'], given['memory'])"
 )
-"""Code that the interpreter runs (`-c`). Its settings are passed as JSON and include the `sys.path` of the run."""
+"""Code that the rendering process runs (`python -c`). The settings are passed as JSON and include the `sys.path` of the
+run."""
 
 SECONDS = 5.0
 """CPU time limit of one rendering; a typical rendering takes about 20 microseconds."""
 
 MEMORY = 2 * 1024**3
-"""Memory limit of the process in bytes."""
+"""Memory limit of the rendering process in bytes."""
 
 MOST = 10_000_000
-"""A rendering is allowed to have `MOST` characters plus `GROWTH` times the characters of its values. A million tokens
-have about 5 million characters."""
+"""A rendered text may have at most `MOST` characters, plus `GROWTH` times the number of characters in the inserted
+values. A million tokens have about 5 million characters."""
 
 GROWTH = 8
 
@@ -51,7 +53,8 @@ _LIMITS = {
     NO_MEMORY: f"it takes more than {MEMORY >> 30} GB of memory",
 }
 _WINDOW = 32_768
-"""Maximum bytes of unanswered requests. The limit is half of the pipe capacity if that is less."""
+"""Maximum total size in bytes of the requests that are sent but not yet answered. The maximum is half of the pipe's
+capacity if that is smaller."""
 
 
 class TemplateFailed(Exception):
@@ -59,8 +62,7 @@ class TemplateFailed(Exception):
 
 
 class _Worker:
-    """The process that renders templates. `render` starts the process at its first call, and the process ends
-    with the run."""
+    """The process that renders templates. The first call of `render` starts it, and it ends when the run ends."""
 
     def __init__(self) -> None:
         settings = {"path": sys.path, "seconds": SECONDS, "memory": MEMORY}
@@ -84,11 +86,12 @@ class _Worker:
     def answers(self, requests: Sequence[bytes]) -> Iterator[tuple[int, str]]:
         """Sends requests and yields the status and the text of each answer, in the order of the requests.
 
-        The process renders the next request while this method reads the previous answer. A further request
-        is sent only if all unread requests fit into the pipe, so neither process waits for the other.
+        Several requests are sent ahead, so that the process renders the next request while this method reads an
+        answer. A request is sent ahead only if all unanswered requests fit into the pipe together. Otherwise both
+        processes could block.
 
         Raises:
-          TemplateFailed: the process ended while it rendered the next request.
+          TemplateFailed: the process ended before it answered a request.
         """
         sent = waiting = 0  # number of sent requests; bytes of sent requests without an answer
         try:
@@ -143,7 +146,7 @@ def request(source: str, variables: Mapping[str, Any], size: int) -> bytes:
 
     Args:
       source: the template.
-      variables: the variables of the template; plain values.
+      variables: maps the names of the template's variables to plain values, such as texts, lists and dicts.
       size: total number of characters of the values in `variables`.
 
     Raises:
@@ -157,11 +160,10 @@ def request(source: str, variables: Mapping[str, Any], size: int) -> bytes:
 
 
 def render(requests: Sequence[bytes]) -> list[str | TemplateFailed]:
-    """Renders requests. Returns for each request the rendered text or the failure: the template raised an exception,
-    or the text has too many characters.
+    """Renders requests in the rendering process. Returns, for each request, the rendered text or a `TemplateFailed`.
 
-    A request that takes more than `SECONDS` or `MEMORY` ends the process. The last result is then the failure of this
-    request. The requests after it have no result, and the caller must send them again.
+    If the process ends during a request, for example after more than `SECONDS` of CPU time, the returned list ends with
+    the failure of this request. The caller must then send the later requests again.
     """
     global _worker
     done: list[str | TemplateFailed] = []
@@ -192,7 +194,7 @@ def _forget() -> None:
 
 
 def template_error(turns: Sequence[Mapping[str, Any]], failure: Exception) -> UserError:
-    """Returns the error for a conversation on which the chat template failed."""
+    """Returns the error to raise if the chat template failed on a conversation."""
     roles = [str(turn["role"]) for turn in turns]
     cure = " If it rejects system messages, unset data.system_prompt and put its text into data.prompt_template."
     return UserError(
@@ -202,7 +204,8 @@ def template_error(turns: Sequence[Mapping[str, Any]], failure: Exception) -> Us
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Checks messages and returns them as plain dicts, because a template must receive ordinary JSON values."""
+    """Checks that each message has a role and a content. Returns the messages as plain dicts, because a template must
+    receive ordinary JSON values."""
     for position, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
             raise UserError(f"Message {position} of a prompt must have 'role' and 'content'; it is {message!r}.")

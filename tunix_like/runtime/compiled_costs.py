@@ -17,17 +17,18 @@ from tunix_like.runtime.compiled_text import Computation, Instruction, Module, S
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 
 Trips = Mapping[str, float | Callable[[float], float]]
-"""Maps the name of the scope of a loop to its number of trips, or to a function that returns this number, given the
-number of trips of the enclosing loop."""
+"""Maps the name of the `jax.named_scope` of a loop to the number of iterations of the loop. The value can also be a
+function that computes this number from the number of iterations of the enclosing loop."""
 
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
     "opt-barrier", "while", "conditional", "call",
 }  # fmt: skip
-"""Opcodes that move no data themselves."""
+"""Opcodes of XLA instructions that read and write no main memory themselves."""
 
 UNKNOWN_CYCLES = 2**62
-"""Cycles from this number on are not an estimate: XLA:TPU writes the largest 64-bit integer for a few fusions."""
+"""A number of cycles at or above this limit is not an estimate. XLA:TPU writes the largest 64-bit integer for a few
+fusions."""
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|__cudnn\$)')
@@ -38,15 +39,15 @@ _GEMM = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 
 @dataclasses.dataclass
 class Costs:
-    """Totals of a program on one device.
+    """Total costs of a compiled program on one device.
 
     Attributes:
-      operations: multiplications and additions of matrix products, except those inside kernels.
-      memory_bytes: bytes that instructions read from and write to main memory.
-      cycles: the estimate of the compiler, without collectives and kernels; 0 if the compiler gives no estimate.
-      collectives: bytes that the device receives from other devices, by kind of collective.
+      operations: number of multiplications and additions in matrix products, except in those inside kernels.
+      memory_bytes: number of bytes that instructions read from and write to main memory.
+      cycles: number of cycles that the compiler estimates, without collectives and kernels; 0 if it estimates none.
+      collectives: number of bytes that the device receives from other devices, by kind of collective.
       numbers: number of executed collectives, by kind.
-      kernels: number of calls of kernels (Pallas, cuDNN). Their operations and cycles are not known.
+      kernels: number of calls of kernels (Pallas, cuDNN). The operations and cycles of kernels are not known.
     """
 
     operations: float = 0.0
@@ -61,7 +62,7 @@ class Costs:
         return sum(self.collectives.values())
 
     def add(self, other: Costs, times: float = 1.0) -> None:
-        """Adds `other`, multiplied by `times`."""
+        """Adds the costs `other`, multiplied by `times`, to these costs."""
         self.operations += times * other.operations
         self.memory_bytes += times * other.memory_bytes
         self.cycles += times * other.cycles
@@ -72,14 +73,15 @@ class Costs:
 
 
 class Counter:
-    """Adds up the costs of a program.
+    """Adds up the costs of a compiled program.
 
     Args:
-      text: the optimised text of the program.
-      trips: see `Trips`. A loop counts as one trip if neither `text` nor `trips` gives its number of trips.
+      text: the optimised program as text, from `compiled.as_text()`.
+      trips: maps the `jax.named_scope` of a loop to its number of iterations; see `Trips`. It is for loops whose number
+        of iterations is not in `text`. A loop counts as one iteration if neither gives a number.
 
     Attributes:
-      unknown: scopes of the loops that counted as one trip because their number of trips was not given.
+      unknown: scopes of the loops that counted as one iteration because their number of iterations was not given.
     """
 
     def __init__(self, text: str, trips: Trips):
@@ -92,8 +94,8 @@ class Counter:
         return self._costs(self.module.entry, 1.0)
 
     def one_trip(self, scope: str) -> Costs:
-        """Returns the sum, over the loops of a scope, of the costs of one trip. The costs are 0 if the scope has no
-        loop."""
+        """Returns the costs of one iteration of the loop in a `jax.named_scope`. If the scope has several loops, their
+        costs are added; if it has none, the costs are 0."""
         found = Costs()
         for name, computation in self.module.computations.items():
             for loop in computation:
@@ -102,10 +104,10 @@ class Counter:
         return found
 
     def _computation(self, name: str, around: float) -> Costs:
-        """Returns the costs of one run of a computation.
+        """Returns the costs of executing a computation of the program once.
 
         Args:
-          around: the number of trips of the enclosing loop; 1 if there is none.
+          around: the number of iterations of the enclosing loop; 1 if there is none.
         """
         total, channels = Costs(), set[str]()
         computation = self.module.computations[name]
@@ -145,11 +147,11 @@ class Counter:
     def _inside(
         self, computation: Computation, instruction: Instruction, costs: Costs, channels: set[str], around: str = ""
     ) -> None:
-        """Adds to `costs` the matrix products and collectives of an instruction, and of all instructions inside a
-        fusion.
+        """Adds to `costs` the matrix products and collectives of an instruction. If it is a fusion, the instructions
+        inside the fusion are included.
 
-        A collective that overlaps with other work occurs in several fusions with the same channel. It is counted once:
-        `channels` holds the channels that are counted already.
+        A collective that overlaps with other work occurs in several fusions with the same channel id. To count it once,
+        `channels` contains the channel ids that are counted already.
 
         Args:
           around: the name of the fused computation that contains the instruction; empty if there is none.
@@ -171,7 +173,7 @@ class Counter:
                     self._inside(called, inner, costs, channels, name)
 
     def _memory(self, computation: Computation, instruction: Instruction) -> float:
-        """Returns the bytes that an instruction reads from and writes to main memory."""
+        """Returns the number of bytes that an instruction reads from and writes to main memory."""
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith(("-done", "-update")):
             return 0.0
@@ -190,7 +192,8 @@ class Counter:
         return _main(instruction.shapes) + sum(_main(each.shapes) for each in inputs)
 
     def _fusion_memory(self, called: Computation, inputs: list[Instruction], fusion: Instruction) -> float:
-        """Returns the bytes that a fusion reads from its operands and writes to its results."""
+        """Returns the number of bytes that a fusion reads from its operands and writes to its results in main
+        memory."""
         total = 0.0
         for index, operand in enumerate(inputs):
             if index in called.parameters and _main(operand.shapes):
@@ -204,13 +207,13 @@ class Counter:
 
 
 def _main(shapes: list[Shape]) -> float:
-    """Returns the bytes of the shapes that are in main memory."""
+    """Returns the total size in bytes of the arrays that are in main memory, given the shapes of several arrays."""
     return sum(shape.bytes for shape in shapes if not shape.on_chip)
 
 
 def _used(called: Computation, value: Instruction) -> float:
-    """Returns how many bytes the fusion `called` reads of its parameter `value`. If the fusion reads only slices, only
-    the slices are counted."""
+    """Returns how many bytes the fusion `called` reads of its parameter `value`. If the fusion reads only slices of the
+    parameter, only the bytes of the slices are counted."""
     read = 0.0
     for user in called.users.get(value.name, []):
         if user.opcode == "bitcast":
@@ -225,8 +228,8 @@ def _used(called: Computation, value: Instruction) -> float:
 
 
 def _written(called: Computation, value: Instruction) -> float:
-    """Returns how many bytes the fusion `called` writes for its result `value`. If the result is an operand that is
-    updated in place, only the update is counted."""
+    """Returns how many bytes the fusion `called` writes for its result `value`. If the result is an operand of which a
+    part is updated in place, only the bytes of this part are counted."""
     while value.opcode == "bitcast" and (inner := called.operand(value, 0)) is not None:
         value = inner
     if value.opcode == "dynamic-update-slice" and (update := called.operand(value, 1)) is not None:
@@ -239,9 +242,9 @@ def _is_async_collective(instruction: Instruction) -> bool:
 
 
 def _received(computation: Computation, instruction: Instruction, kind: str) -> float:
-    """Returns the bytes that a device receives in a collective. Assumes that each byte is sent only once.
+    """Returns the number of bytes that a device receives in a collective. Assumes that each byte is sent only once.
 
-    An all-reduce counts as a reduce-scatter and an all-gather.
+    An all-reduce counts as a reduce-scatter followed by an all-gather.
     """
     operands = [computation.instructions.get(name) for name in instruction.operands]
     size = sum(operand.bytes for operand in operands if operand is not None)
@@ -269,7 +272,7 @@ def _group_size(attributes: str) -> int:
 
 
 def _products(computation: Computation, instruction: Instruction) -> float:
-    """Returns the multiplications and additions of a matrix product; 0 for other instructions."""
+    """Returns the number of multiplications and additions of a matrix product; 0 for other instructions."""
     if instruction.opcode not in ("dot", "convolution", "custom-call"):
         return 0.0
     left, right = computation.operand(instruction, 0), computation.operand(instruction, 1)
@@ -289,7 +292,7 @@ def _products(computation: Computation, instruction: Instruction) -> float:
 
 
 def _convolution(instruction: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> float:
-    """Returns the multiplications and additions of a convolution, except those whose input is padding.
+    """Returns the number of multiplications and additions of a convolution, except those whose input is padding.
 
     The TPU compiler represents matrix products as convolutions, and batch axes as spatial axes.
     """
@@ -318,9 +321,11 @@ def _convolution(instruction: Instruction, left: tuple[int, ...], right: tuple[i
 
 @functools.lru_cache(4096)
 def _pairs(given: int, kernel: int, out: int, placed: tuple[int, int], dilated: tuple[int, int]) -> int:
-    """Returns the number of pairs (output position, kernel position) that use an input element, on one axis.
+    """Counts the pairs (output position, kernel position) of a convolution on one axis that read an input element and
+    not padding.
 
     Args:
+      given, kernel, out: sizes of the input, of the kernel and of the output.
       placed: the stride, and the padding before the first element.
       dilated: the dilation of the input and of the kernel.
     """

@@ -32,21 +32,21 @@ class Shape(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Size in bytes without padding; 0 for XLA tokens, which have no data."""
+        """Size of the array in bytes, without padding; 0 for XLA tokens, which have no data."""
         bits = re.search(r"\d+", self.dtype)
         size = 1.0 if self.dtype == "pred" else float(bits[0]) / 8 if bits else 0.0
         return size * math.prod(self.dims)
 
 
 class Instruction(NamedTuple):
-    """An instruction of a computation.
+    """An instruction of an XLA computation.
 
     Attributes:
       type: type of the result, as text.
       operands: names of the operands.
       attributes: the text after the operands.
-      value: the text between the parentheses: operands, or the value of a constant.
-      root: whether the instruction gives the result of its computation.
+      value: the text between the parentheses: operands, the value of a constant, or the index of a parameter.
+      root: whether the result of the instruction is the result of its computation.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Instruction(NamedTuple):
 
     @property
     def shapes(self) -> list[Shape]:
-        """Shapes of the result. A tuple has several."""
+        """Shapes of the arrays in the result; several if the result is a tuple."""
         return shapes_of(self.type)
 
     @property
@@ -68,7 +68,8 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[str]:
-        """Names of the called computations. The computations of a loop are not included: use `attribute`."""
+        """Names of the computations that the instruction calls. For a loop the list is empty: its body and its
+        condition are attributes."""
         found = _CALLED.findall(self.attributes)
         for names in _BRANCHES.findall(self.attributes):
             found += [name.strip(" %") for name in names.split(",")]
@@ -76,12 +77,13 @@ class Instruction(NamedTuple):
 
     @property
     def scope(self) -> str:
-        """The innermost `jax.named_scope` of a loop. Without a scope: empty, or the name of a jax transformation."""
+        """The innermost `jax.named_scope` of a loop. If there is no scope: an empty text, or the name of a jax
+        transformation."""
         found = _SCOPE.search(self.attributes)
         return found[1] if found else ""
 
     def attribute(self, name: str) -> str:
-        """Returns the word or number of an attribute `name=...`; an empty text if the attribute is missing."""
+        """Returns the value of the attribute `name=...`, a word or a number, as text; empty if it is missing."""
         found = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
         return found[1] if found else ""
 
@@ -92,7 +94,7 @@ class Instruction(NamedTuple):
 
 
 class Computation:
-    """The instructions of a computation by name, in the order of the text."""
+    """The instructions of an XLA computation by name, in the order of the program's text."""
 
     def __init__(self, instructions: list[Instruction]):
         self.instructions = {instruction.name: instruction for instruction in instructions}
@@ -123,8 +125,8 @@ class Computation:
         return self.instructions.get(instruction.operands[index])
 
     def constant(self, name: str) -> int | None:
-        """Returns the value of instruction `name`, an integer constant or a copy of one; None for other
-        instructions."""
+        """Returns the value of the instruction `name` if it is an integer constant or a copy of such a constant, else
+        None."""
         instruction = self.instructions.get(name)
         while instruction is not None and instruction.opcode in _PASSED_ON:
             instruction = self.operand(instruction, 0)
@@ -159,8 +161,8 @@ class Module:
     def trip_count(self, parent: str, loop: Instruction) -> int | None:
         """Returns the number of iterations of a loop in the computation `parent`; None if the number depends on data.
 
-        The number is `known_trip_count` if the compiler gives it. Otherwise it is computed for a loop whose counter is
-        compared with a constant.
+        The number is `known_trip_count` if the compiler gives it. Otherwise it is computed, if the loop runs while a
+        counter is less than a constant.
         """
         if known := _KNOWN.search(loop.attributes):
             return int(known[1])
@@ -177,8 +179,8 @@ class Module:
         return math.ceil(max(0, end - start) / step) if step else None
 
     def _start(self, parent: Computation, loop: Instruction, index: int) -> int:
-        """Returns the initial value of a loop's counter; 0 if this value is not a constant of `parent`. `index` is the
-        position of the counter in the state of the loop."""
+        """Returns the initial value of a loop's counter; 0 if this value is not a constant of the computation `parent`.
+        `index` is the position of the counter in the state of the loop."""
         state = parent.operand(loop, 0)
         if state is None or state.opcode != "tuple":
             return 0
@@ -201,12 +203,12 @@ class Module:
 
 
 def loop_direction(compare: Instruction) -> str:
-    """Returns the direction of a comparison, e.g. LT."""
+    """Returns the direction of a comparison instruction, e.g. `LT` for "less than"."""
     return compare.attribute("direction")
 
 
 def shapes_of(text: str) -> list[Shape]:
-    """Returns the shapes in the text of a type."""
+    """Returns the shapes of the arrays in the text of an instruction's type."""
     found = []
     for dtype, dims, layout in _SHAPE.findall(text):
         sizes = tuple(int(size) for size in dims.replace("<=", "").split(",") if size)

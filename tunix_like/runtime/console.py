@@ -1,6 +1,6 @@
 """Prints the console output of a run: one line per step, tables, and text with control characters escaped.
 
-Metrics that a row does not contain are left out.
+The line of a step contains only the metrics that were computed in this step.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def print_completion(text: str) -> None:
 
 
 def step_line(name: str, step: int, total: int | None, metrics: Mapping[str, Any]) -> str:
-    """Formats a step as one line: rewards, success, length, loss, speed, share of the step time
-    per phase, evaluation.
+    """Formats the metrics of a training step as one line: rewards, success, length, loss, speed, the parts of the step
+    time, evaluation.
 
     Args:
-      name: the phase (`train` or `sft`). Metric names can begin with the phase and a slash.
+      name: `train` or `sft`. Metric names can begin with this name and a slash.
       step: number of the step, from 1.
       total: total number of steps; None if unknown.
       metrics: a row of `metrics.jsonl`. Times are in seconds, ratios between 0 and 1.
@@ -91,12 +91,13 @@ def step_line(name: str, step: int, total: int | None, metrics: Mapping[str, Any
 
 
 def samples_each(number: int) -> str:
-    """Formats the number of samples per problem."""
+    """Formats the number of samples per problem, e.g. `4 samples each`."""
     return f"{number} sample{'s' * (number != 1)} each"
 
 
 def evaluated_samples(metrics: Mapping[str, Any]) -> int | None:
-    """Returns the number of samples per problem of an evaluation: the n of the metric `eval/avg@n`. None if unknown."""
+    """Returns the number of samples per problem in an evaluation: the n in the name of the metric `eval/avg@n`. Returns
+    None if there is no such metric."""
     return next((int(name.removeprefix("eval/avg@")) for name in metrics if name.startswith("eval/avg@")), None)
 
 
@@ -108,7 +109,7 @@ def problems(number: int, skipped: int, name: str = "problems") -> str:
 def figure(name: str, value: Any, low: Any = None, high: Any = None) -> str:
     """Formats a metric for a table: an int in full, a ratio in percent, any other number to three digits.
 
-    If both ends of the interval are given, adds the interval: `61.2% [58.7, 63.6]`.
+    If `low` and `high`, the ends of a confidence interval, are given, the interval is added: `61.2% [58.7, 63.6]`.
     """
     if not _is_number(value):
         return "-"
@@ -124,7 +125,7 @@ def figure(name: str, value: Any, low: Any = None, high: Any = None) -> str:
 def evaluation_cells(metrics: Mapping[str, Any]) -> dict[str, str]:
     """Returns a dict from metric name to formatted table cell for all `eval/<name>` metrics, in the order of `metrics`.
 
-    `eval/low/<name>` and `eval/high/<name>` are the ends of the interval of a metric.
+    `eval/low/<name>` and `eval/high/<name>` are the ends of the confidence interval of a metric.
     """
     values = {key.removeprefix("eval/"): value for key, value in metrics.items() if key.startswith("eval/")}
     return {
@@ -135,8 +136,7 @@ def evaluation_cells(metrics: Mapping[str, Any]) -> dict[str, str]:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, texts: Collection[str] = ()) -> None:
-    """Prints a table. Columns whose cells all start like numbers are aligned right, except the columns named in
-    `texts`."""
+    """Prints a table. A column is aligned right if all its cells begin like numbers and its name is not in `texts`."""
     cells = [[visible(str(cell)) for cell in row] for row in rows]
     grid = rich.table.Table(box=rich.box.HEAVY_HEAD if _has_box_characters() else rich.box.ASCII)
     for index, column in enumerate(columns):
@@ -177,7 +177,7 @@ def terminal() -> rich.console.Console:
 
 
 def last_printed() -> float:
-    """Returns the `time.monotonic` time of the last `print_text`; 0 before the first one."""
+    """Returns the `time.monotonic` time of the last call of `print_text`; 0 if there was no call."""
     return _last_printed
 
 
@@ -208,10 +208,10 @@ _OF_THE_STEP_BEFORE = frozenset(
 
 
 def _time_shares(metrics: Mapping[str, float]) -> str:
-    """Formats the share of each phase in the step time, largest first. Shares below 5% are omitted to keep the line
-    short.
+    """Formats the share of each activity (such as rollout or update) in the step time, largest first. Shares below 5%
+    are omitted to keep the line short.
 
-    If the rollout of this step was sampled during the previous step, the phases of the rollout are left out.
+    If the rollout of this step was sampled during the previous step, the activities of the rollout are left out.
     """
     whole = metrics["step_time_sec"]
     if metrics.get("staleness"):

@@ -15,7 +15,7 @@ import time
 from tunix_like.errors import UserError
 
 ANSWER_SECONDS = 20.0
-"""A server that accepts connections but does not answer for this number of seconds is an error."""
+"""An error is raised if a server accepts connections but does not answer for this number of seconds."""
 
 _RETRY_SECONDS = 0.25
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"

@@ -26,8 +26,7 @@ _KINDS = {
 
 
 def file_problem(path: str | Path) -> str | None:
-    """Returns why a file cannot be read as text, as the predicate of a sentence ("does not exist"); None if the
-    file can be read.
+    """Returns why a file cannot be read, as the predicate of a sentence ("does not exist"); None if it can be read.
 
     A pipe is rejected without opening it, because opening a pipe waits for a writer.
     """

@@ -18,7 +18,7 @@ def read_object(file: Path, cure: str) -> dict[str, Any]:
       cure: a sentence for the error message that tells how to correct the file.
 
     Raises:
-      UserError: the file cannot be read, or is not one JSON object with well-formed text.
+      UserError: the file cannot be read, is not one JSON object, or contains a lone surrogate.
     """
     if os.path.lexists(file) and (problem := file_problem(file)):
         raise UserError(f"{file}: it {problem}. {cure}")

@@ -23,16 +23,18 @@ from typing import Any
 from tunix_like.errors import UserError
 
 FILE = "output.log"
-"""File in the run folder that receives the output after its stream failed."""
+"""File in the run folder that receives the output after standard output or standard error has failed."""
 
 EXIT_UNREAD = 128 + signal.SIGPIPE
-"""Exit status of a command if the reader of its output has exited. Shells use the same status (128 + SIGPIPE)."""
+"""Exit status of a command if the program that reads its output has exited. Shells use the same status (128 +
+SIGPIPE)."""
 
 PATIENCE = 1.0
 """Seconds that a run waits for a blocked stream before it continues."""
 
 KEPT = 1 << 20
-"""Maximum bytes of unwritten text that are kept per stream. If there are more, the oldest bytes are dropped."""
+"""Maximum number of bytes of unwritten text that are kept per stream. If there are more, the oldest bytes are
+dropped."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a later write can succeed
 
@@ -46,15 +48,15 @@ _file: Path | None = None
 
 
 class Unread(SystemExit):
-    """The reader of standard output has exited."""
+    """The program that reads the standard output has exited."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_UNREAD)
 
 
 class _Unwritten(UserError):
-    """Writing to standard output failed, for example because the disk is full. `Unread` is the error for a reader that
-    has exited."""
+    """Writing to standard output failed, for example because the disk is full. If the program that reads the output has
+    exited, `Unread` is raised instead."""
 
     status = 74
 
@@ -92,8 +94,8 @@ class _Stream(io.RawIOBase):
         return len(text)
 
     def drain(self, patience: float | None) -> None:
-        """Writes the text that is not written yet. Stops if a write fails, or if the stream is blocked for `patience`
-        seconds (None: waits indefinitely)."""
+        """Writes the text that is not written yet. Returns early if a write fails, or if the stream is blocked for
+        `patience` seconds (None: no time limit)."""
         with _lock:
             while self._waiting:
                 try:
@@ -143,8 +145,8 @@ class _Stream(io.RawIOBase):
 def guard() -> None:
     """Replaces `sys.stdout` and `sys.stderr` by streams that never raise.
 
-    A stream that a test or a notebook has already replaced is kept. A closed descriptor is connected to /dev/null.
-    Otherwise, a file that is opened later would get the number of the descriptor and receive the output.
+    A stream that a test or a notebook has already replaced is kept. A closed descriptor (0, 1 or 2) is connected to
+    /dev/null, because a file that is opened later would otherwise get its number and receive the output.
     """
     for number in (0, 1, 2):
         try:
@@ -168,21 +170,22 @@ def set_continue_on_error(value: bool) -> None:
     """Sets how failed or blocked writes are handled.
 
     Args:
-      value: True: the process continues after a failed or blocked write. This is the value for a run. False: the
-        process waits for a blocked stream, and `check` raises after a failed write.
+      value: whether the process continues after a failed or blocked write, as a run does. If False, the process waits
+        for a blocked stream, and `check` raises an error after a failed write.
     """
     global _continue_on_error
     _continue_on_error = value
 
 
 def set_fallback_folder(folder: Path) -> None:
-    """Sets the folder of `output.log`. If a stream fails, its unwritten and later text goes to this file."""
+    """Sets the folder of `output.log`. If standard output or standard error fails, its unwritten and later text is
+    written to this file."""
     global _file
     _file = folder / FILE
 
 
 def check() -> None:
-    """Raises if standard output cannot be written. Does nothing in a run, and in threads other than the main thread.
+    """Raises an error if standard output cannot be written. Does nothing in a run, or outside the main thread.
 
     Raises:
       Unread: the reader of the output has exited.
@@ -205,8 +208,8 @@ def finish() -> None:
 
 
 def from_handler(text: str) -> None:
-    """Writes to standard error if a write would not block; otherwise drops the text. For signal handlers, which must
-    not wait and must not take a lock that the interrupted code may hold."""
+    """Writes a text to standard error, or drops it if the write would block. For signal handlers, which must not wait
+    and must not take a lock that the interrupted code may hold."""
     with contextlib.suppress(OSError):
         if select.select([], [2], [], 0)[1]:
             os.write(2, text.encode())

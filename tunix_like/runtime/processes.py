@@ -31,7 +31,7 @@ START_SECONDS = 300
 """Seconds that a process waits for the other processes at the start."""
 
 LEAVE_SECONDS = 15
-"""Seconds that a finished process waits for the other processes."""
+"""Seconds that a finished process waits until the other processes have finished."""
 
 EXIT_LOST = 70
 """Exit status after an error that was not sent to the other processes."""
@@ -111,9 +111,10 @@ def gather(value: Any) -> list[Any]:
 
 
 def spread(items: Sequence[Item], work: Callable[[Sequence[Item]], list[Any]]) -> list[Any]:
-    """Returns `work(items)`, a list with one result per item; each process computes a contiguous share of the items.
+    """Divides `items` among the processes. Returns the results of all items, in order, in every process.
 
-    With several processes, the results are sent as JSON: they must be lists, dicts, text, numbers or None.
+    Each process calls `work`, which returns a list with one result per item, with a contiguous share of the items. With
+    several processes, the results are sent as JSON, so they must be lists, dicts, text, numbers or None.
 
     Raises:
       UserError: in every process, the UserError of the first process that raised one.
@@ -138,12 +139,12 @@ def by_first(work: Callable[[], Any]) -> Any:
 
 
 def any_of(here: bool) -> bool:
-    """Returns whether `here` is True in any process."""
+    """Returns whether `here` is True in at least one process."""
     return any(gather(here))
 
 
 def all_or_none(work: Callable[[], Any]) -> list[Any]:
-    """Calls `work` in every process and returns all results, in process order. See `spread` for the types of results.
+    """Calls `work` in every process. Returns the results of all processes, in process order; they must be JSON values.
 
     Raises:
       UserError: in every process, the UserError of the first process that raised one.
@@ -164,8 +165,9 @@ def all_or_none(work: Callable[[], Any]) -> list[Any]:
 def leave_refused(status: int) -> NoReturn:
     """Exits this process after invalid input. The other processes can have other errors of their own.
 
-    A normal exit would wait `LEAVE_SECONDS` for the other processes and then abort. The other processes monitor process
-    0. Process 0 therefore exits last, so that all processes can print their errors.
+    A normal exit would wait `LEAVE_SECONDS` for the other processes and then abort. Process 0 waits a second longer
+    than the others, because jax stops the other processes when process 0 is gone, before they have printed their
+    errors.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -174,8 +176,8 @@ def leave_refused(status: int) -> NoReturn:
 
 
 def leave(error: BaseException) -> NoReturn:
-    """Prints `error` and exits this process immediately. A normal exit would wait for the other processes, which wait
-    for this process."""
+    """Prints `error` and exits this process immediately. A normal exit would wait for the other processes, while they
+    wait for this process."""
     traceback.print_exception(error, limit=-1 if isinstance(error, jax.errors.JaxRuntimeError) else None)
     print(
         f"process {jax.process_index()} of {jax.process_count()} stops: the error above is from this process, or the "

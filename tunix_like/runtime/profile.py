@@ -1,4 +1,4 @@
-"""Measures the time of a step: wall time by phase, compilations, peak device FLOPs and profiler traces.
+"""Measures training steps: wall time by activity, compilations, profiler traces, and the peak FLOPs of the devices.
 
 Importing this module registers listeners that report jax compilations to `progress`.
 """
@@ -45,7 +45,7 @@ def peak_flops() -> float | None:
 
 
 class Clock:
-    """Accumulates wall time in seconds by name; the keys of `seconds` are `time/<name>`."""
+    """Adds up wall time in seconds by the name of an activity; the keys of `seconds` are `time/<name>`."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -65,7 +65,7 @@ class Compilations:
         self._seen = len(_DURATIONS)
 
     def take(self) -> tuple[int, float]:
-        """Returns the number of compilations since the last call, and their total seconds."""
+        """Returns the number of compilations since the last call of `take`, and their total seconds."""
         new = _DURATIONS[self._seen :]
         self._seen += len(new)
         return len(new), sum(new)
@@ -102,14 +102,14 @@ def check_profile_steps(steps: Sequence[int] | None) -> None:
 
 
 class Profile:
-    """Writes a profiler trace of some steps.
+    """Writes a profiler trace of some training steps.
 
     Args:
       steps: the first and the last step of the trace; None writes no trace.
       folder: the run folder; the trace is written to its subfolder `profile/`.
 
     Raises:
-      UserError: `folder` is None, or `steps` is not an ordered pair of step numbers.
+      UserError: `steps` is not an ordered pair of step numbers, or `steps` is given and `folder` is None.
     """
 
     def __init__(self, steps: Sequence[int] | None, folder: Path | None) -> None:
@@ -121,7 +121,8 @@ class Profile:
 
     @contextlib.contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Wraps each step: starts the trace before the first step, and stops it after the last step or on an error."""
+        """Must enclose each training step. Starts the trace before the first step to be traced, and stops it after the
+        last one or on an error."""
         if self.steps is None or self.folder is None or not self.steps[0] <= step <= self.steps[1]:
             yield
             return

@@ -50,9 +50,9 @@ class _Task:
         return f" {self.done}/{self.total}"
 
     def left(self, now: float) -> float | None:
-        """Estimates the remaining seconds from the times of the last `_STEPS` steps. The first step includes
-        compilation and is used only until the second step is done. If the current step takes longer than the average,
-        the estimate assumes that the step ends now."""
+        """Estimates the remaining seconds of the task from the times of its last `_STEPS` steps. The first step
+        includes compilation and is used only until the second step is done. If the current step takes longer than the
+        average, the estimate assumes that the step ends now."""
         marks = list(self.marks)  # a copy, because another thread appends to the deque
         (first, before), (last, done) = marks[0], marks[-1]
         if self.total is None or done == before or done >= self.total:
@@ -110,7 +110,7 @@ class _Display:
             self._thread.join()
 
     def parts(self, now: float) -> str:
-        """Describes the running subtasks of the outermost task."""
+        """Describes the running subtasks of the outermost task, and a running compilation, as text."""
         inner = [task for task in self.tasks[1:] if now - task.began >= _SOON]
         texts = [f"{task.name}{task.count}" + (f", {task.note}" if task.note else "") for task in inner]
         if inner:
@@ -128,7 +128,8 @@ class _Display:
         return text + (f": {parts}" if (parts := self.parts(now)) else "")
 
     def tick(self) -> None:
-        """Prints the plain line if the outermost task has run, and nothing was printed, for `every` seconds."""
+        """Prints a line of progress if the outermost task started at least `every` seconds ago and nothing was printed
+        in the last `every` seconds."""
         now = time.monotonic()
         if self.paused:
             return

@@ -27,7 +27,7 @@ from tunix_like.runtime.chat_templates import ANSWER, FAILED, NO_MEMORY, RENDERE
 
 
 def serve(seconds: float, memory: int) -> None:
-    """Answers requests from standard input until it is closed.
+    """Reads requests from standard input and answers them until standard input is closed.
 
     Args:
       seconds: CPU time limit of one rendering. If a rendering exceeds the limit, SIGPROF ends the process.

@@ -9,8 +9,8 @@ from tunix_like.runtime.compiled_costs import Costs
 
 
 class Times(NamedTuple):
-    """Seconds of a program by resource, each computed as if this resource were the only limit. `cycles` is the time
-    that the compiler estimates; None if the compiler gives no estimate."""
+    """Predicted seconds of a program for each resource, computed as if this resource were the only limit. `cycles` is
+    the time in seconds that the compiler estimates; None if it gives no estimate."""
 
     arithmetic: float
     memory: float
@@ -19,8 +19,8 @@ class Times(NamedTuple):
 
     @property
     def device(self) -> float:
-        """Seconds without the network: the largest of the compiler's estimate and the times of arithmetic and
-        memory."""
+        """Predicted seconds without the network: the largest of the arithmetic time, the memory time and the compiler's
+        estimate."""
         return max(self.arithmetic, self.memory, self.cycles or 0.0)
 
     @property
@@ -43,11 +43,11 @@ class Times(NamedTuple):
 
 
 def times(costs: Costs, needed: float, kind: Accelerator, number: int) -> Times:
-    """Returns the times of a program on `number` devices. `costs` are per device.
+    """Predicts the times of a program on `number` devices of an accelerator kind. `costs` are per device.
 
     Args:
-      needed: calculated operations per device. The larger of `needed` and `costs.operations` is used, because `costs`
-        does not contain the matrix products inside kernels.
+      needed: number of operations per device, calculated from the size of the model. The larger of `needed` and
+        `costs.operations` is used, because `costs` does not contain the matrix products inside kernels.
     """
     return Times(
         arithmetic=max(costs.operations, needed) / kind.operations,

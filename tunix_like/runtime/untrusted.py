@@ -18,16 +18,18 @@ _RESERVED = re.compile("[\ufdd0-\ufdef]")
 _MARKED = re.compile(f"{_BEGIN}([^{_BEGIN}{_END}]*){_END}")
 _REFERENCE = re.compile(f"{_OPEN}(\\d*){_CLOSE}")
 _WIDEST = 10_000
-"""Maximum width or precision of a format. Without a limit, `{column:>1000000000}` would exhaust the memory."""
+"""Maximum width or precision of a field in a template. Without a limit, `{column:>1000000000}` would exhaust the
+memory."""
 
 _CUT = _OPEN + _CLOSE
-"""A separator: a reference without a token. The texts before and after it are encoded separately."""
+"""A separator between two texts, so that they are encoded separately. It is written like a reference to a control
+token, but names no token."""
 
 
 class _Marking(string.Formatter):
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
-        """Looks up a field. A field name with dots or brackets is first looked up as the name of a value. If there is
-        no such value, the name is read as an attribute or item of another value."""
+        """Looks up the value for a field of a template. A field name with dots or brackets is first looked up as the
+        name of a value. If there is no such value, the name is read as an attribute or item of another value."""
         if kwargs.get(field_name) is not None:
             return kwargs[field_name], field_name
         return super().get_field(field_name, args, kwargs)
@@ -42,20 +44,20 @@ class _Marking(string.Formatter):
 
 
 class Filled(str):
-    """A filled template; `values` are the `[begin, end)` positions of the inserted values."""
+    """The text of a filled template; `values` are the `[begin, end)` positions of the inserted values."""
 
     values: list[tuple[int, int]]
 
     def beginning(self, size: int) -> Filled:
-        """Returns the first `size` characters with the positions of the inserted values in them."""
+        """Returns the first `size` characters of the text, with the positions of the inserted values in them."""
         out = Filled(self[:size])
         out.values = [(begin, min(end, size)) for begin, end in self.values if begin < size]
         return out
 
 
 def fill(template: str, values: Mapping[str, Any]) -> Filled:
-    """Returns `template.format_map(values)` with the positions of the inserted values. Names of values can contain dots
-    and brackets: `a.b`, `a[b]`."""
+    """Returns `template.format_map(values)` together with the positions of the inserted values. Names of values can
+    contain dots and brackets: `a.b`, `a[b]`."""
     pieces = _MARKED.split(_Marking().vformat(_clean(template), (), values))  # template, value, template, ...
     filled, ends = Filled("".join(pieces)), list(itertools.accumulate(map(len, pieces)))
     filled.values = list(zip(ends[::2], ends[1::2], strict=False))
@@ -63,9 +65,10 @@ def fill(template: str, values: Mapping[str, Any]) -> Filled:
 
 
 def refer(text: str, control: Sequence[str], *, everything: bool) -> str:
-    """Replaces a `control` token by a reference if at least a part of the token comes from data.
+    """Replaces each control token in a text by a reference if at least a part of the token comes from data.
 
     Args:
+      control: the texts of the control tokens; a reference contains an index into this list.
       everything: True if the whole text is data; False if only the values inserted into a template are data.
     """
     clean = _clean(text)
@@ -84,8 +87,8 @@ def refer(text: str, control: Sequence[str], *, everything: bool) -> str:
 def refer_deep(value: Any, control: Sequence[str]) -> Any:
     """Applies `refer` to each string of a JSON value, including the keys of mappings. The whole value counts as data.
 
-    A chat template joins the texts of a list. If a text of a list ends with the beginning of a control token, a
-    separator is added. Otherwise the text could form the token together with the next text.
+    A chat template can join the texts of a list. If a text of a list ends with the beginning of a control token, a
+    separator is added, because this text and the next text could otherwise form the token together.
     """
     if isinstance(value, str):
         return refer(value, control, everything=True)
@@ -121,8 +124,8 @@ def beginnings(value: Any, size: int) -> Any:
 
 
 def parts(text: str, control: Sequence[str]) -> list[tuple[str, bool]]:
-    """Splits a text at the references that `refer` inserted. Returns pairs `(piece, from_data)`: a reference gives its
-    control token and True, the separator `_CUT` gives an empty text and True, any other text is paired with False."""
+    """Splits a text at the references to control tokens that `refer` inserted. Returns pairs `(piece, from_data)`. A
+    reference gives its control token and True, a separator gives an empty text and True, any other text gives False."""
     pieces = _REFERENCE.split(text)  # text, number, text, number, ..., text
     return [
         (control[int(piece)] if piece else "", True) if i % 2 else (piece, False)

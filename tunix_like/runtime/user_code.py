@@ -1,6 +1,6 @@
 """Loads a user function from a file or an importable module. Describes return values and exceptions of user functions.
 
-Loading runs the module of the function. The function itself is not called here.
+To load a function, its module is executed. The function itself is not called here.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def is_own(function: Callable[..., Any]) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """Describes the return value of a user function by its shape, length or type."""
+    """Describes the return value of a user function by its shape, length or type, for an error message."""
     if value is None:
         return "None"
     if isinstance(value, tuple | list):

@@ -18,7 +18,7 @@ from typing import Any
 from tunix_like.errors import UserError
 
 SECONDS_TO_START = 300.0
-"""Maximum time to load an environment. It is long because an environment can load a data set."""
+"""Maximum seconds to load an environment. The limit is high, because an environment can load a data set."""
 
 _ROOT = Path(__file__).parents[2]
 _WORKER = "tunix_like.runtime.verifiers_worker"
@@ -27,7 +27,8 @@ _SECONDS_TO_READ = 1.0
 
 
 class Lost(Exception):
-    """The process of the environment has ended. The message gives its exit status and the end of its error output."""
+    """The process of the environment has ended. The message of this exception gives the exit status of the process and
+    the end of its error output."""
 
 
 class VerifiersProcess:
@@ -77,7 +78,8 @@ class VerifiersProcess:
         return self._process.pid
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message. If the process has ended, the next call of `next` raises `Lost`."""
+        """Sends a message to the process. If the process has ended, no error is raised here, but `next` raises `Lost`
+        after the last message."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -99,7 +101,8 @@ class VerifiersProcess:
         return message
 
     def end(self, seconds: float) -> bool:
-        """Closes the input of the process, so that it ends. Returns whether it has ended within `seconds`."""
+        """Closes the standard input of the process, so that the process ends. Returns whether it has ended within
+        `seconds`."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()

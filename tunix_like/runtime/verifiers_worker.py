@@ -25,18 +25,19 @@ from pathlib import Path
 from typing import IO, Any
 
 KEY_VARIABLE = "TUNIX_LIKE_EPISODES_API_KEY"
-"""Environment variable with the key of the endpoint. `verifiers` does not pass variables of this name to programs."""
+"""Environment variable with the API key of the HTTP endpoint. `verifiers` does not pass this variable to the programs
+that it starts."""
 
 MODEL = "policy"
 LOCAL = "127.0.0.1"
 
 
 class Unusable(Exception):
-    """The environment cannot be used. The message gives the reason."""
+    """The environment cannot be used. The message of this exception gives the reason."""
 
 
 def main() -> None:
-    """Reads the settings from the first line, and then lists tasks or plays episodes.
+    """Reads the settings from the first line of standard input, and then lists tasks or plays episodes.
 
     The first argument of the command line is the process id of the training process.
     """
@@ -53,7 +54,8 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process when the process with the id `parent` has ended, also while an environment loads."""
+    """Waits until the process with the id `parent` has ended, then ends this process. Runs in a thread of its own, so
+    it also works while an environment loads."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
@@ -127,7 +129,8 @@ def load(settings: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _with_taskset(path: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments with the id of the taskset. If `path` is a Python file, makes the module importable."""
+    """Returns a copy of `arguments` with the id of the taskset. If `path` is a Python file, its folder is added to
+    `sys.path`."""
     name = path
     if path.endswith(".py"):
         file = Path(path).absolute()
@@ -141,7 +144,7 @@ def _with_taskset(path: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(settings: Mapping[str, Any], env: Any) -> dict[str, Any]:
-    """Returns the training tasks. If `data.eval_arguments` is set, also returns the evaluation tasks."""
+    """Returns the training tasks, and if `data.eval_arguments` is set also the evaluation tasks, as dicts."""
     import pydantic
     from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 

@@ -13,11 +13,11 @@ STEP_KEY = "step"
 
 
 class Best:
-    """Selects the best step of a run by a metric (higher is better). If several steps have the best value, the earliest
-    is selected.
+    """Selects the best training step of a run by a metric (higher is better). If several steps have the best value, the
+    earliest is selected.
 
-    The values come from the rows of `metrics.jsonl`. A row is written before the checkpoint of its step, and removed if
-    the run resumes from an earlier step. No other state is stored, so a killed process cannot leave a wrong state.
+    The values come from the rows of `metrics.jsonl`. The row of a step is written before its checkpoint, and is removed
+    if the run resumes from an earlier step. Nothing else is stored, so a killed process cannot leave a wrong state.
 
     Args:
       metric: name of a column of the rows, e.g. `eval/pass@1`.
@@ -36,7 +36,7 @@ class Best:
                 self._values[step] = float(value)
 
     def among(self, steps: Sequence[int]) -> int | None:
-        """Returns the best of `steps`, or None if no step has a value."""
+        """Returns the step of `steps` with the highest value of the metric, or None if none of them has a value."""
         return max(
             (step for step in sorted(steps) if step in self._values), key=lambda step: self._values[step], default=None
         )
@@ -47,7 +47,7 @@ class Best:
 
 
 def best_of(run: Path, metric: str) -> Best:
-    """Returns the `Best` of the rows in a run folder."""
+    """Returns a `Best` that has the values of `metric` from `metrics.jsonl` in the run folder `run`."""
     best = Best(metric)
     best.add(metric_rows(run))
     return best

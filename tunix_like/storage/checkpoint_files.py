@@ -1,4 +1,5 @@
-"""Lists, verifies and removes the steps of a run. A step is the numbered folder of a checkpoint, written by orbax."""
+"""Lists, verifies and removes checkpoints of a run. Orbax writes each checkpoint to a folder whose name is the number
+of the training step."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from tunix_like.errors import UserError
 from tunix_like.storage import checksums
 
 STAMP = "_CHECKPOINT_METADATA"
-"""Metadata file of a step with handlers and times, written by orbax."""
+"""Name of the metadata file that orbax writes into the folder of a checkpoint."""
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Returns the numbers of the complete steps in a folder, ascending.
+    """Returns the step numbers of the complete checkpoints in `folder`, ascending.
 
-    Orbax treats any numbered folder as a step. This function skips a step without the files that are written last and
-    removed first. It therefore skips a step whose removal was interrupted.
+    Orbax treats any folder with a number as its name as a checkpoint. This function skips such a folder if it lacks the
+    files that are written last and removed first, for example if the removal of a checkpoint was interrupted.
     """
     if not folder.is_dir():
         return []
@@ -28,20 +29,20 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def is_complete(step: Path) -> bool:
-    """Returns whether a step has the files that are written last and removed first."""
+    """Returns whether the folder of a checkpoint has the files that are written last and removed first."""
     return (step / STAMP).is_file() and (step / "state" / "_METADATA").is_file()
 
 
 def remove(step: Path) -> None:
-    """Removes a step, or as many of its files as possible. If the removal is interrupted, the rest is not treated as a
-    complete step."""
+    """Removes the folder of a checkpoint, or as many of its files as possible. If the removal is interrupted, the
+    remaining files are not treated as a complete checkpoint."""
     with contextlib.suppress(OSError):
         (step / STAMP).unlink()
         shutil.rmtree(step)
 
 
 def damage(step: Path) -> str | None:
-    """Returns a description of the damage to the files of a step, or None."""
+    """Returns a description of the damage to the files of a checkpoint, or None if they are undamaged."""
     try:
         json.loads((step / STAMP).read_bytes())  # no checksum: orbax adds the time of the final rename to this file
     except (OSError, ValueError):
@@ -62,7 +63,8 @@ def clear(folder: Path) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Creates the folder, and removes what a killed process left there: temporary folders and incomplete steps.
+    """Creates the folder of the checkpoints, and removes temporary folders and incomplete checkpoints of killed
+    processes.
 
     Raises:
       UserError: the folder cannot be written.

@@ -1,8 +1,8 @@
 """Saves and restores checkpoints with orbax.
 
-The checkpoint of a training step is a folder whose name is the number of the step. The folder is also called a step. It
-contains arrays, the position in the data stream and a JSON dict, `meta`. A step is saved atomically. The caller stores
-in `meta` what identifies the run.
+The checkpoint of a training step is a folder whose name is the number of the step. The folder contains arrays, the
+position in the data stream and a JSON dict, `meta`, in which the caller stores what identifies the run. A checkpoint is
+saved atomically.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ logging.getLogger("absl").addFilter(_is_not_from_orbax)
 class Checkpoints:
     """The checkpoints of one run.
 
-    A step is written under a temporary name. Its SHA-256 checksums are written last. The folder is then renamed to the
-    number of the step, so a numbered folder is complete.
+    The checkpoint of a step is written to a folder with a temporary name. SHA-256 checksums are written last. The
+    folder is then renamed to the number of the step, so a folder whose name is a number is complete.
 
     Args:
-      folder: folder of the numbered steps, created if it is opened for writing.
-      max_to_keep: number of newest steps to keep. None opens the folder for reading only: nothing is created or
+      folder: folder of the checkpoints, created if it is opened for writing.
+      max_to_keep: number of newest checkpoints to keep. None opens the folder for reading only: nothing is created or
         removed, so this is safe while another process writes.
-      best: selects one step that is kept in addition, until a better step is complete and verified.
+      best: selects the best checkpoint, which is kept in addition, until a better one is complete and verified.
     """
 
     def __init__(self, folder: str | Path, max_to_keep: int | None = None, best: Best | None = None) -> None:
@@ -69,11 +69,11 @@ class Checkpoints:
         return ocp.AsyncCheckpointer(handler, async_options=options)
 
     def save(self, step: int, state: Any, iterator: Any = None, meta: Mapping[str, Any] | None = None) -> None:
-        """Starts to write a step. Returns as soon as `state` can be changed or donated. `wait` waits until the step is
-        written.
+        """Starts to write the checkpoint of a step in the background. Returns as soon as `state` can be changed or
+        donated. The method `wait` waits until the checkpoint is written.
 
-        If the step cannot be written (for example, because the disk is full), a warning is logged, the files of the
-        step are removed, and the earlier steps are kept.
+        If the checkpoint cannot be written (for example, because the disk is full), a warning is logged, its files are
+        removed, and the earlier checkpoints are kept.
 
         Args:
           step: number of the step, above every number saved so far.
@@ -105,8 +105,8 @@ class Checkpoints:
         self._writer.start()
 
     def _finish(self) -> None:
-        """Waits in a background thread until the step is written, then removes old steps. A new best step is verified
-        before the previous best step is removed."""
+        """Waits in a background thread until the checkpoint is written, then removes old checkpoints. If the new
+        checkpoint is the best, it is verified before the previous best checkpoint is removed."""
         try:
             self._checkpointer.wait_until_finished()
         except Exception as error:  # orbax and tensorstore raise many types of exceptions
@@ -129,8 +129,8 @@ class Checkpoints:
         checksums.write(written)
 
     def _unfinished(self) -> list[Path]:
-        """Returns the temporary folders of the step that is being written. The folder is listed without `glob`:
-        Python would cache the pattern of every step."""
+        """Returns the temporary folders of the checkpoint that is being written. `glob` is not used, because Python
+        would keep the pattern of every step in a cache."""
         begin = f"{self._step}.orbax-checkpoint-tmp"
         return [path for path in self.folder.iterdir() if path.name.startswith(begin)]
 
@@ -151,33 +151,34 @@ class Checkpoints:
             self._writer = None
 
     def steps(self) -> list[int]:
-        """Waits for a running save, and returns the numbers of all complete steps, ascending."""
+        """Waits for a running save, and returns the step numbers of all complete checkpoints, ascending."""
         self._settle()
         # The first process lists the steps, because other processes may see a new step later.
         return list(by_first(lambda: checkpoint_files.complete_steps(self.folder)))
 
     def latest_step(self) -> int | None:
-        """Returns the number of the newest complete step, or None."""
+        """Returns the step number of the newest complete checkpoint, or None if there is none."""
         steps = self.steps()
         return steps[-1] if steps else None
 
     def meta(self, step: int) -> dict[str, Any]:
-        """Returns the `meta` dict of a step. Raises `UserError` if the step is absent or cannot be read."""
+        """Returns the `meta` dict in the checkpoint of a step. Raises `UserError` if the checkpoint does not exist or
+        cannot be read."""
         return self._read(step, meta=ocp.args.JsonRestore())["meta"]
 
     def restore(self, step: int, abstract_state: Any, iterator: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Returns the state and the `meta` dict of a step, and sets `iterator` to the saved position.
+        """Returns the state and the `meta` dict in the checkpoint of a step, and sets `iterator` to the saved position.
 
         Args:
           step: one of `steps()`.
-          abstract_state: the tree to restore, of arrays or `jax.ShapeDtypeStruct`s. An array is restored with the
-            `sharding` of its leaf in this tree, or on the first device if the leaf has none. Top-level keys of the
-            saved state that this tree lacks are not read.
+          abstract_state: a tree of arrays or `jax.ShapeDtypeStruct`s with the structure of the state. An array is
+            restored with the `sharding` of its leaf in this tree, or on the first device if the leaf has none.
+            Top-level keys of the saved state that are missing in this tree are not read.
           iterator: a new iterator over the same data, or None to ignore the saved position.
 
         Raises:
-          UserError: the step is absent or damaged, or its arrays differ from `abstract_state` in names, shapes or
-            dtypes (orbax alone would cast dtypes silently).
+          UserError: the checkpoint does not exist or is damaged, or its arrays differ from `abstract_state` in names,
+            shapes or dtypes (orbax alone would cast dtypes silently).
         """
         target = jax.tree.map(_with_sharding, abstract_state)
         self._check_same(step, target)
@@ -200,13 +201,14 @@ class Checkpoints:
         return restored["state"], restored["meta"]
 
     def newest(self) -> int | None:
-        """Returns the newest step whose files match their checksums, or None if there is no step.
+        """Returns the step of the newest checkpoint whose files match their checksums, or None if there are no
+        checkpoints.
 
-        For each damaged step, a warning is logged. If the folder was opened for writing, the damaged step is renamed to
-        `<step>.damaged`, so that the step can be saved again.
+        For each damaged checkpoint, a warning is logged. If the folder was opened for writing, a damaged checkpoint is
+        renamed to `<step>.damaged`, so that its step can be saved again.
 
         Raises:
-          UserError: all steps are damaged.
+          UserError: all checkpoints are damaged.
         """
         self._settle()
         step = by_first(self._find_undamaged)
@@ -233,7 +235,8 @@ class Checkpoints:
         return None
 
     def _set_aside(self, step: Path, damage: str) -> str:
-        """Renames a damaged step unless the folder was opened for reading. Returns a message about the damage."""
+        """Renames the folder of a damaged checkpoint unless the checkpoints were opened for reading only. Returns a
+        message about the damage."""
         message = f"{step}: this checkpoint is damaged: {damage}"
         if self._max_to_keep is None:
             return message
@@ -246,7 +249,8 @@ class Checkpoints:
         return f"{message}; it was renamed to {target.name}, which you can delete"
 
     def improves(self, row: Mapping[str, Any]) -> bool:
-        """Adds a row of metrics. Returns whether its step would be the best step; False if no best step is kept."""
+        """Adds the metrics of a step. Returns whether a checkpoint of this step would be the best one; False if the row
+        lacks the metric, or if no best checkpoint is kept."""
         best = self._best
         if best is None or best.metric not in row:
             return False
@@ -259,10 +263,11 @@ class Checkpoints:
         return bool(by_first(newest_is_best))
 
     def find_best(self, rows: Iterable[Mapping[str, Any]], verified: int) -> None:
-        """Finds the best step from the rows of a resumed run. A damaged best step is renamed with a warning.
+        """Finds the best checkpoint of a resumed run from the rows of its metrics. If the best checkpoint is damaged,
+        it is renamed with a warning, and the next best one is used.
 
         Args:
-          verified: a step whose checksums have been verified already.
+          verified: step of a checkpoint whose checksums have been verified already.
         """
         if self._best is not None:
             self._best.add(rows)
@@ -281,7 +286,7 @@ class Checkpoints:
             logger.warning("%s. It was the best checkpoint by %s; %s", message, best.metric, now)
 
     def check(self, step: int) -> None:
-        """Verifies the checksums of a step. Raises `UserError`, naming the file, if the step is damaged or absent."""
+        """Verifies the checksums of a checkpoint. Raises `UserError` if the checkpoint is damaged or does not exist."""
         self._require(step)
         damage = by_first(lambda: checkpoint_files.damage(self.folder / str(step)))
         if damage is not None:
@@ -292,13 +297,15 @@ class Checkpoints:
             )
 
     def wait(self) -> None:
-        """Waits until the running save is complete on disk. Raises `NotSaved` if it could not be written."""
+        """Waits until the running save is complete on disk. Raises `NotSaved` if the checkpoint of the last save could
+        not be written."""
         self._settle()
         if any_of(self._failure is not None):
             raise NotSaved(self._failure or f"{self.folder}: another process could not write step {self._step}.")
 
     def close(self) -> None:
-        """Waits for the running save, then stops the threads of orbax. A failed save has been logged already."""
+        """Waits for the running save, then stops the threads of orbax. Raises no error if the save failed, because the
+        failure has been logged."""
         self._settle()
         if self._failure is None:
             self._checkpointer.close()

@@ -22,8 +22,8 @@ def write(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """Returns a description of the first missing or changed file, or None. A folder without checksums is accepted with
-    a warning."""
+    """Compares the files with `checksums.json` in `folder`. Returns a description of the first missing or changed file,
+    or None. A folder without checksums is accepted with a warning."""
     try:
         text = (folder / FILE).read_bytes()
     except FileNotFoundError:

@@ -63,19 +63,20 @@ class MetricsLog:
             logger.warning("%s: its last %d rows could not be written and are lost", self._path, len(self._unwritten))
 
     def of_step(self, key: str, step: int) -> list[dict[str, Any]]:
-        """Returns the rows on disk whose `key` is `step`. If `folder` is None, the list is empty."""
+        """Returns the rows of `metrics.jsonl` that have the value `step` in the column `key`. If `folder` is None, the
+        list is empty."""
         return [row for row in self.rows() if row.get(key) == step]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns all rows on disk. If `folder` is None, the list is empty."""
+        """Returns all rows of `metrics.jsonl`. If `folder` is None, the list is empty."""
         return [] if self._path is None else rows(self._path.parent)
 
     def cut(self, key: str, last: int) -> int:
-        """Removes the rows whose `key` is greater than `last`, and an incomplete last line, which a killed process can
-        leave. Returns the number of remaining rows.
+        """Removes the rows with a value above `last` in the column `key`, and an incomplete last line, which a killed
+        process can leave. Returns the number of remaining rows.
 
-        Rows without `key` are kept. The file is replaced atomically, so a killed process leaves either the old or the
-        new file.
+        Rows without this column are kept. The file is replaced atomically, so a killed process leaves either the old or
+        the new file.
 
         Raises:
           UserError: a line before the last is not a JSON object, or the new file cannot be written.
@@ -98,7 +99,7 @@ class MetricsLog:
 
 
 def _append(path: Path, text: str) -> None:
-    """Appends the text to the file. If the function raises OSError, no part of the text is appended."""
+    """Appends a text to a file. If the function raises OSError, no part of the text is appended."""
     size = path.stat().st_size if path.exists() else 0
     try:
         with path.open("a", encoding="utf-8") as file:
@@ -110,11 +111,11 @@ def _append(path: Path, text: str) -> None:
 
 
 def rows(folder: str | Path) -> list[dict[str, Any]]:
-    """Returns all rows of a run folder in the order of writing. An incomplete last line is ignored. If the folder has
-    no `metrics.jsonl`, the list is empty.
+    """Returns all rows of `metrics.jsonl` in a run folder. An incomplete last line is ignored. If the folder has no
+    `metrics.jsonl`, the list is empty.
 
     Raises:
-      UserError: a line before the last is not a JSON object (file and line are named).
+      UserError: a line before the last is not a JSON object. The message names the file and the line.
     """
     path = Path(folder) / FILE
     return objects(path) if path.exists() else []
@@ -124,7 +125,7 @@ def objects(path: Path) -> list[dict[str, Any]]:
     """Returns the JSON objects of a file with one object per line. An incomplete last line is ignored.
 
     Raises:
-      UserError: a line before the last is not a JSON object (file and line are named).
+      UserError: a line before the last is not a JSON object. The message names the file and the line.
     """
     lines = path.read_bytes().splitlines()
     result = []

@@ -1,4 +1,5 @@
-"""Writes the folder of an exported model atomically. Only an earlier export can be replaced."""
+"""Writes the folder of an exported model atomically. A folder that is not empty is replaced only if it is an earlier
+export."""
 
 from __future__ import annotations
 
@@ -11,25 +12,25 @@ from pathlib import Path
 from tunix_like.errors import UserError
 
 MODEL_FILES = ("config.json", "adapter_config.json")
-"""A folder with one of these files is an export of a model or of adapters."""
+"""A folder with one of these files is treated as an export of a model or of adapters."""
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints", "sft_checkpoints")
-"""A folder with one of these files or folders is a run folder."""
+"""A folder with one of these files or folders is treated as the folder of a run."""
 
 _CHECKPOINTS = ("checkpoints", "sft_checkpoints")
 
 
 def check_folder(folder: str | Path, overwrite: bool, source: str | None = None) -> Path:
-    """Checks that a model may be written to `folder`; returns its path with symbolic links resolved.
+    """Checks that a model may be written to `folder`. Returns the path of `folder` with symbolic links resolved.
 
     Args:
       overwrite: whether an earlier export may be replaced, with all of its files.
       source: path (or hub id) of the model to export.
 
     Raises:
-      UserError: `folder` is a file, a run folder, a checkpoint or the source; `folder` is an export and `overwrite` is
-        False; or `folder` is another folder that is not empty. An earlier export with folders or links in it is not
-        replaced either.
+      UserError: `folder` is a file, a run folder, a checkpoint or `source`; `folder` is an earlier export and
+        `overwrite` is False; `folder` is an earlier export that contains folders or links; or `folder` is another
+        folder that is not empty.
     """
     target = Path(folder).resolve()
     if problem := _problem(target, source):
@@ -72,8 +73,8 @@ def written_whole(folder: str | Path, overwrite: bool, source: str | None = None
     """Yields an empty temporary folder, which replaces `folder` if the block ends without an exception.
 
     The new folder has the permissions of the existing `folder`, or the permissions that the umask gives if `folder`
-    does not exist. If `folder` is a mount point or its parent is not writable, `folder` is not replaced. The files are
-    then moved into `folder` one by one.
+    does not exist. If `folder` is a mount point or its parent is not writable, `folder` itself stays, and the files in
+    it are replaced one by one.
 
     Raises:
       UserError: as in `check_folder`, or `folder` cannot be written.
@@ -112,8 +113,8 @@ def _replace(target: Path, part: Path) -> None:
 
 
 def _fill(target: Path, part: Path) -> None:
-    """Moves the files of `part` into `target`. The files of `MODEL_FILES` are removed first and written last, so that
-    an interrupted export is not treated as a model."""
+    """Replaces the files in `target` by the files in `part`. The files named in `MODEL_FILES` are removed first and
+    written last, so that an interrupted export is not treated as a model."""
     is_model_file = lambda path: path.name in MODEL_FILES  # noqa: E731
     for path in sorted((path for path in target.iterdir() if path != part), key=is_model_file, reverse=True):
         path.unlink()

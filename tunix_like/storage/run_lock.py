@@ -1,10 +1,10 @@
 """Locks a run folder, so that only one run at a time can write to it.
 
 The lock is the JSON file `run.lock`. The process that creates this file owns the lock. The owner touches the file (sets
-its modification time) every `BEAT_SECONDS`. If the owner has exited, another process can take over the lock. If the
-owner's process can be looked up (same host, boot and process namespace), the other process takes over the lock at once.
-Otherwise it takes over the lock after `PATIENCE_SECONDS` in which the lock was not touched. Clocks need not be
-synchronised.
+its modification time) every `BEAT_SECONDS`. If the owner has exited, another process can take over the lock. A process
+on the same host (and in the same boot and process namespace) can look up the owner's process, and takes over the lock
+at once. Any other process watches the lock, and takes it over if it is not touched for `PATIENCE_SECONDS`. Clocks need
+not be synchronised.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ PATIENCE_SECONDS = 180.0
 touch a minute late."""
 
 _LOOKS = 4
-"""Number of attempts to read an existing lock before it counts as lost; each attempt waits a second longer."""
+"""Number of attempts to read an existing lock before it counts as lost. The wait after each attempt is a second longer
+than the wait before it."""
 
 _owned: dict[Path, int] = {}
-"""Maps each lock that this process owns to the thread that took the lock."""
+"""Maps the path of each lock that this process owns to the id of the thread that took the lock."""
 
 
 @contextlib.contextmanager
 def owned(folder: str | Path | None) -> Iterator[Callable[[], None]]:
     """Locks `folder` for this run of one or several processes, and creates the folder if it does not exist.
 
-    The thread that took the lock may call `owned` again for the same folder. If `folder` is None, nothing is locked.
+    The thread that took the lock may enter `owned` again for the same folder. If `folder` is None, nothing is locked.
 
     Yields:
-      a function that all processes must call before they write. The function raises `UserError` if another run has
-      taken over the folder. This is possible if this run was suspended for longer than `PATIENCE_SECONDS`.
+      a function that all processes of this run must call before they write. The function raises `UserError` if another
+      run has taken over the folder, which is possible if this run was suspended for longer than `PATIENCE_SECONDS`.
 
     Raises:
       UserError: another process owns the folder (the message names its process id and host), or the lock cannot be
@@ -119,7 +120,8 @@ def _take(lock: Path) -> None:
 
 
 def _create(lock: Path) -> bool:
-    """Creates the lock. Returns False if the lock already exists. Of several processes, exactly one succeeds."""
+    """Creates the lock file. Returns False if it already exists. If several processes try at once, exactly one
+    succeeds."""
     try:
         file = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
@@ -136,7 +138,7 @@ def _create(lock: Path) -> bool:
 
 def _wait_until_gone(lock: Path) -> None:
     """Removes the lock if its owner has exited, and raises `UserError` if the owner is alive. If the owner's process
-    cannot be looked up, first watches the lock for up to `PATIENCE_SECONDS`."""
+    cannot be looked up from here, watches the lock for up to `PATIENCE_SECONDS` to find out."""
     owner = _read(lock)
     if not owner:  # the file was just created and is not yet written
         time.sleep(0.5)
@@ -155,8 +157,8 @@ def _wait_until_gone(lock: Path) -> None:
 
 
 def _untouched(lock: Path, message: str) -> bool:
-    """Watches a lock whose owner cannot be looked up, for `PATIENCE_SECONDS`. Returns False as soon as the lock is
-    touched. Returns True if the lock is removed or not touched in this time."""
+    """Watches a lock for `PATIENCE_SECONDS`, because its owner's process cannot be looked up from here. Returns False
+    as soon as the lock is touched. Returns True if the lock is removed or is not touched in this time."""
     logger.warning("%s; waiting up to %g s to check whether that process is alive", message, PATIENCE_SECONDS)
     before, end = _touched(lock), time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < end:
@@ -194,7 +196,8 @@ def _me() -> dict[str, Any]:
 
 
 def _place() -> str | None:
-    """Returns the boot id and the process namespace, in which process ids are unique; None if they are unavailable."""
+    """Returns the boot id and the process namespace as one text; None if they are unavailable. Process ids are unique
+    within this pair."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -222,14 +225,15 @@ def _began(pid: int) -> str | None:
 
 
 def _within_reach(owner: dict[str, Any]) -> bool:
-    """Returns whether the owner has the same host, boot and process namespace, so that its process id can be looked
-    up."""
+    """Returns whether the owner of a lock runs in the same host, boot and process namespace as this process. Only then
+    can the process id of the owner be looked up."""
     me = _me()
     return all(owner.get(name, "") == me[name] for name in ("host", "place"))
 
 
 def _read(lock: Path) -> dict[str, Any]:
-    """Reads a lock. Returns an empty dict if the lock does not exist, cannot be read or has no valid content."""
+    """Returns the description of the owner in a lock file; an empty dict if the file does not exist, cannot be read or
+    has no valid content."""
     try:
         owner = json.loads(lock.read_text(encoding="utf-8"))
     except (OSError, ValueError):

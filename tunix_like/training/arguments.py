@@ -70,7 +70,7 @@ def forward_options(
 
 
 def identity_of(learner: Learner) -> dict[str, Any]:
-    """Returns the settings that a run must share with the checkpoint that it restores.
+    """Returns the settings that must be equal in a run and in the checkpoint from which the run resumes.
 
     The result has all settings on which the next step depends. State, data and code are not included.
     """
@@ -123,7 +123,7 @@ def source_settings(source_estimators: Mapping[str, Any]) -> dict[str, dict[str,
 
 
 def resolve_algorithm(learner: type[Learner], config: AlgorithmConfig | None) -> AlgorithmConfig:
-    """Returns the config, with the learner's defaults for unset keys.
+    """Returns `config` (None: an empty config) with the learner's defaults for unset keys.
 
     Raises UserError if `config` has the class or the advantage estimator of another learner.
     """

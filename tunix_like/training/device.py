@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 SHARE = {"cpu": 0.8}
 ACCELERATOR_SHARE = 0.9
-"""Fraction of a device's memory that sizes chosen by `auto` may use: `SHARE` by backend, and `ACCELERATOR_SHARE` for
-all other backends.
+"""Fraction of a device's memory that a run may use if `auto` chooses its batch sizes: the value of the backend in
+`SHARE`, or `ACCELERATOR_SHARE` for a backend that is not in `SHARE`.
 
 The estimated memory of an update is accurate to about 20 % on a CPU. For most programs that are compiled for
-accelerators, it is accurate to 8 %. On a CPU, other programs use the memory too."""
+accelerators, the estimate is accurate to 8 %. On a CPU, other programs use the memory too."""
 
 LOWER = {
     "sampling": "rollout.max_concurrent_rows, rollout.max_prompt_length or rollout.max_tokens_to_generate",

@@ -21,10 +21,11 @@ from tunix_like.types import GroupBatch
 logger = logging.getLogger("tunix_like")
 
 REPEAT_AFTER = 10
-"""The warning is repeated after this many consecutive steps without a signal."""
+"""Number of consecutive steps without a training signal after which the warning is repeated."""
 
 CAUSE_SHARE = 0.9
-"""A property (for example, truncation) is reported as the cause if at least this fraction of the completions has it."""
+"""Fraction of the completions that must have a property (for example, truncation) so that this property is reported as
+the cause of a missing training signal."""
 
 
 class Diagnosis(NamedTuple):
@@ -87,7 +88,7 @@ def format_diagnosis(diagnosis: Diagnosis, step: int, without: int, rollout: Rol
 
 
 def diagnose(task: Task, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> Diagnosis:
-    """Returns the cause of a step in which every trained completion has advantage 0 (`has_signal` is False)."""
+    """Finds the reason why every trained completion of a step has the advantage 0 (`has_signal` is False)."""
     mixed = mixed_groups(batch.rewards, batch.scored)
     if mixed.any():
         return _unused(task, rollout, batch, advantages, mixed)
@@ -235,9 +236,8 @@ def _equal_answers(rollout: Rollout) -> Bool[np.ndarray, "PG"]:
 
 
 def _best_example(scored: np.ndarray, cut: np.ndarray, unread: np.ndarray | None) -> Bool[np.ndarray, "P G"]:
-    """Returns a mask of the completions that are scored, are not truncated and have an answer.
-
-    If there are no such completions, returns `scored`.
+    """Returns a mask of the completions that can serve as the example of a diagnosis: completions that are scored, are
+    not truncated and have an answer. If there are no such completions, returns `scored`.
 
     Args:
       scored, cut: masks of the scored and of the truncated completions.
@@ -261,7 +261,7 @@ def _unscored_note(scored: Bool[np.ndarray, "P G"]) -> str:
 
 
 def _without_answer(task: Task, rollout: Rollout) -> np.ndarray | None:
-    """Returns a mask of the completions without an answer.
+    """Returns a mask of the completions in which the reward functions find no answer.
 
     Returns None if there is a problem for which no reward function extracts answers.
     """

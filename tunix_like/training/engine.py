@@ -141,7 +141,7 @@ class CheckedEngine(WrappedEngine):
 
         Raises:
           UserError: a sample has a wrong type, shape or value, or the engine does not yield exactly one sample for each
-            completion.
+            requested completion.
         """
         given = params, requests, key, sampling
         name = f"engine {type(self.engine).__name__}"

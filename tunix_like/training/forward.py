@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 
 SETS, CHUNKS = "sets", "chunks"
-"""Names of the loops over sets and chunks in a compiled program. The text of the program does not contain the number of
-iterations of these loops. `runtime/compiled_costs.py` finds the loops by their names."""
+"""Names of two loops in a compiled program: over sets of prompts, and over chunks of completions. The text of the
+program does not contain the number of iterations of these loops. `runtime/compiled_costs.py` finds the loops by their
+names."""
 
 
 class ForwardOptions(NamedTuple):
@@ -67,7 +68,7 @@ class Chunk(NamedTuple):
     A lane has completions of one prompt. A bin has `T` token positions and holds one or several completions.
 
     Attributes:
-      lane: index of each lane's prompt in the set; None if lane `i` belongs to prompt `i`.
+      lane: index of each lane's prompt in the set of prompts; None if lane `i` belongs to prompt `i`.
       group: index in the batch of each lane's group.
       sample: index of each completion in its group.
       start: first position of each completion in its bin.
@@ -110,7 +111,7 @@ def _on_mesh(packed: Packed, mesh: Mesh | None, split: Callable[..., Any], repli
 def prompt_states(
     graphdef: Any, params: Any, batch: GroupBatch, prompts: Int[Array, "p"], options: ForwardOptions
 ) -> PromptStates:
-    """Runs the model on the prompts of a set (`packing.py`). `prompts` has the prompt indices in the batch."""
+    """Runs the model on one set of prompts (`packing.py`). `prompts` has the indices of these prompts in the batch."""
     tokens, lengths = jnp.asarray(batch.prompt_tokens)[prompts], jnp.asarray(batch.prompt_lengths)[prompts]
     return PromptStates(*nnx.merge(graphdef, params).prefill(tokens, lengths, options.remat))
 
@@ -182,10 +183,11 @@ _picked.defvjp(_picked_forward, _picked_backward)
 
 
 def _bins(chunk: Chunk, rows: Int[Array, "A b r T"], first: Int[Array, "A b r T"] | None) -> tuple[Array, Array, Array]:
-    """Returns three arrays `[A b T]` for the positions of the bins: tokens, token positions and segment numbers.
+    """Returns three arrays `[A b T]`: for each place in a bin, the token, its position and its segment number.
 
-    Token positions count from 0 at the first token after the prompt. A segment is a sequence of tokens that attend only
-    to each other and to the prompt. The segment number is unique in the bin, and -1 at unused positions.
+    A bin has `T` places and holds one or several completions. Token positions count from 0 at the first token after the
+    prompt. A segment is a sequence of tokens that attend only to each other and to the prompt. The segment number is
+    unique in the bin, and -1 at unused places.
 
     Args:
       rows: the tokens of the chunk's completions.
@@ -214,7 +216,7 @@ def batch_logprobs(
 ) -> Float[Array, "P G T"]:
     """Computes log-probabilities of all packed completions, without a gradient.
 
-    The entries of padding and of other completions are 0.
+    The entries of padding and of completions that are not in `packed` are 0.
     """
     graphdef, params, _, _ = working_weights(graphdef, params, {}, options.stacked)
     shape = batch.completion_tokens.shape

@@ -220,7 +220,8 @@ LEARNERS: dict[str, type[Learner]] = {
         ReinforcePPLearner,
     )
 }
-"""Maps `algorithm.advantage_estimator` to the learner class with its default loss and aggregation."""
+"""Maps the name of an estimator (`algorithm.advantage_estimator`) to its learner class, which has the default loss and
+aggregation for this estimator."""
 
 
 def find_learner(name: str | None) -> type[Learner]:

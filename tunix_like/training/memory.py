@@ -3,8 +3,7 @@
 The estimate counts the arrays that the programs of `training/train_step.py` and `rollout/decoding.py` hold at their
 peak, for rows of full length. The constants below were measured from XLA's buffer assignment (`memory_analysis()` of
 both compiled programs, CPU backend, jax 0.10.2), by varying one dimension at a time. `tests/training/test_memory.py`
-compares the estimates with the buffer assignment. No weights are needed. `sizes.py` chooses the batch sizes with these
-estimates.
+compares the estimates with the buffer assignment. `sizes.py` chooses the batch sizes with these estimates.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ FIRST_CACHE = 128
 
 KEPT_PER_TOKEN = {"inner": 5, "hidden": 6, "query": 5, "key": 3}
 """Number of vectors per token that a layer saves for its backward pass, for each of four widths: the width of the MLP,
-of the model, of all query heads, and of all key heads. Each number was measured by doubling its width: 4.9, 4.6 (and
-1 more that does not grow with the width), 4.7 and 3.1. The MLP saves its two products, the sigmoid, the activation and
-the input of the last product."""
+of the model, of all query heads, and of all key heads. The numbers were measured by doubling one width at a time: 4.9,
+4.6 (and 1 vector whose size does not grow), 4.7 and 3.1. The MLP saves its two products, the sigmoid, the activation
+and the input of the last product."""
 
 KEPT_WITH_REMAT = {"inner": 3, "hidden": 5, "query": 5, "key": 2}
 """The numbers of `KEPT_PER_TOKEN` for recomputed layers on the CPU. On the CPU, XLA removes the optimization barriers
@@ -44,11 +43,11 @@ measured size is 1.21 times the size of the scores for 96 keys, and 1.03 times f
 such arrays, except on the CPU if all keys are in one block: without a loop over blocks, XLA keeps the arrays."""
 
 WORKING_SCORES = 2
-"""Number of arrays `[heads, queries, keys]` during attention or its backward pass, when no MLP arrays are held."""
+"""Number of arrays `[heads, queries, keys]` that exist in the forward or backward pass of attention."""
 
 LANE_COPIES = 4
-"""Number of copies of a prompt's keys and values per layer and lane (`packing.py`): the gathered arrays, their
-gradient, and both in another layout."""
+"""Number of copies of a prompt's keys and values per layer, for each lane (some completions of the prompt, see
+`packing.py`): the keys and values that the lane reads, their gradient, and both in another layout."""
 
 WORKING_INNER = 3
 """Number of temporary arrays of the MLP's width, and also of the model's width, in the backward pass of one layer
@@ -59,21 +58,20 @@ ROUTED_COPIES = 8
 row per token and chosen expert. Measured by compiling the update of Qwen3-30B-A3B's shapes for v5p-64."""
 
 GRADIENT_COPIES = 2
-"""Number of arrays of the size of the weights while chunks are processed: the gradient sum and a chunk's gradient."""
+"""Number of arrays of the size of the trained weights while chunks of completions are processed: the sum of the
+gradients, and the gradient of one chunk."""
 
 ALLOCATED = {"tpu": 1.95, "gpu": 1.2}
 """Ratio of allocated to counted bytes for the temporaries of an update with stacked and recomputed layers. XLA
 allocates more than this module counts. Fitted to compiled programs (jax 0.10.2, libtpu 0.0.42.1): Qwen3-1.7B with 4 and
-28 layers and chunks of 8 and 16 completions per device for v5e-8; `examples/gsm8k` for one and eight H200s.
-`tests/training/test_memory.py` has some of the measured bytes."""
+28 layers and chunks of 8 and 16 completions per device for v5e-8; `examples/gsm8k` for one and eight H200s."""
 
 LANES = 128
 """XLA:TPU pads the last axis of an array to a multiple of this number, e.g. keys and values with heads of size 64."""
 
 STEP_COPIES = {True: 2, False: 3}
-"""Number of arrays of the size of the weights in the optimizer step, with (True) and without (False) clipping by the
-global norm. The new weights and moments exist beside the old ones until the norm is known to be finite. The moments use
-the donated buffers."""
+"""Number of arrays of the size of the trained weights that the optimizer step needs in addition to the weights and the
+optimizer state (gradients and new values), with (True) and without (False) clipping by the global norm."""
 
 DEQUANTIZED_COPIES = {False: 1, True: 2}
 """Number of float32 arrays of the size of the quantised matrices on the CPU, without (False) and with (True) a backward
@@ -105,18 +103,18 @@ class Work:
       dtype, param_dtype: dtype of the matrix products and of the stored weights.
       adapters: the adapters (float32), if only adapters are trained.
       quantized: quantisation of the frozen projections of a model with adapters.
-      moments: number of optimizer state arrays of the size of the weights; 2 for AdamW.
+      moments: number of optimizer state arrays of the size of the trained weights; 2 for AdamW.
       clipped: whether the gradient's global norm is clipped.
-      reference: whether a second model is held for the KL.
+      reference: whether a second model, the reference of the KL, is held in memory.
       remat: whether layers are recomputed in the backward pass.
       logits_chunk: number of tokens whose logits are computed at once.
       attention: value of `Decoder.attention`. Plain attention saves its scores for the backward pass.
       filtered: whether sampling uses top-p or top-k.
-      backend: the JAX backend. It determines how much memory `remat` saves.
-      parts: number of shards of the axes of prompts and lanes.
-      rollout_share: the part of the weights on one device while sampling; None: `share`, without a second copy.
-      rollout_parts: number of shards of slots while sampling (a slot is a prompt with its rows), and number of devices
-        that share the heads of a slot; None means `parts` and 1.
+      backend: the JAX backend. On the CPU, `remat` saves less memory than on other backends.
+      parts: number of shards along the axis of prompts and the axis of lanes (`packing.py`).
+      rollout_share: the part of the weights on one device while sampling; None: sampling uses the weights in `share`.
+      rollout_parts: number of shards of the slots while sampling (a slot is a prompt with its completions), and number
+        of devices that share the heads of a slot; None means `parts` and 1.
     """
 
     model: DecoderConfig
@@ -147,22 +145,22 @@ class Work:
 
     @property
     def weights(self) -> int:
-        """Bytes of all weights on one device."""
+        """Number of bytes of all weights on one device."""
         return self.share.weights
 
     @property
     def trained(self) -> int:
-        """Bytes of the trained weights on one device."""
+        """Number of bytes of the trained weights on one device."""
         return self.share.trained
 
     @property
     def size(self) -> int:
-        """Bytes of a number in the compute dtype."""
+        """Number of bytes of one value in the compute dtype."""
         return jnp.dtype(self.dtype).itemsize
 
 
 def _inner(model: DecoderConfig) -> int:
-    """Returns the total width of the MLPs that process a token, in the widest layer."""
+    """Returns the total width of all MLPs of a layer that process the same token, for the widest layer."""
     return max(map(model.active_width, range(model.num_layers)))
 
 
@@ -170,7 +168,7 @@ def update_phases(work: Work, micro_batch: int) -> list[Phase]:
     """Estimates the two peaks of an optimizer update: the backward pass of a chunk, and the optimizer step.
 
     Args:
-      micro_batch: approximate number of bins of a chunk.
+      micro_batch: approximate number of completions of full length in a chunk.
     """
     prompt_width, width = work.widths
     most = work.update_prompts or work.prompts
@@ -199,11 +197,11 @@ def update_phases(work: Work, micro_batch: int) -> list[Phase]:
 
 
 def _with_stacked_layers(work: Work, tokens: int, prompt_tokens: int, lane_tokens: int) -> dict[str, int]:
-    """Returns the components of an update whose sizes are different if layers are stacked and recomputed.
+    """Returns the number of bytes of each component of an update that has another size with stacked, recomputed layers.
 
     Args:
       tokens, prompt_tokens: numbers of tokens of a chunk and of a set of prompts.
-      lane_tokens: prompt tokens whose keys and values are copied to the lanes of a chunk.
+      lane_tokens: number of prompt tokens whose keys and values are copied to the lanes of a chunk.
     """
     model = work.model
     # Counts 3.2 bytes per logit, before the factor `ALLOCATED`. XLA:TPU has the logits in float32 and in bfloat16.
@@ -222,20 +220,21 @@ def _with_stacked_layers(work: Work, tokens: int, prompt_tokens: int, lane_token
 
 
 def _stacked_copy(work: Work) -> int:
-    """Returns the bytes of the stacked weights; 0 for a frozen base on one device, which is never stacked."""
+    """Returns the size in bytes of the copy of the weights with stacked layers. The size is 0 for a model with adapters
+    on one device, because its layers are not stacked."""
     if work.adapters is not None and work.parts == 1:
         return 0
     return _in_compute_dtype(work, work.share)
 
 
 def _in_compute_dtype(work: Work, share: Share) -> int:
-    """Returns the bytes of `share`, with matrices in the compute dtype except quantised matrices and adapters."""
+    """Returns the size in bytes of the weights in `share` if all except adapters and quantised matrices are cast."""
     return share.weights - share.plain * (jnp.dtype(work.param_dtype).itemsize - work.size)
 
 
 def _layer_working(work: Work, tokens: int) -> int:
-    """Returns the bytes of the temporaries of one layer's recomputation and backward pass with an attention kernel.
-    With several shards, the temporaries include the gathered matrices of the layer and their gradient."""
+    """Returns the size in bytes of the temporaries of one layer's recomputation and backward pass, with an attention
+    kernel. With several shards, the temporaries include the gathered matrices of the layer and their gradient."""
     model, parts = work.model, work.parts
     widths = _inner(model) + model.hidden_size + model.num_heads * model.head_dim
     routed = 0 if model.experts is None else ROUTED_COPIES * model.experts.per_token * model.hidden_size
@@ -256,7 +255,7 @@ def rollout_phase(
     rows is halved.
 
     Args:
-      held: bytes by component of the arrays that are always held; defaults to the arrays of a trainer.
+      held: number of bytes, by component, of the arrays that are always in memory; defaults to those of a trainer.
       prefilled: number of different prompts in the slots, which one forward pass processes; defaults to `slots`.
     """
     parts, tp = work.rollout_parts or (work.parts, 1)
@@ -285,7 +284,7 @@ def rollout_phase(
 
 
 def _prompt_forward(work: Work, prompts: int) -> int:
-    """Returns the bytes of the temporaries of the forward pass of `prompts` prompts."""
+    """Returns the size in bytes of the temporaries of the forward pass of `prompts` prompts."""
     width, tokens, model = work.widths[0], prompts * work.widths[0], work.model
     # XLA:GPU keeps the queries of every layer in float32 and in the compute dtype (measured: 5.9 to 7 bytes a number).
     queries = tokens * model.num_layers * model.num_heads * model.head_dim * (4 + work.size) * (work.backend == "gpu")
@@ -294,31 +293,32 @@ def _prompt_forward(work: Work, prompts: int) -> int:
 
 
 def _held(work: Work) -> dict[str, int]:
-    """Returns the bytes by component of the arrays that a trainer always holds."""
+    """Returns the number of bytes, by component, of the arrays that a trainer always holds in memory."""
     held = {"weights": work.weights, "optimizer": work.moments * work.trained}
     # With adapters, the reference is the frozen base, which is already counted as weights.
     return held | ({"reference": work.weights} if work.reference and work.adapters is None else {})
 
 
 def _key_values(work: Work, width: int) -> int:
-    """Returns the bytes of the keys and values of one completion of `width` tokens in one layer."""
+    """Returns the size in bytes of the keys and values of one completion of `width` tokens in one layer."""
     return 2 * work.model.num_kv_heads * work.model.head_dim * width * work.size
 
 
 def _cast_weights(work: Work) -> int:
-    """Returns the bytes of the cast weights; if no cast is needed, of the transposed embedding (0 if not tied)."""
+    """Returns the size in bytes of the copy of the weights in the compute dtype. If no copy is needed, returns the size
+    of the transposed embedding, or 0 if the output matrix is not the embedding."""
     if jnp.dtype(work.dtype) != jnp.dtype(work.param_dtype):
         return work.share.plain * work.size
     return work.share.embedding * work.size if work.model.tie_embeddings else 0
 
 
 def _output_gradient(work: Work) -> int:
-    """Returns the bytes of the separate gradient of a tied output matrix, or 0 if there is no such gradient."""
+    """Returns the size in bytes of the separate gradient of a tied output matrix; 0 if there is no such gradient."""
     return 0 if work.adapters is not None or not work.model.tie_embeddings else 4 * work.share.embedding
 
 
 def _sampled_weights(work: Work) -> int:
-    """Returns the bytes of the weights in the sampler's layout, or `_cast_weights` if `rollout_share` is None."""
+    """Returns the size in bytes of the weights for sampling. If `rollout_share` is None, calls `_cast_weights`."""
     if (share := work.rollout_share) is None:
         return _cast_weights(work)
     transposed = share.embedding * work.size if work.model.tie_embeddings else 0
@@ -326,7 +326,7 @@ def _sampled_weights(work: Work) -> int:
 
 
 def _dequantized(work: Work, backward: bool) -> int:
-    """Returns the bytes of the dequantised matrices in memory at once: all on the CPU, one on other backends."""
+    """Returns the size in bytes of the dequantised matrices: all matrices on the CPU, one on other backends."""
     if work.quantized is None:
         return 0
     sizes = work.share.quantized
@@ -336,8 +336,8 @@ def _dequantized(work: Work, backward: bool) -> int:
 
 
 def _kept(work: Work, tokens: int, scores: int) -> int:
-    """Returns the bytes that all layers save for the backward pass of `tokens` tokens. Each layer computes `scores`
-    attention scores."""
+    """Returns the number of bytes that all layers save for the backward pass of `tokens` tokens. Each layer computes
+    `scores` attention scores."""
     model = work.model
     widths = {
         "inner": _inner(model),
@@ -351,7 +351,7 @@ def _kept(work: Work, tokens: int, scores: int) -> int:
 
 
 def _attention_kind(work: Work, scores: int) -> str:
-    """Returns the implementation that computes `scores` attention scores, as a key of `KEPT_SCORES`."""
+    """Returns the attention implementation that is used for `scores` attention scores, as a key of `KEPT_SCORES`."""
     if work.attention == "plain" or (work.attention == "auto" and scores * work.parts <= SCORES):
         return "plain"
     one = work.backend == "cpu" and max(work.widths) <= BLOCK
@@ -359,7 +359,7 @@ def _attention_kind(work: Work, scores: int) -> str:
 
 
 def _scores_bytes(work: Work, rows: int, queries: int, keys: int) -> int:
-    """Returns the bytes of the attention scores that exist at the same time in a layer."""
+    """Returns the size in bytes of the attention scores that exist at the same time in a layer."""
     scores = rows * queries * keys * work.model.num_heads
     if _attention_kind(work, scores) == "blocks":
         scores = min(scores, rows * BLOCK * BLOCK * work.model.num_heads)
@@ -367,7 +367,7 @@ def _scores_bytes(work: Work, rows: int, queries: int, keys: int) -> int:
 
 
 def _layer_backward(work: Work, rows: int) -> int:
-    """Returns the bytes of the temporaries of one layer's backward pass, including arrays recomputed with `remat`."""
+    """Returns the size in bytes of the temporaries of one layer's backward pass, including recomputed arrays."""
     model, (prompt_width, width) = work.model, work.widths
     tokens = rows * width
     mlp = WORKING_INNER * tokens * (_inner(model) + model.hidden_size) * work.size
@@ -387,13 +387,13 @@ def _logits(work: Work, tokens: int) -> int:
 
 
 def _batch(work: Work) -> int:
-    """Returns the bytes of a batch: prompts, and completions with up to three log-probabilities per token."""
+    """Returns the size in bytes of a batch: prompts, and completions with up to three log-probabilities per token."""
     prompt_width, width = work.widths
     return 4 * (work.prompts * prompt_width + work.rows * width * (3 + work.reference) + 8 * work.rows)
 
 
 def _room_before(width: int) -> int:
-    """Returns the number of columns of the sampler's cache before it grows for the last time, to `width` columns."""
+    """Returns the number of columns of the sampler's cache before the cache grows for the last time, to `width`."""
     room = min(FIRST_CACHE, width)
     while 2 * room < width:
         room *= 2

@@ -58,10 +58,10 @@ def build_optimizer(
 ) -> optax.GradientTransformation:
     """Builds the optimizer: global-norm clipping, then AdamW with the schedule of `build_schedule`.
 
-    Weight decay applies only to arrays of two or more axes. If `stacked`, the arrays of layers are stacked
-    (`with_stacked_layers`), and the first axis of such an array is not counted. Equal settings return the same object,
-    so that compiled programs are reused. The structure of the state depends only on the parameters, so a resumed run
-    can have another `total_updates`.
+    Weight decay applies only to arrays of two or more axes. If `stacked` is True, the arrays of layers are stacked
+    along an additional first axis (`with_stacked_layers`), which is not counted here. Calls with equal settings return
+    the same object, so that compiled programs are reused. The structure of the optimizer state depends only on the
+    parameters, so a resumed run can have another `total_updates`.
 
     Raises:
       UserError: see `build_schedule`.
@@ -84,7 +84,7 @@ def _adamw(config: OptimizerConfig, total_updates: int | None, stacked: bool) ->
 
 
 def moment_segments(config: DecoderConfig, optimizer: Any, stacked: bool, copies_base: bool) -> Segments:
-    """Returns the patterns of layers whose moments are stacked, or None if each layer has its own moments.
+    """Returns the patterns of layers whose optimizer moments are stacked, or None if each layer has its own moments.
 
     AdamW is elementwise, so stacking does not change its result. An optax transformation of the user can compute with
     whole arrays, so the state of such an optimizer is never stacked. For `stacked` and `copies_base`, see
@@ -118,7 +118,8 @@ def _init(optimizer: optax.GradientTransformation, params: optax.Params, segment
 def state_shapes(
     optimizer: optax.GradientTransformation, params: optax.Params, segments: Segments = None
 ) -> optax.OptState:
-    """Returns the state of `init_optimizer` as `jax.ShapeDtypeStruct`s; `params` can be arrays or such structs."""
+    """Returns the shapes of the state that `init_optimizer` returns, as `jax.ShapeDtypeStruct`s. `params` can be arrays
+    or such structs."""
     params = params if segments is None else _stacked_shapes(params, segments)
     state = jax.eval_shape(optimizer.init, params)
     first = jax.tree.leaves(params)[0].sharding
@@ -134,7 +135,8 @@ def state_shapes(
 def stack_moments(
     optimizer: optax.GradientTransformation, state: optax.OptState, params: optax.Params, segments: Segments
 ) -> optax.OptState:
-    """Converts a state with moments per layer to the state of `init_optimizer` with `segments`."""
+    """Converts an optimizer state in which each layer has its own moments to a state in which the moments of the layers
+    in `segments` are stacked."""
     if segments is None:
         return state
     shardings = _shardings(state_shapes(optimizer, params, segments))
@@ -144,7 +146,8 @@ def stack_moments(
 def unstack_moments(
     optimizer: optax.GradientTransformation, state: optax.OptState, params: optax.Params, segments: Segments
 ) -> optax.OptState:
-    """Inverts `stack_moments`. Checkpoints have moments per layer, so that every backend can restore them."""
+    """Converts an optimizer state with stacked moments to a state in which each layer has its own moments, as in
+    checkpoints. Every backend can restore such a state."""
     if segments is None:
         return state
     shardings = _shardings(state_shapes(optimizer, params))

@@ -1,11 +1,12 @@
 """Packs the completions of one update into sets, chunks, lanes and bins, on the host.
 
-The model processes prompts in sets of `p`. Each prompt is processed once, whatever the number of its completions. Then
-the completions of the set are processed in chunks. A chunk has `A` lanes. A lane belongs to one prompt and has `b`
-bins. A bin has the width `T` of the batch and holds as many whole completions of the prompt as fit, one after the
-other. Completions without a gradient are left out, and short completions share a bin. The cost is therefore
-proportional to the number of real tokens. All array shapes are large enough for any batch of the same width. The
-numbers of used sets and chunks are data and not shapes, so the step is compiled once.
+The model processes prompts in sets of `p` prompts. Each prompt is processed once, whatever the number of its
+completions. Then the completions of the set are processed in chunks. A chunk has `A` lanes. A lane belongs to one
+prompt and has `b` bins. A bin has `T` token positions, where `T` is the padded length of the batch's completions. A bin
+holds as many whole completions of the prompt as fit, one after the other. Completions without a gradient are left out,
+and short completions share a bin. The cost is therefore proportional to the number of real tokens. All array shapes are
+large enough for any batch with the same `T`. The numbers of used sets and chunks are data and not shapes, so the step
+is compiled once.
 """
 
 from __future__ import annotations
@@ -20,15 +21,19 @@ if TYPE_CHECKING:
     from tunix_like.types import AnyArray
 
 ROWS_PER_BIN = 16
-"""Maximum number of completions per bin. It limits the size of arrays with one entry per completion of a chunk."""
+"""Maximum number of completions per bin. This number limits the size of arrays with one entry per completion of a
+chunk."""
 
 
 class Layout(NamedTuple):
-    """The shape of a packed update.
+    """The sizes of a packed update.
+
+    The model processes a set of prompts at once, and then the completions of these prompts in chunks. A chunk consists
+    of lanes, and a lane of bins. A bin holds whole completions of one prompt, one after the other.
 
     Attributes:
       prompts: `p`, number of prompts per set.
-      lanes: `A`, number of lanes per chunk; a lane has the completions of one prompt.
+      lanes: `A`, number of lanes per chunk; all completions of a lane have the same prompt.
       bins: `b`, number of bins per lane.
       own_lanes: if True, lane `i` belongs to prompt `i` of its set, and `lanes == prompts`. Prompts are then not moved
         between devices. If False, a lane can belong to any prompt of its set.
@@ -41,12 +46,16 @@ class Layout(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The position of each completion in `M` sets of `C` chunks. The first `chunks[m]` chunks of set `m` are used.
+    """The place of each completion in a packed update: `M` sets of `C` chunks of `A` lanes of `b` bins (see `Layout`).
 
-    Unused sets have 0 chunks and come last. `prompts` and `sample` are indices into the `[P, G]` batch. A lane
-    consists of the bins of one prompt. `lane` has, for each lane, the index of this prompt in the set; it is None if
-    `Layout.own_lanes` is True. `start` is the first position of a completion in its bin. The last axis, `r`, runs
-    over the completions of a bin. Unused entries have length 0.
+    Attributes:
+      sets: number of used sets; the other sets come last.
+      prompts: index in the batch of each prompt of a set.
+      chunks: number of used chunks of each set; the other chunks come last.
+      lane: index in the set of the prompt to which the lane belongs; None if `Layout.own_lanes` is True.
+      sample: index of each completion in its group. The last axis, `r`, runs over the completions of a bin.
+      start: first position of each completion in its bin.
+      length: number of tokens of each completion; 0 for unused entries.
     """
 
     sets: Int[AnyArray, ""]
@@ -65,22 +74,23 @@ def choose_layout(
     micro_batch_size: int,
     device_parts: int = 1,
 ) -> Layout:
-    """Chooses the layout whose chunks have at most about `micro_batch_size` bins.
+    """Chooses a layout whose chunks have at most about `micro_batch_size` bins. A bin holds one completion of full
+    width or several short completions.
 
     Args:
       num_generations: completions per prompt.
       most_prompts: maximum number of prompts of an update.
       widths: widths of the padded prompts and completions, `(S, T)`.
-      micro_batch_size: completions of full width per forward and backward pass.
+      micro_batch_size: completions of full width per forward and backward pass. If there is one completion per prompt:
+        pairs of a prompt and a completion.
       device_parts: number of shards. The number of prompts per set is a multiple of `device_parts`. If `device_parts`
         is above 1, `Layout.own_lanes` is True.
 
     A set has at most `micro_batch_size * T` prompt tokens, but at least one prompt and at least `device_parts` prompts.
-    The activations of the prompts are kept while their completions are processed. The limit makes the activations of
-    the prompts at most as large as the activations of a chunk. If there is one completion per prompt, the limit does
-    not apply, and `micro_batch_size` is the number of pairs of a prompt and a completion. Each lane has a copy of its
-    prompt's keys and values, so lanes have several bins if prompts are long. The number of lanes is limited to the
-    number that the completions of a whole set can fill.
+    With this limit, the activations of the prompts, which are kept while the completions are processed, are at most as
+    large as the activations of a chunk. The limit does not apply if there is one completion per prompt. Each lane has a
+    copy of its prompt's keys and values. If prompts are long, a lane therefore has several bins. A chunk has no more
+    lanes than the completions of a whole set can fill.
     """
     width, steps = widths
     size = min(micro_batch_size, most_prompts * num_generations)
@@ -99,10 +109,10 @@ def choose_layout(
 
 
 def _bins_per_lane(most: int, num_generations: int) -> int:
-    """Returns the number of bins that leaves the fewest bins empty if all completions of a group have the full width.
+    """Returns the number of bins per lane that leaves the fewest bins empty if all completions have the full width.
 
-    The number is above `most / 2` and at most `most`. For example, 16 completions in chunks of 15 bins leave 14 bins
-    empty; with 8 bins, none is empty.
+    The result is above `most / 2` and at most `most`. For example, a group of 16 completions in two lanes of 15 bins
+    leaves 14 bins empty. In two lanes of 8 bins, it leaves no bin empty.
     """
     most = min(most, num_generations)
     return min(range(most, most // 2, -1), key=lambda bins: bins * math.ceil(num_generations / bins))
@@ -115,11 +125,11 @@ def pack(
     layout: Layout,
     most_prompts: int | None = None,
 ) -> Packed:
-    """Packs the completions selected by `rows`.
+    """Assigns each completion that the mask `rows` selects to a set, chunk, lane and bin (see `Layout`).
 
     Args:
       lengths: number of tokens of each completion; completions without tokens are left out.
-      width: `T`, the width of a bin; no completion is longer.
+      width: `T`, the number of token positions of a bin, which is at least the length of every completion.
       most_prompts: the arrays have space for all completions of this number of groups, so that the array shapes do not
         depend on `rows`. Defaults to the number of groups in the batch.
     """
@@ -156,7 +166,8 @@ def token_places(packed: Packed, width: int) -> int:
 
 
 def _bins(live: Bool[np.ndarray, "G"], lengths: Int[np.ndarray, "G"], width: int) -> list[list[int]]:
-    """Packs the completions that `live` marks, all of one group, into bins. Returns the indices in each bin.
+    """Packs the completions of one group that `live` marks into bins. Returns, for each bin, the indices of its
+    completions.
 
     Completions are packed in descending order of length, each into the first bin with enough space.
     """
@@ -175,14 +186,15 @@ def _bins(live: Bool[np.ndarray, "G"], lengths: Int[np.ndarray, "G"], width: int
 
 
 def _places(pieces: list[int], layout: Layout) -> list[tuple[int, int, int, int]]:
-    """Assigns pieces to lanes. A piece is the part of a prompt's bins that one lane holds.
+    """Assigns the bins of each prompt of a set to lanes. The bins of a prompt are divided into pieces of at most one
+    lane.
 
     Args:
-      pieces: number of pieces of each prompt of a set.
+      pieces: number of pieces of each prompt of the set.
 
     Returns:
-      four indices of each piece: of the prompt in the set, of the piece among the prompt's pieces, of the chunk in the
-      set, and of the lane in the chunk.
+      four indices for each piece: the prompt in the set, the piece among the prompt's pieces, the chunk in the set, and
+      the lane in the chunk.
     """
     every = [(prompt, piece) for prompt, count in enumerate(pieces) for piece in range(count)]
     if layout.own_lanes:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 
 OF_THE_MODEL = ("weights", "reference", "optimizer", "gradients", "gradients and new weights", "cast weights")
-"""Components of a phase that do not depend on lengths or on the number of completions."""
+"""Components of the memory of a phase that do not depend on lengths or on the number of completions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """The estimated peak memory of a phase on one device.
+    """The estimated peak memory of a phase of a run (such as sampling or the update) on one device.
 
     Attributes:
       name: name of the phase.
-      parts: bytes by component.
-      decode: bytes by component of a decode step, without the arrays that are always held (weights, optimizer state and
-        reference); empty if the phase does not sample.
+      parts: number of bytes of each component, such as the weights.
+      decode: number of bytes of each component of a decode step, without the arrays that are always in memory (weights,
+        optimizer state and reference model); empty if the phase does not sample.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Phase:
 
     @property
     def fixed(self) -> int:
-        """Bytes of the components that do not depend on lengths or on the number of completions."""
+        """Number of bytes of the components that do not depend on lengths or on the number of completions."""
         return sum(self.parts.get(name, 0) for name in OF_THE_MODEL)
 
     def __str__(self) -> str:

@@ -39,7 +39,7 @@ def make_reference(trainer: Trainer, ref_model: Decoder | None) -> Reference:
 
 
 def _addresses(x: jax.Array) -> set[int]:
-    """Returns the memory addresses of an array on this process's devices."""
+    """Returns the memory addresses of the parts of an array that are on this process's devices."""
     return {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards}
 
 

@@ -27,13 +27,14 @@ from tunix_like.training.memory import Work, rollout_phase
 from tunix_like.training.phases import Phase
 
 SlotShape = Callable[[int, int, int, int, int], tuple[int, int]]
-"""Type of `rollout.shapes.slot_shape`, which returns the number of slots (prompts) and of completions per slot."""
+"""Type of `rollout.shapes.slot_shape`, which returns the number of slots and the number of completions per slot. All
+completions of a slot have the same prompt."""
 
 USUAL_GROUP = 8
 """Assumed number of completions per prompt if the group size is not known."""
 
 MOST_ROWS = 1 << 16
-"""Maximum number of concurrent completions."""
+"""Maximum number of concurrent completions with `rollout.max_concurrent_rows: auto`."""
 
 ROWS_PER_DEVICE = 16
 """Number of completions per device that must fit into memory if `rollout.mesh` and `rollout.max_concurrent_rows` are
@@ -51,7 +52,7 @@ def rollout_mesh(
 
     With `rollout.mesh: auto`, the weights are replicated if they fit into memory together with the trainer's arrays and
     the cache. Sampling then needs no communication. Otherwise the weights are split along `tp` over the smallest number
-    of devices for which they fit. If the weights fit for no number of devices, they are also split along `fsdp`.
+    of devices for which they fit. If they fit for no size of `tp`, the weights are also split along `fsdp`.
 
     Raises:
       UserError: `rollout.mesh` does not use every device, or the axes of the model are not divisible by the axis sizes
@@ -126,18 +127,18 @@ def rollout_of(work: Work, rows: int, shape: tuple[int, int], group: int, held: 
     """Estimates the peak memory of sampling with `rows` concurrent completions.
 
     Args:
-      shape: number of slots, and of completions per slot.
+      shape: number of slots, and of completions per slot. All completions of a slot have the same prompt.
       group: completions per prompt.
-      held: see `rollout_phase`.
+      held: number of bytes, by component, of the arrays that are always in memory; defaults to those of a trainer.
     """
     return rollout_phase(work, rows, shape[0], held, prefilled_prompts(shape, group))
 
 
 def prefilled_prompts(shape: tuple[int, int], group: int) -> int:
-    """Returns the number of different prompts in the slots.
+    """Returns the number of different prompts that are sampled at the same time.
 
     Args:
-      shape: number of slots, and of completions per slot.
+      shape: number of slots, and of completions per slot. All completions of a slot have the same prompt.
       group: completions per prompt. A prompt whose completions do not fit into one slot has several slots.
     """
     slots, width = shape
@@ -151,7 +152,7 @@ def _rollout_work(model: Decoder, rollout: RolloutConfig, mesh: Mesh | None, dev
 
 
 def with_layout(work: Work, model: Decoder, chosen: Mesh | None) -> Work:
-    """Returns `work` with the layout of the sampler's mesh `chosen`.
+    """Returns `work` with the sharding of weights and completions on `chosen`, the mesh of the sampler.
 
     On a single device, the weights are not copied to another layout, and `work` is returned unchanged.
     """
@@ -172,8 +173,8 @@ def concurrent_rows(
     """Returns the maximum number of completions that are sampled at the same time.
 
     With `rollout.max_concurrent_rows: auto`, the result is the largest number for which sampling fits into memory
-    together with a trainer's weights, moments and reference model. If no completion fits with these arrays, the model
-    cannot be in training. The number is then computed with the weights only.
+    together with a trainer's weights, moments and reference model. If not even one completion fits together with these
+    arrays, there can be no trainer on this device, so the number is computed with the weights only.
 
     Args:
       mesh, sampling_mesh: the meshes of the trainer and of the sampler.

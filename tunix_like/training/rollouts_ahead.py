@@ -1,4 +1,4 @@
-"""Collects the groups of each step, optionally during the previous step."""
+"""Collects the groups of completions of each training step, optionally during the updates of the previous step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from tunix_like.types import Engine, Sample
 
 
 class Taken(NamedTuple):
-    """The groups of a step.
+    """The groups of completions of a training step.
 
     Attributes:
       collected: the groups, as the collector returned them.
-      metrics: seconds of each phase; with `rollout.max_staleness: 1`, also the staleness and the idle times.
-      row_steps: increase of `Engine.row_steps`.
+      metrics: seconds of each phase of the collection; with `rollout.max_staleness: 1`, also the staleness and the idle
+        times of sampler and trainer.
+      row_steps: number of token positions that the engine computed for these groups (increase of `Engine.row_steps`).
     """
 
     collected: Collected
@@ -32,7 +33,7 @@ class Taken(NamedTuple):
 
 
 class _Position(NamedTuple):
-    """A position in the data: the state of the iterator, and the number of prompts drawn so far."""
+    """A position in the training data: the state of the data iterator, and the number of prompts drawn so far."""
 
     state: Any
     drawn: int
@@ -64,11 +65,12 @@ class _Droppable(WrappedEngine):
 
 
 class RolloutsAhead:
-    """Collects the groups of completions of each step.
+    """Collects the groups of completions of each training step.
 
     With `max_staleness` 1, the groups of step `n + 1` are collected in a thread while the updates of step `n` run, and
     are sampled with the weights before these updates. With `max_staleness` 0, the groups of step `n + 1` are sampled
-    with the weights after the updates of step `n`. The groups of the first step of a call of `train` are not stale.
+    with the weights after the updates of step `n`. The groups of the first step of a call of `train` are always sampled
+    with the current weights.
 
     Args:
       iterator: the data iterator of the collector; None if the position of this iterator cannot be saved.
@@ -95,7 +97,7 @@ class RolloutsAhead:
           last: whether this is the last step.
 
         Raises:
-          The errors of `Collector`. After `EngineLost`, the position in the data is the position before the step.
+          The errors of `Collector`. After `EngineLost`, the position in the data is again the position before the step.
         """
         stale, began = self._ahead is not None, time.perf_counter()
         if self._ahead is None:
@@ -132,9 +134,9 @@ class RolloutsAhead:
         return self.collector.drawn if self._ahead is None else self._position.drawn
 
     def resume(self, drawn: int) -> None:
-        """Continues after the first `drawn` prompts of the data.
+        """Continues a resumed run after the first `drawn` prompts of the data.
 
-        If the position in the data cannot be saved, these prompts are read again and dropped.
+        If the position in the data could not be saved, these prompts are read again and dropped.
         """
         self.collector.drawn, self.collector.started = drawn, True
         if self._iterator is None:

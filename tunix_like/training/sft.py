@@ -75,8 +75,9 @@ class SFTTrainer(Trainer):
         truncated, and then have no end-of-sequence token).
       training_config: seed, folder and checkpoints, as for `Learner`. Checkpoints are written to `sft_checkpoints/`.
       mesh: devices to train on; defaults to a single device.
-      evaluate: `f(params, step) -> metrics` (logged as `sft/<name>`), called every `sft.eval_every_n_steps`.
-        `sft.stop_at_success` needs the metric `eval/pass@1`.
+      evaluate: `f(params, step) -> metrics` (logged as `sft/<name>`), called after the last step. If
+        `sft.stop_at_success` is set, the function is also called every `sft.eval_every_n_steps` steps, and must return
+        the metric `eval/pass@1`.
     """
 
     name, step_key = "sft", "sft/step"
@@ -182,7 +183,7 @@ class SFTTrainer(Trainer):
         )
 
     def _answer(self, prompt: Prompt) -> list[int]:
-        """Returns the tokens of the answer and its end-of-sequence token, truncated to the length of a completion."""
+        """Returns the tokens of the answer and an end-of-sequence token, cut to the maximum length of a completion."""
         limit = self.rollout_config.max_tokens_to_generate
         return [*self.tokenizer.encode_data(prompt.columns["answer"], limit), self.eos_id][:limit]
 

@@ -1,7 +1,8 @@
 """Chooses the chunk size of updates, and estimates the memory of a run.
 
-A number in the config is used unchanged. `auto` chooses the largest useful size that fits into device memory, according
-to the estimates of `memory.py`. No device memory is allocated.
+A chunk is the group of completions that one forward and backward pass processes. A number in the config is used
+unchanged. `auto` chooses the largest useful size that fits into device memory, according to the estimates of
+`memory.py`. No device memory is allocated.
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ if TYPE_CHECKING:
     from tunix_like.models.decoder import Decoder
 
 CHUNK_TOKENS = 512
-"""Maximum completion tokens of a chunk on the CPU with `auto`. An update of 4096 tokens of a model with 42 M parameters
-was measured with chunks of 256, 512, 1024 and 2048 tokens. It took 5.1, 5.1, 5.7 and 6.0 s, and needed 2.1, 2.3,
-2.8 and 3.4 GB. Larger temporary arrays are slower because they cause page faults."""
+"""Maximum number of completion tokens per forward and backward pass (chunk) on the CPU, if `auto` chooses the size. An
+update of 4096 tokens of a model with 42 M parameters was measured with chunks of 256, 512, 1024 and 2048 tokens. The
+update took 5.1, 5.1, 5.7 and 6.0 s, and needed 2.1, 2.3, 2.8 and 3.4 GB. Larger temporary arrays are slower because
+they cause page faults."""
 
 ACCELERATOR_CHUNK_TOKENS = 16384
-"""Maximum completion tokens of a chunk on an accelerator. A matrix product with this number of rows does about 8,000
-operations per byte of bfloat16 weights that it reads. A few hundred operations per byte are enough to use the
-arithmetic units fully, so larger chunks are not faster."""
+"""Maximum number of completion tokens per forward and backward pass (chunk) on an accelerator, if `auto` chooses the
+size. A matrix product with this number of rows does about 16,000 operations per byte of bfloat16 weights that it reads.
+A few hundred operations per byte are enough to use the arithmetic units fully, so larger chunks are not faster."""
 
 
 def micro_batch_size(width: int, backend: str = "cpu") -> int:
-    """Returns the maximum number of bins per chunk with `train_micro_batch_size: auto`, for bins of `width` tokens."""
+    """Returns the maximum number of completions of `width` tokens per forward and backward pass, if
+    `train_micro_batch_size` is `auto`."""
     return max(1, (CHUNK_TOKENS if backend == "cpu" else ACCELERATOR_CHUNK_TOKENS) // width)
 
 
@@ -53,7 +56,7 @@ def chunk_size(
     Args:
       shape: number of prompts of one update, and number of completions per prompt.
       widths: widths of the padded prompts and completions, `(S, T)`.
-      reference: whether a second model is held for the KL.
+      reference: whether a second model, the reference of the KL, is held in memory.
       device: the device for which the size is chosen; defaults to the current device.
 
     Raises:
@@ -106,12 +109,12 @@ class MemoryEstimate:
     """The estimated peak memory of a run, and the sizes that were chosen for the run.
 
     Attributes:
-      micro_batch: completions per chunk of an update.
-      rows: maximum number of concurrent completions.
-      chosen: whether `micro_batch` and `rows`, respectively, were chosen by `auto`.
+      micro_batch: completions per forward and backward pass of an update.
+      rows: maximum number of completions that are sampled at the same time.
+      chosen: two flags: whether `auto` has chosen `micro_batch`, and whether `auto` has chosen `rows`.
       phases: the peak of each phase.
       available: memory of the device in bytes.
-      refused: error messages for sizes that could not be chosen: a single completion is already too large.
+      refused: error messages on sizes that could not be chosen, because not even one completion fits into memory.
       known: whether the memory of the device is known (`Device.known`).
     """
 
@@ -128,7 +131,8 @@ class MemoryEstimate:
         return max(self.phases, key=lambda phase: phase.bytes)
 
     def lines(self) -> list[tuple[str, str]]:
-        """Returns labels and texts for the screen: sizes, peak and available memory, phases by component, warnings."""
+        """Returns labels and texts for the screen: the sizes, the peak memory and the available memory, the memory of
+        each phase by component, and warnings."""
         update, rollout = ("auto" if auto else "as set" for auto in self.chosen)
         sizes = f"{self.micro_batch} completions per chunk ({update}), {self.rows} sampled at once ({rollout})"
         update_bytes = max(phase.bytes for phase in self.phases if phase.name == "update")
@@ -169,12 +173,13 @@ def estimate_memory(
     device: Device | None = None,
     refuse: bool = True,
 ) -> MemoryEstimate:
-    """Estimates the sizes and the memory of each phase for a resolved config, with sequences of full length.
+    """Chooses the sizes that are `auto` in a config, and estimates the memory of each phase of the run. The estimate
+    assumes that all sequences have full length.
 
     Args:
       device: the device for which the memory is estimated; defaults to the current device.
-      refuse: whether to raise UserError if a single completion does not fit. If False, the size is 1 and the error
-        message is added to `MemoryEstimate.refused`.
+      refuse: whether to raise UserError if a single completion does not fit into memory. If False, the size is set to 1
+        and the error message is added to `MemoryEstimate.refused`.
 
     Raises:
       UserError: see `chunk_size` and `concurrent_rows`.

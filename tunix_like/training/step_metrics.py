@@ -57,12 +57,12 @@ def speed_metrics(
     Throughput is in completion tokens per second. Compilations are counted from the end of the previous step, including
     compilations for the evaluation and the checkpoint after that step. The MFU (`*_mfu`) is the used fraction of the
     device's peak FLOP/s. The MFU is computed only if this peak is known. The MFU counts each prompt once per group.
-    With dynamic sampling, the MFU of the rollout counts only the groups that are used.
+    With dynamic sampling, the MFU of the rollout counts only the groups that are trained on.
 
     Args:
-      sampled: completion tokens of the step.
-      row_steps: increase of `Engine.row_steps` in the step.
-      known: the other metrics of the step, including times in seconds.
+      sampled: number of completion tokens that were sampled for the step.
+      row_steps: number of token positions that the engine computed for the step (increase of `Engine.row_steps`).
+      known: the metrics of the step that are already computed, including times in seconds.
     """
     rollout, update = (max(known[f"time/{name}"], 1e-9) for name in ("rollout", "update"))
     programs, compiling = compilations.take()

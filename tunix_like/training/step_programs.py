@@ -18,7 +18,8 @@ from tunix_like.training.train_step import StepSpec, jit_train_step
 from tunix_like.types import ById
 
 MOST_PROGRAMS = 16
-"""Maximum number of entries of a cache. If there are more, the least recently used entry is dropped."""
+"""Maximum number of entries of a cache of compiled programs. If there are more entries, the least recently used entry
+is dropped."""
 
 
 class StepPrograms:

@@ -1,10 +1,10 @@
 """Defines the compiled training step, one jitted program.
 
-The program computes the advantages of the whole rollout batch and runs one optimizer update. The model processes the
-prompts once, one set at a time, and then the completions of the set in chunks. The gradients of the chunks with respect
-to the weights and to the prompts' states are added up. Then the backward pass of the prompts runs. The gradient is
-exact, because the loss weight of every token is computed before the first chunk. Peak memory is the memory of one set
-of prompts and one chunk.
+The program computes the advantages of the whole rollout batch and runs one optimizer update. The prompts are divided
+into sets. For each set, the model processes the prompts once, and then their completions in chunks. The gradients of
+the chunks with respect to the weights and to the states of the prompts (keys, values and last hidden states) are added
+up. Then the backward pass of the prompts runs. The gradient is exact, because the loss weight of every token is
+computed before the first chunk. Peak memory is the memory of one set of prompts and one chunk.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class StepObjective(Protocol):
-    """The interface of a step's objective; `algorithms.objective.Objective` implements it for RL."""
+    """The interface of the objective of a training step. `algorithms.objective.Objective` implements this interface for
+    RL."""
 
     @property
     def built_in(self) -> bool:
-        """Whether all functions are part of this library."""
+        """Whether all functions of the objective are part of this library."""
 
     def key(self) -> Hashable:
-        """Returns a cache key. Objectives with equal keys are traced to the same program."""
+        """Returns a key for the cache of compiled programs. Objectives with equal keys give the same program."""
 
     def advantages(
         self,
@@ -72,7 +73,7 @@ class StepObjective(Protocol):
         in_update: Bool[Array, "P"],
         ids: Int[Array, "P"],
     ) -> Float[Array, "P G"]:
-        """Computes the loss weight that all tokens of a completion have in this update."""
+        """Computes one loss weight per completion. All tokens of the completion have this weight in the update."""
 
     def token_loss(self, tokens: TokenInputs, advantages: Rows) -> tuple[Tokens, dict[str, Tokens]]:
         """Computes the loss per token, which is 0 for masked tokens, and metrics per token."""
@@ -97,8 +98,8 @@ class TrainState(NamedTuple):
 class StepInputs(NamedTuple):
     """The inputs of one optimizer update.
 
-    Advantages are computed over the whole rollout batch. Token weights are computed over the groups that `in_update`
-    marks. The model processes only the completions in `packed`.
+    Advantages are computed over the whole rollout batch. The loss weights of tokens are computed over the groups that
+    `in_update` marks. The model processes only the completions in `packed`.
     """
 
     batch: GroupBatch
@@ -118,7 +119,7 @@ class StepSpec(NamedTuple):
       options: options of the log-probability computation.
       shardings: shardings of the train state on a mesh; None on a single device.
       segments: the patterns of layers whose moments are stacked in the optimizer state; None: each layer has its own
-        moments. With stacks, the optimizer has one operation per kind of array, which shortens compilation.
+        moments. With stacked moments, the optimizer has fewer operations, which shortens compilation.
     """
 
     graphdef: Any
@@ -138,7 +139,7 @@ def step_inputs(
 ) -> StepInputs:
     """Builds the inputs of one update. `in_update` marks the groups of the rollout batch that belong to the update.
 
-    If `trained` of the batch is None, all completions are trained on. If `estimator_ids` is None, all groups use the
+    If `batch.trained` is None, all completions are trained on. If `batch.estimator_ids` is None, all groups use the
     run's estimator (index 0).
     """
     all_trained, first_estimator = np.ones(batch.scored.shape, bool), np.zeros(len(batch.scored), np.int32)
@@ -158,7 +159,8 @@ def chunk_loss(
     advantages: Float[Array, "P G #T"],
     weights: Float[Array, "P G"],
 ) -> tuple[Float[Array, ""], dict[str, dict[str, Float[Array, ""]]]]:
-    """Computes the chunk's contribution to the loss, and sums and maxima over its tokens for the metrics."""
+    """Computes the contribution of a chunk of completions to the loss, and sums and maxima over the chunk's tokens for
+    the metrics."""
     outputs = chunk_logprobs(spec.graphdef, params, states, inputs.batch, chunk, spec.options)
     return _loss_of(spec, outputs, chunk, inputs, advantages, weights)
 

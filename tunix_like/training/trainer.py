@@ -44,7 +44,7 @@ from tunix_like.training.train_step import StepObjective, StepSpec, TrainState
 
 
 class _Stream(NamedTuple):
-    """The data stream of a call of `train`, with its rows and settings."""
+    """The iterator over batches of prompts of a call of `train`, with the rows and settings from which it was made."""
 
     rows: Any
     settings: tuple[Any, ...]
@@ -57,15 +57,15 @@ class Trainer(abc.ABC):
     Attributes:
       name: prefix of the metrics (`train`, `sft`).
       step_key: name of the metric that has the step number (`step`, `sft/step`).
-      state: trained parameters and optimizer state; a step replaces them.
+      state: trained parameters and optimizer state, which each step replaces.
       frozen: the other parameters of the model; empty if all parameters are trained.
-      done: number of steps done so far. A call of `train` continues after this step, unless the call resumes from a
-        checkpoint.
+      done: number of steps done so far. Without a run folder, a further call of `train` continues after this step. With
+        a run folder, the call resumes from the newest checkpoint.
       total: number of the last step, or None to continue until the data is exhausted.
       rate_follows_total: whether the learning rate of a step depends on `total`.
       schedule: maps the number of an update to its learning rate; None if unknown.
       programs: the compiled functions of a step, built by `_compile`.
-      iterator: the data iterator to save with a checkpoint, or None.
+      iterator: the data iterator whose position is saved with a checkpoint; None if its position cannot be saved.
       identity: settings that a run must share with the checkpoint that it restores. For a model with adapters, the
         entry `base` is the `models.lora.fingerprint` of the frozen weights.
     """
@@ -105,7 +105,7 @@ class Trainer(abc.ABC):
 
     @property
     def folder(self) -> Path | None:
-        """The run folder, or None."""
+        """The run folder; None if the run has no folder."""
         return None if self.training.output_dir is None else Path(self.training.output_dir)
 
     @property
@@ -136,7 +136,7 @@ class Trainer(abc.ABC):
 
     @abc.abstractmethod
     def open_checkpoints(self) -> Checkpoints | None:
-        """Opens the checkpoints of the run folder for writing; None without a folder."""
+        """Opens the checkpoints of the run folder for reading and writing. Returns None if there is no run folder."""
 
     def open_log(self) -> MetricsLog:
         """Opens the log of metrics, with the configured loggers."""
@@ -158,33 +158,36 @@ class Trainer(abc.ABC):
 
     @abc.abstractmethod
     def step(self, number: int) -> dict[str, Any] | None:
-        """Runs step `number` (from 1). Returns its metrics, or None if the data is exhausted.
+        """Runs training step `number` (counted from 1). Returns the metrics of the step, or None if the data is
+        exhausted.
 
         Metrics are numbers and lists of numbers. Their names do not have the prefix `self.name`, which the caller adds.
         """
 
     def to_save(self) -> Any:
-        """Returns the pytree of a checkpoint. On every backend, each layer has its own entry in the pytree."""
+        """Returns the pytree to save in a checkpoint. Each layer has its own entry in this pytree, even if layers are
+        stacked in memory, so that every backend can restore the checkpoint."""
         params, moments = self.state
         return {"params": params, "opt_state": unstack_moments(self._optimizer, moments, params, self._segments)}
 
     def restore(self, saved: Any, step: int) -> None:
-        """Restores the state after `step` from the pytree that `to_save` returned."""
+        """Restores the trainer's state after step `step` from the pytree that `to_save` returned."""
         params, moments = saved["params"], saved["opt_state"]
         self.state = TrainState(params, stack_moments(self._optimizer, moments, params, self._segments))
 
     def cut(self, step: int) -> None:  # noqa: B027 (some trainers have no such files)
-        """Removes the trainer's own files of steps after `step` (-1: of all steps). The run repeats these steps."""
+        """Removes the files that the trainer wrote in steps after `step` (-1: in all steps), because the run repeats
+        these steps."""
 
     def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
-        """Runs an evaluation if one is due after `step` (0: before training).
+        """Runs an evaluation if one is due after step `step` (0: before training). `last` is True after the last step.
 
-        Returns the metrics, with prefixed names, or an empty dict.
+        Returns the metrics of the evaluation, with prefixed names, or an empty dict if no evaluation is due.
         """
         return {}
 
     def finished(self, row: dict[str, Any]) -> bool:
-        """Returns whether training ends early after the row of metrics that was just logged."""
+        """Returns whether training ends before step `total`, because of the values in the newest row of metrics."""
         return False
 
     @abc.abstractmethod
@@ -196,7 +199,8 @@ class Trainer(abc.ABC):
     def _compile(
         self, objective: StepObjective, options: ForwardOptions, optimizer: Any, updates_per_step: int = 1
     ) -> None:
-        """Builds the optimizer for `total` steps, the optimizer state if there is none yet, and the compiled functions.
+        """Builds the optimizer for `total` steps, the optimizer state if there is none yet, and the compiled functions
+        of a step.
 
         Args:
           optimizer: an `OptimizerConfig` or an optax transformation.
@@ -221,8 +225,9 @@ class Trainer(abc.ABC):
     def _open_stream(self, rows: Any, batch_size: int, shuffle: bool, forever: bool) -> Iterator[list[Prompt]]:
         """Returns an iterator over batches of prompts.
 
-        The iterator continues after the previous call of `train` if the data is the same object, the settings are equal
-        and there is no run folder to resume from. Otherwise the iterator starts at the beginning of the data.
+        If there is no run folder, and the previous call of `train` had the same data object and equal settings, the
+        iterator continues after the last batch of that call. Otherwise, and for one epoch of an iterable, the iterator
+        starts at the beginning of the data.
         """
         size = len(rows) if isinstance(rows, Sequence | grain.MapDataset) else None
         settings, previous = (size, batch_size, shuffle, forever), self._stream
@@ -248,8 +253,8 @@ class Trainer(abc.ABC):
         return batches
 
     def _begin(self) -> None:
-        """Takes the model's current weights. With a folder, also resets the state of the previous call of `train`,
-        because the run resumes from the folder."""
+        """Takes the model's current weights. With a run folder, also discards the step number, the data position and
+        the optimizer state of the previous call of `train`, because the run resumes from a checkpoint."""
         self._take_weights()
         if self.folder is not None:
             self.done, self._stream = 0, None
@@ -263,7 +268,7 @@ class Trainer(abc.ABC):
 
 
 def write_description(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the description of a model (config and tokenizer), and the adapter config if the model has adapters."""
+    """Writes the config and the tokenizer of a model to `folder`, and the adapter config if the model has adapters."""
     save_description(model.config, tokenizer, folder, model.param_dtype.name)
     if model.adapters is not None:
         save_adapter_config(model, folder, quantize=model.quantized, param_dtype=model.param_dtype.name)

@@ -1,9 +1,9 @@
 """Prepares the weights of an update: matrices in the compute dtype, stacked layers, a separate output matrix.
 
-These weights are computed once per update. All passes over the chunks then read weights in the compute dtype. On a
-mesh, the devices also exchange weights in this dtype. Gradients with respect to `WorkingWeights` are added up in
-float32. `gradients_of` converts the sums to the structure of the parameters. `WorkingWeights` are a linear function of
-the parameters, so the result is the gradient with respect to the parameters.
+These weights are computed once per update. All passes over the chunks of completions then read weights in the compute
+dtype. On a mesh, the devices also exchange weights in this dtype. Gradients with respect to `WorkingWeights` are added
+up in float32. `gradients_of` converts the sums to the structure of the parameters. `WorkingWeights` are a linear
+function of the parameters, so the result is the gradient with respect to the parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Params = dict[Any, Any]
 _AS_STORED = (*QUANTIZED, "embedding", "lm_head")
 """Names of matrices that keep their dtype: quantised matrices, the embedding and the output matrix. The embedding keeps
 its dtype because only some of its rows are read. The output matrix keeps its dtype so that its gradient is added up
-in float32 over the pieces of a chunk. `token_logprobs` casts this matrix."""
+in float32 over the pieces of a chunk of completions. `token_logprobs` casts the output matrix."""
 
 
 class WorkingWeights(NamedTuple):
@@ -50,7 +50,7 @@ def working_weights(graphdef: Any, params: Params, frozen: Params, stacked: bool
     """Builds `WorkingWeights` from trained parameters (`params`) and frozen parameters.
 
     Args:
-      stacked: see `stacked_segments`.
+      stacked: whether layers of the same kind are stacked, unless the model has a frozen base on a single device.
     """
     model: Decoder = nnx.merge(graphdef, join_params(params, frozen))
     alone = jax.sharding.get_abstract_mesh().empty
@@ -70,8 +70,8 @@ def stacked_segments(config: DecoderConfig, stacked: bool, copies_base: bool) ->
 
     Args:
       stacked: whether layers of the same kind are stacked.
-      copies_base: whether the model has a frozen base on a single device. If True, no layers are stacked: the stack
-        would be a copy as large as the base.
+      copies_base: whether the model has a frozen base on a single device. If True, no layers are stacked, because the
+        stacked weights would be a second copy of the base.
     """
     return segments_of(config) if stacked and not copies_base else None
 
@@ -101,9 +101,9 @@ def _prepared(tree: Params, model: Decoder, segments: tuple[Segment, ...] | None
 
 
 def constrain_working(tree: Params) -> Params:
-    """Constrains arrays of `WorkingWeights`, or their gradients, to the shardings of these arrays.
+    """Constrains arrays of `WorkingWeights`, or their gradients, to the shardings of the weights.
 
-    The function can only be called in compiled functions.
+    This function can only be called in compiled functions.
     """
     by_vocabulary = {name: tree[name] for name in ("output_matrix", "lm_head") if name in tree}
     others = {name: value for name, value in tree.items() if name not in by_vocabulary}

@@ -16,22 +16,23 @@ POLL_SECONDS = 1.0
 """Interval in seconds between checks of a server that does not answer."""
 
 MOST_WRONG = 3
-"""The run stops if one request gets this many wrong answers, or this many answers that were sampled with other
-weights."""
+"""The run stops if one request gets this many malformed answers, or this many answers that were not sampled with the
+current weights."""
 
 Admit = Callable[[Server], Awaitable[None]]
-"""`f(server)`: checks a server that has new weights; raises UserError if its log-probabilities are wrong."""
+"""`f(server)`: checks a server that has loaded new weights. Raises UserError if the server computes wrong
+log-probabilities."""
 
 
 class Fleet:
     """A group of servers with the same weights. All methods run in one event loop.
 
     A server is usable while it has the current weights. A server that fails is checked every `POLL_SECONDS` until it is
-    healthy. The server then loads the current weights and is usable again. Until then, requests for this server are
-    sent to usable servers. Requests wait while no server is usable.
+    healthy. The server then loads the current weights and is usable again. Until then, the requests of the failed
+    server are sent to usable servers. If no server is usable, requests wait.
 
     Args:
-      wait_seconds: longest time in seconds for which requests wait without any usable server; then all requests fail.
+      wait_seconds: maximum time in seconds for which requests wait for a usable server. Afterwards they fail.
     """
 
     def __init__(self, servers: Sequence[Server], wait_seconds: float):
@@ -48,7 +49,7 @@ class Fleet:
         """Makes all servers load the weights in `folder`. Servers that do not answer load these weights later.
 
         Args:
-          version: name of these weights. The servers send it with their answers.
+          version: name of these weights. The servers send this name with their answers.
           admit: checks a server after the server has loaded the weights.
 
         Raises:
@@ -71,12 +72,12 @@ class Fleet:
         """Samples the tokens that follow `tokens`, with the current weights.
 
         Args:
-          group: index of the `types.Request`. All calls with the same `group` use the same server while this server is
-            usable.
+          group: index of the `types.Request`. All calls with the same `group` use the same server until this server
+            fails or sends a wrong answer.
 
         Raises:
           EngineLost: no server is usable for `wait_seconds`, `MOST_WRONG` answers are malformed (`WrongAnswer`), or
-            `MOST_WRONG` answers were sampled with other weights.
+            `MOST_WRONG` answers were not sampled with the current weights.
           UserError: a server refused the request.
         """
         wrong = other = 0
@@ -118,15 +119,15 @@ class Fleet:
         return [server for server in self.servers if server.version == self.version]
 
     async def _choose(self, group: int) -> Server:
-        """Returns the server of `group`. If the group has no usable server, first assigns the group to the usable
-        server with the fewest unanswered requests."""
+        """Returns the server for the requests of `group`. If the group has no usable server, first assigns the usable
+        server with the fewest unanswered requests to the group."""
         server = self._groups.get(group)
         if server is None or server not in self._usable():
             server = self._groups[group] = min(await self._until_usable(), key=lambda server: server.running)
         return server
 
     async def _until_usable(self) -> list[Server]:
-        """Waits until at least one server has the current weights, and returns all servers that have them."""
+        """Waits until at least one server has the current weights, and returns all servers with these weights."""
         while not (usable := self._usable()):
             self._raise_error()
             try:
@@ -146,7 +147,7 @@ class Fleet:
             raise self._error
 
     def _lose(self, server: Server, why: str) -> None:
-        """Marks a server as not usable, and starts the task that makes it usable again. `why` is logged."""
+        """Marks a server as not usable, logs the reason `why`, and starts a task that makes the server usable again."""
         if server.version is None:
             return
         server.version = None
@@ -163,7 +164,8 @@ class Fleet:
             self._repairs[server] = asyncio.create_task(self._until_repaired(server))
 
     async def _until_repaired(self, server: Server) -> None:
-        """Waits until a server is healthy, and makes it load the current weights. Repeats this after each failure."""
+        """Waits until a server is healthy, and makes the server load the current weights. Tries again after each
+        failure."""
         reported = False
         while server.version != self.version:
             # These are copies, because the attributes can change during an await.

@@ -18,7 +18,8 @@ from tunix_like.models.sharding import fetch, prompt_parts
 from tunix_like.rollout.engines.server import Server
 
 PROMPTS, LENGTH, TOP = 4, 16, 5
-"""Number of prompts, length of a prompt in tokens, and number of most probable next tokens that are compared."""
+"""Number of prompts, maximum length of a prompt in tokens, and number of most probable next tokens after each prompt
+whose log-probabilities are compared."""
 
 
 _TIED = (

@@ -17,11 +17,13 @@ from tunix_like.types import Request, Responder, Sample, Turn
 class Row:
     """A completion that is being sampled.
 
+    The completion consists of segments. The model sees only the prompt and the current segment.
+
     Attributes:
       prompt: the tokens of the prompt.
       tokens, logprobs, mask: the tokens of the completion so far, their log-probabilities, and whether the policy
-        sampled them.
-      starts: for each token, the index of the first token of its segment.
+        sampled each token.
+      starts: for each token, the index of the first token of the same segment.
       first: the index of the first token of the current segment.
     """
 
@@ -40,25 +42,26 @@ class Row:
         return [*self.prompt, *self.tokens[self.first :]]
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float], sampled: bool) -> None:
-        """Appends tokens. `sampled` is True for a turn of the policy, and False for a reply of the responder."""
+        """Appends tokens to the completion. `sampled` is True if the policy sampled the tokens, and False if a
+        `Responder` sent the tokens."""
         self.tokens += tokens
         self.logprobs += logprobs
         self.mask += [sampled] * len(tokens)
         self.starts += [self.first] * len(tokens)
 
     def finished(self, complete: bool) -> Sample:
-        """Returns the completion as a sample; `complete` is False if the token limit ended the completion."""
+        """Returns the completion as a `Sample`. `complete` is False if the token limit ended the completion."""
         tokens, logprobs = np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32)
         starts = np.array(self.starts, np.int32) if self.first else None
         return Sample(self.request, self.sample, tokens, logprobs, complete, np.array(self.mask, bool), starts)
 
 
 class RowStates:
-    """The completions of one call of `VLLMEngine.generate`, with one `Row` each.
+    """The state of all completions of one call of `VLLMEngine.generate`. Each completion is a `Row`.
 
     Attributes:
       limit: maximum number of tokens of a completion.
-      running: number of rows whose request was sent and is not answered yet.
+      running: number of requests that were sent to servers and are not answered yet, at most one per completion.
     """
 
     def __init__(self, requests: Sequence[Request], limit: int, responder: Responder | None):
@@ -85,28 +88,32 @@ class RowStates:
 
     @property
     def wanted(self) -> int:
-        """The minimum number of answers of servers for which the engine waits. If the responder is in lockstep
-        (`Responder.lockstep`), this is the number of running requests. Otherwise it is 1, or 0 if no request is
-        running."""
+        """The minimum number of answers for which the engine waits before it sends further requests to servers. With
+        `Responder.lockstep`, the engine waits for the answers to all requests. Otherwise the number is 1, or 0 if all
+        requests are answered."""
         if self.responder is not None and self.responder.lockstep:
             return self.running
         return min(self.running, 1)
 
     @property
     def has_replies(self) -> bool:
-        """Whether replies of the responder can arrive while the engine waits for answers of servers."""
+        """Whether replies of the `Responder` can arrive while the engine waits for answers of servers."""
         return self.responder is not None and not self.responder.lockstep and bool(self._waiting)
 
     def to_send(self) -> list[int]:
-        """Returns the indices of the rows whose next turn must be requested from a server. Counts these rows as
-        running."""
+        """Returns the indices of the completions whose next turn must be requested from a server. Adds the number of
+        these completions to `running`."""
         unsent, self._unsent = self._unsent, []
         self.running += len(unsent)
         return unsent
 
     def take(self, answers: Mapping[int, Answer]) -> list[Sample]:
-        """Appends the tokens of answers, given by index of the row, to their rows. Then appends the replies of the
-        responder. Returns the completions that are finished."""
+        """Appends the answers of servers to the completions, and sends the new turns to the `Responder`. Then appends
+        the replies of the `Responder` that are ready. Returns the completions that are now finished.
+
+        Args:
+          answers: the answers by index of the completion.
+        """
         samples: list[Sample] = []
         turns: list[Turn] = []
         for index in sorted(answers):
@@ -124,8 +131,8 @@ class RowStates:
         return samples
 
     def _reply(self, responder: Responder, turns: Sequence[Turn]) -> list[Sample]:
-        """Submits `turns` to the responder, and appends its ready replies to the rows. Returns the completions that are
-        finished."""
+        """Sends `turns` to the responder, and appends the replies that are ready to the completions. Returns the
+        completions that end with these replies."""
         if turns:
             responder.submit(turns)
         if not self._waiting:

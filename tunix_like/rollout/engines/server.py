@@ -19,13 +19,14 @@ KEY_VARIABLE = "VLLM_API_KEY"
 LOWEST_VERSION = (0, 32)
 
 _QUICK_SECONDS = 30.0
-"""Time limit in seconds of requests for which the server computes nothing."""
+"""Time limit in seconds for requests that need no computation of the model, such as `/version`."""
 
 _START = "start it with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out"
 
 
 class Unavailable(Exception):
-    """The server cannot be reached, has failed or does not answer in time. Another server may answer."""
+    """The server cannot be reached, has failed or does not answer in time. The same request to another server may
+    succeed."""
 
 
 class WrongAnswer(Exception):
@@ -38,7 +39,7 @@ class Answer(NamedTuple):
     Attributes:
       logprobs: log-probability of each token in nats.
       stopped: True if an end-of-sequence token ended the answer; False if the token limit did.
-      versions: the versions of the weights that sampled the tokens, without duplicates.
+      versions: the versions of the weights with which the server sampled the tokens, without duplicates.
       top: log-probabilities of the most probable tokens at each position, by token id.
     """
 
@@ -56,7 +57,7 @@ class Server:
       url: the address of the server, without a slash at the end.
       version: the version of the weights that the server has; None if the server must load weights before it can be
         used.
-      alive: False after the server has failed a health check or an update of its weights.
+      alive: False if the last health check of the server or the last update of its weights failed.
       running: number of unanswered requests to the server.
     """
 
@@ -174,8 +175,8 @@ class Server:
         return self._content(route, missing, *await self._request("POST", route, body, seconds))
 
     def _content(self, route: str, missing: Any, status: int, content: bytes) -> Any:
-        """Returns the parsed JSON of an answer. If `missing` is not None and the status says that the server does not
-        have the route (404, 405 or 501), returns `missing`."""
+        """Returns the parsed JSON of an answer. If the server does not have the route (status 404, 405 or 501) and
+        `missing` is not None, returns `missing`."""
         if missing is not None and status in (404, 405, 501):
             return missing
         said = content[:300].decode(errors="replace").replace("\n", " ")
@@ -211,8 +212,8 @@ class Server:
 
 
 def _read(content: Any, parameters: Mapping[str, Any]) -> Answer:
-    """Converts the JSON answer of the route `/inference/v1/generate` to an `Answer`. Raises WrongAnswer if parts of the
-    answer are missing or do not fit each other or `parameters`."""
+    """Converts the JSON answer of the route `/inference/v1/generate` to an `Answer`. Raises WrongAnswer if a part of
+    the answer is missing, or contradicts another part or the sampling parameters of the request (`parameters`)."""
     try:
         (choice,) = content["choices"]
         tokens = choice["token_ids"]

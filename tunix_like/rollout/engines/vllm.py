@@ -35,7 +35,7 @@ from tunix_like.runtime.processes import by_first, is_first
 from tunix_like.types import Request, Responder, Sample, SamplingParams
 
 _TEXT = "Tokens in, tokens out: 12 + 34 = 46."
-"""A text that the tokenizers of the run and of each server must encode to the same ids."""
+"""A text that the tokenizer of each server must encode to the same ids as the tokenizer of the run."""
 
 
 class VLLMEngine:
@@ -47,8 +47,8 @@ class VLLMEngine:
     be repeated bit for bit.
 
     Args:
-      model: the model that is trained. The engine keeps the graph of the model and not the weights.
-      rollout: `urls`, lengths, sampling parameters and time limits.
+      model: the model that is trained. The engine keeps the structure of the model and not the weights.
+      rollout: config with the addresses of the servers (`urls`), lengths, sampling parameters and time limits.
       weights_folder: a folder that all servers can read under the same path. Each version of the weights gets a
         subfolder, and the subfolder of the previous version is removed.
       max_gap: largest allowed mean difference between the log-probabilities of a server and of this process, in nats.
@@ -86,8 +86,8 @@ class VLLMEngine:
         by_first(self._open)
 
     def place(self, params: Any) -> str:
-        """Makes the servers load the weights `params`, and returns the version of these weights. If the arrays of
-        `params` are the arrays of the previous call, they are not sent again.
+        """Makes the servers load the weights `params`, and returns the version of these weights. Sends nothing if the
+        servers already have these weights, i.e. if the previous call got the same array objects.
 
         Raises:
           EngineLost: no server answers for `wait_for_servers_seconds`.
@@ -161,7 +161,7 @@ class VLLMEngine:
         return f"{self._run}-{self._number}"
 
     def _open(self) -> None:
-        """Starts the thread that runs the event loop of the connections, and checks all servers."""
+        """Starts the thread for the connections to the servers, and checks all servers."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
@@ -207,8 +207,8 @@ class VLLMEngine:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _send(self, index: int, rows: RowStates, sampling: SamplingParams, answers: Any, tasks: set[Any]) -> None:
-        """Sends the request for the next turn of row `index` and does not wait for the answer. The answer, or the
-        error, is put into `answers` later."""
+        """Requests the next turn of the completion `index` from a server, and does not wait for the answer. Later, a
+        background task puts the answer or the error into the queue `answers`."""
         assert self._fleet is not None and self._loop is not None
         row = rows.rows[index]
         parameters = {
@@ -239,8 +239,8 @@ class VLLMEngine:
 
 
 def _check_sampling(rollout: RolloutConfig) -> None:
-    """Raises UserError if vLLM cannot return the log-probabilities that training needs. Training needs
-    log-probabilities after the division by the temperature and before the truncation by top-k or top-p."""
+    """Raises UserError if vLLM cannot return the log-probabilities that training needs: the log-probabilities after the
+    division of the logits by the temperature, and before the truncation by top-k or top-p."""
     truncation = "top_p" if rollout.top_p < 1 else "top_k" if rollout.top_k is not None else None
     if rollout.temperature != 1 and truncation is not None:
         raise UserError(
@@ -251,13 +251,13 @@ def _check_sampling(rollout: RolloutConfig) -> None:
 
 
 def _collect(answers: Any, wanted: int, patient: bool) -> list[tuple[int, Any]]:
-    """Returns the answers in the queue `answers`, each with the index of its row.
+    """Takes the answers of servers from the queue `answers`. Returns each answer with the index of its completion.
 
     Waits until there are at least `wanted` answers. If `patient` is False, stops the wait when no answer arrives for
     0.05 s.
 
     Raises:
-      UserError, EngineLost: a request failed.
+      UserError, EngineLost: a request failed, and its error was in the queue.
     """
     found: list[tuple[int, Any]] = []
     while True:

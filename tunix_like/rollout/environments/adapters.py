@@ -1,4 +1,4 @@
-"""Adapts environments of this library, of google-tunix and of TRL, and plain tools, to one interface."""
+"""Adapts environments of this library, of google-tunix and of TRL, and functions that are tools, to one interface."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Trajectory(Protocol):
 
 
 def kind_of(kind: type) -> Kind | None:
-    """Returns the interface of the objects of a class: "steps" (a method `step`), "tunix" (a `BaseTaskEnv` of
-    google-tunix) or "tools" (methods that are tools, as in TRL). Returns None if the class has none of these
+    """Returns which interface the class `kind` implements: "steps" (a method `step`), "tunix" (a `BaseTaskEnv` of
+    google-tunix) or "tools" (methods that are tools, as in TRL). Returns None if the class implements none of these
     interfaces."""
     if callable(getattr(kind, "_initial_observation", None)) and callable(getattr(kind, "_step_impl", None)):
         return "tunix"
@@ -58,8 +58,8 @@ def check_class(kind: type) -> None:
     """Checks that objects of a class can be environments.
 
     Raises:
-      UserError: the class has no `reset`, the class has neither `step` nor tools, a method is async, or a tool has no
-        docstring or no type hints.
+      UserError: the class has no `reset`, the class has neither `step` nor tools, a method is async or a generator, or
+        a tool has no docstring or no type hints.
     """
     name, how = kind.__name__, kind_of(kind)
     if how is None or (how != "tunix" and not callable(getattr(kind, "reset", None))):
@@ -119,8 +119,9 @@ class Adapted:
         is not a class, or a class with the method `tool_schemas`, is called once to get the schemas.
 
         Raises:
-          UserError: an object of the factory cannot be an environment, or the factory does not accept the arguments.
-          Exception: what the factory raises.
+          UserError: an object that the factory made is not an environment, or the factory does not accept the
+            arguments.
+          Exception: any exception that the factory raised.
         """
         if self._functions is not None:
             return list(self._schemas.values())
@@ -142,7 +143,7 @@ class Adapted:
 
         Raises:
           UserError: the factory returned an object that is not an environment.
-          Exception: what the factory raises.
+          Exception: any exception that the factory raised.
         """
         if self._functions is not None:
             return ToolFunctions(self._functions, self._schemas)
@@ -216,8 +217,8 @@ def check_arguments(name: str, factory: Callable[..., Any], arguments: Mapping[s
 
 
 def _task_parameter(factory: Callable[..., Any]) -> Literal["by position", "by name"] | None:
-    """Returns how a factory takes the columns of a data row, which google-tunix passes as `task`. Returns None if the
-    factory does not take the columns."""
+    """Returns how a factory takes the columns of a data row: "by position" as the first argument, or "by name" as the
+    argument `task`. Returns None if the factory does not take the columns."""
     try:
         parameters = inspect.signature(factory).parameters
     except ValueError:  # some classes of extension modules have no signature
@@ -231,8 +232,8 @@ def _task_parameter(factory: Callable[..., Any]) -> Literal["by position", "by n
 
 
 class _StepEnvironment:
-    """An environment with `reset(**columns)` and `step(completion)`. If the environment has a method `close`, `finish`
-    calls this method."""
+    """An environment with the methods `reset(**columns)` and `step(completion)`. If the environment has a method
+    `close`, `finish` calls `close`."""
 
     def __init__(self, environment: Any):
         self.environment, self.name = environment, type(environment).__name__
@@ -253,8 +254,8 @@ class _StepEnvironment:
 class _TunixEnvironment:
     """A google-tunix `BaseTaskEnv`. `BaseTaskEnv.step` counts the steps, and ends the episode after `max_steps` steps.
 
-    A `ToolEnvironment` gets the tool calls of a turn in the form that the agent of google-tunix uses. A turn without
-    tool calls is the final answer and is passed as text.
+    A `ToolEnvironment` of google-tunix gets the tool calls of a turn in the form that the agent of google-tunix uses. A
+    turn without tool calls is the final answer, which the environment gets as text.
     """
 
     def __init__(self, environment: Any):
@@ -321,7 +322,7 @@ def _from_tunix(observation: Any, names: Mapping[str, str]) -> Any:
     becomes None. Any other dict is written as JSON.
 
     Args:
-      names: the name of the called tool, by the id of the call.
+      names: the names of the called tools, by the id of the tool call.
     """
     if not isinstance(observation, Mapping):
         return observation

@@ -1,4 +1,4 @@
-"""Checks the arguments of a learner that concern environments, and makes the `Player` of the learner."""
+"""Checks the arguments of a learner that concern environments, and makes the `Player`, which runs the environments."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from tunix_like.types import Engine
 def make_player(
     environment: Any, config: EnvironmentConfig | None, tokenizer: Tokenizer, rollout: RolloutConfig
 ) -> Player | None:
-    """Makes the `Player` for the argument `environment` of a learner. Returns None if there is no environment.
+    """Makes the `Player` that runs the environments of a learner, from the learner's argument `environment`. Returns
+    None if `environment` is None.
 
     The tokenizer of the player passes the schemas of the tools to the chat template.
 
     Raises:
-      UserError: `environment` cannot make environments, a config is given without an environment, or a key of the
-        config has no effect.
+      UserError: `environment` cannot make environments, `config` is given without `environment`, or a key of `config`
+        has no effect.
     """
     if config is not None:
         check_type("environment_config", config, EnvironmentConfig, "give a tunix_like.EnvironmentConfig(...)")

@@ -20,17 +20,17 @@ from tunix_like.runtime.untrusted import Filled, texts
 from tunix_like.types import Message
 
 _LONG_TOKEN = 64
-"""An observation is overlong if it has more characters than this number times `most_tokens`. An overlong observation is
-not tokenised, because a text of 10 MB would take seconds."""
+"""An observation with more characters than this number times `most_tokens` (see `make_bridge`) counts as too long
+without being tokenised. Tokenising a text of 10 MB would take seconds."""
 
 
 class Bridged(NamedTuple):
-    """The tokens to append after a turn.
+    """The tokens to append to a trajectory after a turn: the observation of the environment as token ids.
 
     Attributes:
-      tokens: token ids; None if the trajectory ends and is unscored.
+      tokens: token ids; None if the observation cannot be used. The trajectory then ends and is unscored.
       cut: whether the observation was shortened.
-      problem: why `tokens` is None; None if `tokens` is not None.
+      problem: why the observation cannot be used; None if the observation can be used.
       chat: the messages of the observation, after shortening.
     """
 
@@ -41,7 +41,7 @@ class Bridged(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """An observation that is not encoded yet: its index, its messages, and the last token of the preceding turn."""
+    """An observation that is not tokenised yet: its index, its messages, and the last token of the preceding turn."""
 
     place: int
     chat: list[dict[str, str]]
@@ -53,13 +53,14 @@ class _Pending(NamedTuple):
 
 
 class Bridge:
-    """Converts observations to token ids, which are appended to rows. `make_bridge` makes objects of this class."""
+    """Converts observations of environments to the token ids that are appended to trajectories. `make_bridge` makes
+    objects of this class."""
 
     def __init__(
         self, tokenizer: Tokenizer, difference: TemplateDifference | None, most_tokens: int, overlong: str
     ) -> None:
-        """Checks `most_tokens`. For the arguments, see `make_bridge`. `difference` is None if prompts are plain
-        text."""
+        """Checks that `most_tokens` is large enough. `make_bridge` describes the arguments. `difference` is None if
+        prompts are plain text."""
         self._tokenizer, self._difference = tokenizer, difference
         self._most, self._cuts = most_tokens, overlong == "cut"
         self._check_room()
@@ -68,20 +69,21 @@ class Bridge:
         """Returns the tokens to append after one turn of each trajectory.
 
         All observations are sent in one request to the process that renders chat templates. If some observations must
-        be shortened, about ten more requests follow. If prompts are plain text, an observation is appended unchanged.
-        With a chat template, a text becomes a user message. None or an empty text adds only the start of the next turn.
+        be shortened, about ten more requests follow.
 
-        The end token that the policy sampled stays in the row. If the template ends an assistant's turn with another
-        end token, the end token of the template is omitted, and only the tokens after it are appended.
+        If prompts are plain text, the text of an observation is appended unchanged. With a chat template, an
+        observation that is text becomes a user message. If the observation is None or an empty text, only the start of
+        the next assistant's turn is appended. The end-of-sequence token that the template writes after a turn is
+        omitted, because the policy has already ended the turn with such a token.
 
         Args:
           observations: one per trajectory, as the environments returned them: text, messages or None.
           ends: the last token of each turn, an end-of-sequence token.
 
         Raises:
-          UserError: prompts are plain text and observations are messages. An error that concerns a single observation
-            is not raised, but becomes the `problem` of the observation's `Bridged`. An example is a message that the
-            chat template does not support (`TemplateDifference.check`).
+          UserError: prompts are plain text and observations are messages. Other errors concern a single observation,
+            such as a message that the chat template does not support. They are not raised, but reported in
+            `Bridged.problem`.
         """
         results: dict[int, Bridged] = {}
         pending: list[_Pending] = []
@@ -117,8 +119,8 @@ class Bridge:
         return Bridged(None, problem=str(ids)) if isinstance(ids, UserError) else Bridged(ids, cut, chat=pending.chat)
 
     def _check_room(self) -> None:
-        """Raises a UserError if `most_tokens` is too low even for a message that has no text (`overlong=unscored`) or
-        only the mark of a shortened text (`overlong=cut`)."""
+        """Raises a UserError if `most_tokens` is too low even for the shortest message. With `overlong=unscored`, the
+        shortest message has no text. With `overlong=cut`, its text is the note about omitted characters."""
         text = _mark(10**9) if self._cuts else ""
         (ids,) = self._encoded([_Pending(0, [{"role": "user", "content": text}], -1)])
         if ids is None:
@@ -129,8 +131,8 @@ class Bridge:
             )
 
     def _role_problem(self, pending: _Pending) -> str | None:
-        """Returns why the chat template does not support the messages of an observation; None if the template supports
-        all messages of the observation."""
+        """Returns the reason why the chat template does not support the messages of an observation. Returns None if the
+        template supports all messages of the observation."""
         try:
             roles: list[str | None] = [message["role"] for message in pending.chat]
             for role in roles or [None]:
@@ -141,8 +143,8 @@ class Bridge:
         return None
 
     def _encoded(self, pending: Sequence[_Pending]) -> list[list[int] | UserError | None]:
-        """Returns one entry per observation: the token ids to append; or the error that the observation causes; or None
-        if there are more than `most_tokens` ids."""
+        """Returns for each observation the token ids to append. Returns the error instead if the observation causes an
+        error, and None if there are more than `most_tokens` ids."""
         most = _LONG_TOKEN * self._most
         tried = [sum(map(len, texts(each.chat))) <= most for each in pending]
         chats = [each.chat for each, fits in zip(pending, tried, strict=True) if fits]
@@ -166,8 +168,8 @@ class Bridge:
         return ids if len(ids) <= self._most else None
 
     def _ids(self, addition: str, end: int) -> list[int]:
-        """Returns the token ids of the text `addition`, which follows the end token `end`. If `addition` has more than
-        `most_tokens` ids, the last ids can be missing, but the result still has more than `most_tokens` ids."""
+        """Returns the token ids of the text `addition`, which follows the end-of-sequence token `end`. A result with
+        more than `most_tokens` ids can be incomplete at its end, because the caller does not use it."""
         if self._difference is None:
             return self._tokenizer.encode_data(addition, self._most + 1)
         if self._difference.end_id is None:
@@ -182,9 +184,10 @@ class Bridge:
         return self._tokenizer.encode_guarded(addition, self._most + 1)
 
     def _shortened(self, pending: Sequence[_Pending]) -> list[tuple[_Pending, list[int] | UserError | None]]:
-        """Shortens overlong observations. Returns each shortened observation with its token ids or its error.
+        """Shortens observations that have too many tokens. Returns each shortened observation with its token ids, with
+        the error that the observation causes, or with None if even empty texts take too many tokens.
 
-        All texts of one observation have the same character limit, so only its longest texts are shortened. Bisection
+        All texts of one observation get the same character limit, so only the longest texts are shortened. Bisection
         finds the largest limit for which the observation has at most `most_tokens` tokens, with a tolerance of three
         percent.
         """
@@ -216,19 +219,19 @@ def make_bridge(
     most_tokens: int,
     overlong: str,
 ) -> Bridge:
-    """Makes the `Bridge` of a run, and checks the chat template.
+    """Makes the `Bridge` of a run, which converts observations to tokens, and checks the chat template.
 
     Args:
       chat: whether prompts are rendered with the chat template. If False, prompts are plain text.
       eos_ids: the ids that end a turn.
       tools: JSON schemas of the tools. The template gets them as its variable `tools`.
       most_tokens: maximum number of tokens to append, including the tokens that the chat template adds.
-      overlong: treatment of observations that need more than `most_tokens` tokens. `cut` shortens the text and appends
-        a mark; `unscored` returns no tokens.
+      overlong: treatment of observations that need more than `most_tokens` tokens. With `cut`, the text is shortened
+        and ends with a note about the omitted characters. With `unscored`, the trajectory ends and is unscored.
 
     Raises:
       UserError: the text that the chat template adds for a message also depends on earlier messages (see
-        `TemplateDifference`), there are tools without a chat template, or a message without text takes more than
+        `TemplateDifference`), there are tools but prompts are plain text, or even the shortest message takes more than
         `most_tokens` tokens.
     """
     if tools and not chat:
@@ -303,7 +306,8 @@ def _is_text(value: Any) -> bool:
 
 
 def _limited(text: str, size: int) -> str:
-    """Shortens a text that is longer than `size` characters to `size` characters, and appends a mark."""
+    """Shortens a text that is longer than `size` characters to `size` characters, and appends the number of omitted
+    characters."""
     return text if len(text) <= size else text[:size] + _mark(len(text) - size)
 
 

@@ -37,7 +37,8 @@ def calculator(expression: str) -> str:
       the value as text; a whole number is written without a decimal point.
 
     Raises:
-      ValueError: the text is not such an expression or is too long, its value is not real, or a number gets too large.
+      ValueError: the text is not an arithmetic expression or is too long, it divides by zero, its value is not a real
+        number, or a number is too large.
     """
     value = _evaluate(_parsed(expression))
     if isinstance(value, float):
@@ -48,13 +49,13 @@ def calculator(expression: str) -> str:
 
 
 class Calculator:
-    """An environment whose turns may call the tool `calculator`; a turn without a call ends the trajectory.
+    """An environment with the tool `calculator`. A turn that does not call the tool ends the trajectory.
 
     The environment gives no rewards. Rewards come from the reward functions of the run.
     """
 
     def reset(self) -> None:
-        """Starts an episode; the prompt of the row stays unchanged."""
+        """Starts an episode. There is no first observation, so the prompt stays unchanged."""
 
     def calculator(self, expression: str) -> str:
         """Evaluates an arithmetic expression with numbers, + - * / // % ** and parentheses.

@@ -23,27 +23,28 @@ from tunix_like.rollout.environments.results import (
 )
 
 MOST_ANSWER = 16 * MOST_CHARACTERS
-"""Largest answer in bytes. The child process cuts its answers to a smaller size, so a longer answer is not valid."""
+"""Maximum size in bytes of an answer from the process of an environment. That process cuts observations, so every valid
+answer is smaller."""
 
 _READ = 1 << 20
 
 
 class Answered(Exception):
-    """The process sent bytes that are not an answer. The error message describes these bytes."""
+    """The process of an environment sent bytes that are not a valid answer. The error message shows the first bytes."""
 
 
 class Caller:
-    """The connection to the process of one trajectory, and the current call of this process.
+    """The connection to the process that runs the environment of one trajectory, and the current call to this process.
 
     Attributes:
       number: the number of the trajectory, as in `Environments`.
       serial: the number of the process. No other process of the `EnvironmentPool` has this number.
-      channel: the socket to the process; None before the process is requested.
-      pid: the id of the process; None before the process has started.
-      what: the kind of the current or last call: `reset`, `step` or `finish`.
+      channel: the socket to the process; None before `connect` is called.
+      pid: the operating system's id of the process; None until the start of the process is reported.
+      what: the current or last call: `reset`, `step` or `finish`.
       given, deadline: start and deadline of the current call, as values of `time.monotonic`.
       closed: whether the process has closed its end of the socket.
-      ended: how the process ended while no call was running; None if it has not ended.
+      ended: how the process ended, such as "ended with status 1"; None while no end of the process is reported.
     """
 
     def __init__(self, number: int, serial: int):
@@ -56,7 +57,7 @@ class Caller:
         self.out, self._in = b"", bytearray()
 
     def connect(self) -> socket.socket:
-        """Makes a pair of connected sockets. Keeps one as `channel`, and returns the other for the process.
+        """Makes a pair of connected sockets. Keeps one socket as `channel`, and returns the socket for the process.
 
         Raises:
           UserError: the system allows no more open files.
@@ -66,7 +67,8 @@ class Caller:
         return theirs
 
     def call(self, what: str, request: bytes) -> None:
-        """Prepares a call of the kind `what`. `request` is the content of the call, which `pump` sends."""
+        """Prepares the call `what` (`reset`, `step` or `finish`). `pump` later sends `request`, the content of the
+        call."""
         self.what, self.out = what, message(request)
 
     def pump(self) -> Outcome | Failure | None:
@@ -74,7 +76,7 @@ class Caller:
         None if the call has not ended.
 
         Raises:
-          Answered: the bytes that arrived are not an answer.
+          Answered: the bytes that arrived are not a valid answer.
         """
         assert self.channel is not None
         try:
@@ -110,8 +112,8 @@ class Caller:
             raise Answered(f"sent {show(content[:60])}, which is not an answer") from None
 
     def _outcome(self, answer: dict[str, Any]) -> Outcome:
-        """Converts an answer to an `Outcome`, and checks the answer. The process has checked the answer too, but the
-        user's code can write to the socket."""
+        """Converts an answer to an `Outcome`, and checks the answer. The process that sent the answer has checked it
+        too, but user code in that process can also write to the socket."""
         if self.what == "reset":
             return Outcome(self.number, checked_observation(answer["observation"], "reset"))
         if self.what == "finish":
@@ -126,15 +128,15 @@ class Caller:
 
 
 def failure_in(answer: Mapping[str, Any]) -> Failure:
-    """Returns the failure that an answer of a process contains."""
+    """Returns the failure that the answer of an environment's process reports."""
     kinds: tuple[FailureKind, ...] = get_args(FailureKind)
     kind = [each for each in kinds if each == answer.get("kind")]  # the user's code can write to the socket
     return Failure(kind[0] if kind else "error", str(answer["error"]))
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Makes a pair of sockets. If this process has reached its soft limit of open files, increases the soft limit to
-    the hard limit."""
+    """Makes a pair of connected sockets. If this process has reached its soft limit of open files, first increases the
+    soft limit to the hard limit."""
     try:
         return socket.socketpair()
     except OSError as error:

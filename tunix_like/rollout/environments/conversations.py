@@ -1,16 +1,17 @@
-"""Renders whole conversations again at each turn, for `environment.history=template`.
+"""Renders the whole conversation again at each turn, for `environment.history=template`.
 
 Some chat templates rewrite earlier turns when new messages follow (Qwen3 removes their `<think>` blocks). With
 `environment.history=template`, the model sees at each turn exactly the rendering of the whole conversation. If the
 rendering begins with the tokens that the model has seen and sampled so far, only the remaining tokens are appended to
-the row. Otherwise the row is restarted (`types.Reply.restart`): a new segment with the rewritten history follows the
-prompt. The cache of the prompt is kept.
+the completion. Otherwise a new segment of the completion starts (`types.Reply.restart`). The new segment contains the
+rewritten conversation after the prompt. The cached keys and values of the prompt are used again.
 
 Some templates end a prompt with tokens that they change in later turns, such as an opened or empty `<think>` block.
-Such tokens are part of the rows, and not of the prompt that all trajectories of a data row share.
+Such tokens are part of each completion, and not part of the prompt that all completions of a group share.
 
-The message of a turn contains the decoded text of its sampled tokens. Tool calls and `<think>` blocks in this text are
-not parsed, so a malformed call can be rendered too. Rendered tokens are never trained on.
+The assistant's message of a turn contains the decoded text of the sampled tokens. Tool calls and `<think>` blocks in
+this text are not parsed, so the text can contain a malformed tool call. The policy is trained on its sampled tokens
+only, and never on rendered tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _NEXT: tuple[Message, ...] = ({"role": "assistant", "content": "A known answer"}
 _NO_LIMIT = 1 << 40
 
 MOST_OPENING = 64
-"""Maximum number of tokens at the end of a prompt that a later turn may change."""
+"""Maximum number of tokens at the end of a prompt that the chat template may change in later turns."""
 
 
 @dataclasses.dataclass
@@ -39,10 +40,10 @@ class Conversation:
 
     Attributes:
       messages: the messages of the prompt, then the turns and the observations.
-      tokens: the tokens that the model sees: the prompt and the current segment.
-      prompt: number of tokens at the start of the prompt that later turns do not change.
-      rewritten: number of times that the template has rewritten the history.
-      restarted: number of times that the row was restarted before the last turn was sampled.
+      tokens: the tokens that the model sees: the prompt and the current segment of the completion.
+      prompt: number of tokens at the start of the prompt that the chat template does not change in later turns.
+      rewritten: number of times that the chat template has rewritten earlier turns.
+      restarted: the value of `rewritten` when the last turn was sampled.
     """
 
     messages: list[Message]
@@ -53,8 +54,8 @@ class Conversation:
 
     @property
     def opening(self) -> list[int]:
-        """The tokens at the end of the prompt that later turns may change. This value is valid only before the first
-        turn."""
+        """The tokens at the end of the prompt that the chat template may change in later turns. This value is valid
+        only before the first turn."""
         return self.tokens[self.prompt :]
 
     def copy(self) -> Conversation:
@@ -68,9 +69,12 @@ class Conversation:
 
 
 class Continued(NamedTuple):
-    """How a row continues: the tokens to append, and whether the row is restarted (see `types.Reply`).
+    """How a completion continues after a turn.
 
-    If `tokens` is None, `problem` says why the row cannot continue.
+    Attributes:
+      tokens: the tokens to append; None if the completion cannot continue.
+      restart: whether a new segment starts with `tokens` (see `types.Reply`).
+      problem: why the completion cannot continue; None if `tokens` is not None.
     """
 
     tokens: list[int] | None
@@ -79,14 +83,15 @@ class Continued(NamedTuple):
 
 
 class Conversations:
-    """Renders conversations, and returns how their rows continue.
+    """Renders conversations with the chat template, and returns the tokens to append to their completions.
 
     Args:
       tokenizer: a tokenizer whose template variables include the tools.
       tools: whether there are tools.
 
     Raises:
-      UserError: the template fails, or a later turn changes the rendered prompt before its last `MOST_OPENING` tokens.
+      UserError: the chat template fails, or changes more than the last `MOST_OPENING` tokens of the prompt in later
+        turns.
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: bool):
@@ -99,7 +104,7 @@ class Conversations:
                 raise UserError(f"environment.history=template: {found.problem} Set environment.history=sampled.")
 
     def begin(self, prompts: Sequence[tuple[Sequence[Message], Sequence[int]]]) -> list[Conversation]:
-        """Returns new conversations for prompts. Each prompt is given by its messages and its tokens.
+        """Returns a new conversation for each prompt. Each prompt is given by its messages and its tokens.
 
         Sends one request to the process that renders chat templates.
         """
@@ -110,10 +115,14 @@ class Conversations:
         ]
 
     def _kept(self, tokens: Sequence[int], later: str | UserError) -> int:
-        """Returns the number of tokens that a prompt and the rendering `later` have in common at their start.
+        """Returns how many tokens at the start of a prompt the chat template does not change in later turns.
 
-        Returns the length of the prompt instead if the first token differs, if more than `MOST_OPENING` tokens of the
-        prompt follow the common tokens, or if `later` is an error.
+        Returns the length of the prompt if the template changes the first token or more than the last `MOST_OPENING`
+        tokens, or if `later` is an error.
+
+        Args:
+          tokens: the tokens of the prompt.
+          later: the rendering of the prompt with two further messages.
         """
         if isinstance(later, UserError):  # `continued` reports this error after a turn
             return len(tokens)
@@ -122,7 +131,7 @@ class Conversations:
         return kept if kept and len(tokens) - kept <= MOST_OPENING else len(tokens)
 
     def continued(self, given: Sequence[tuple[Conversation, Sequence[Message]]]) -> list[Continued]:
-        """Adds new messages to conversations whose turn has ended, and returns how their rows continue.
+        """Adds new messages to conversations after a turn has ended, and returns how their completions continue.
 
         Sends one request to the process that renders chat templates. A conversation that cannot continue is not
         changed.

@@ -13,7 +13,7 @@ from tunix_like.rewards import Scores
 from tunix_like.runtime.visible import visible
 
 REWARD = "environment"
-"""Name of the environment's reward. It is listed beside the names of the reward functions."""
+"""Name of the environment's reward in `Scores.by_function`, which also has the names of the reward functions."""
 
 
 class Episode(NamedTuple):
@@ -26,9 +26,9 @@ class Episode(NamedTuple):
       limited: whether the limit `environment.max_turns` ended the trajectory.
       cut: number of observations that were shortened.
       reward: the sum of the rewards of the environment; NaN if the environment failed.
-      info: the last value of each number in `info` of the environment, by name.
-      failure: the fields of the `Failure` of the environment; None if the environment did not fail.
-      rewritten: number of times that the chat template has rewritten the history; None with
+      info: the last value of each number that the environment returned in `info`, by name.
+      failure: kind and reason of the environment's `Failure`; None if the environment did not fail.
+      rewritten: number of times that the chat template has rewritten earlier turns; None with
         `environment.history=sampled`.
     """
 

@@ -50,12 +50,12 @@ def first_observation(environments: Environments, row: Mapping[str, Any], where:
     Ends the environment afterwards.
 
     Args:
-      row: the columns of the data row; `prompt` is not passed to the environment.
+      row: the columns of the data row. All columns except `prompt` are passed to the environment.
       where: text at the beginning of the error message.
 
     Raises:
       EnvironmentMisconfigured: the environment raised this error.
-      UserError: the environment failed.
+      UserError: the environment failed for another reason.
     """
     environments.reset(0, {name: value for name, value in row.items() if name != "prompt"})
     (outcome,) = environments.outcomes(wait=True)

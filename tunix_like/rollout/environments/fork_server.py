@@ -1,9 +1,10 @@
-"""Runs environments in a separate program, which loads the user's module once and forks one child per trajectory.
+"""Runs environments in a separate program, which loads the user's module once and forks one child process per
+trajectory.
 
 The program is a fresh interpreter and not a fork of the training process, so the program has no locks, threads or
-devices of the training process. The program runs user code only while it loads the module. Afterwards the program only
-starts, reaps and kills child processes. Each child answers the calls of its trajectory on its own socket. The training
-process enforces deadlines and the memory limit (`pool.py`).
+devices of the training process. The program itself runs user code only while it loads the module. Afterwards it only
+starts, reaps and kills child processes. Each child process answers the calls of one trajectory on its own socket. The
+training process enforces deadlines and the memory limit (`pool.py`).
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ START = (
     "from tunix_like.rollout.environments.fork_server import serve; "
     "serve(given['socket'], given['places'], given['parent'])"
 )
-"""Code that the interpreter runs (`-c`); see `rewards.worker.START`."""
+"""Code that starts the fork server, as the argument of `python -c`. `rewards.worker.START` has the same form."""
 
 ORDER = struct.Struct("!cQ")
-"""Format of an order to the program: `BEGIN` (with a socket attached) or `END`, and the number of the child process."""
+"""Binary format of an order to the fork server: `BEGIN` or `END`, and the number of the child process to start or kill.
+A socket for the child process is sent with `BEGIN`."""
 
 BEGIN, END = b"b", b"e"
 
@@ -52,11 +54,15 @@ _SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal
 
 
 def places_of(place: str | Sequence[str], arguments: Mapping[str, Any] | None) -> list[str]:
-    """Returns the argument `places` of `load`. `place` is the name or location of an environment, or the locations of
-    tools.
+    """Converts the location of an environment with its arguments, or the locations of tools, to the texts that `load`
+    takes.
+
+    Args:
+      place: the name or location of an environment, or the locations of tools.
 
     Raises:
-      UserError: a name cannot be imported, the arguments cannot be written as JSON, or tools have arguments.
+      UserError: another process cannot import the environment, the arguments cannot be written as JSON, or arguments
+        are given for tools.
     """
     if not isinstance(place, str):
         if arguments:
@@ -73,11 +79,11 @@ def places_of(place: str | Sequence[str], arguments: Mapping[str, Any] | None) -
 
 
 def load(places: list[str]) -> Adapted:
-    """Loads an environment. If the first location begins with `TOOLS_PREFIX`, loads tools instead.
+    """Loads an environment, or functions that are tools.
 
     Args:
       places: the location of an environment, followed by its arguments as JSON if there are any; or the locations of
-        tools.
+        tools, each with the prefix `TOOLS_PREFIX`.
 
     Raises:
       UserError: see `load_function` and `as_environment`.
@@ -89,13 +95,15 @@ def load(places: list[str]) -> Adapted:
 
 
 def serve(number: int, places: list[str], parent: int) -> None:
-    """Loads the environment, sends `{"tools": [...]}` or `{"error": text, "kind": kind}`, and then handles the requests
-    of the training process: `BEGIN` forks a child, and `END` kills a child.
+    """Runs the fork server: loads the environment, and then starts and kills child processes as the training process
+    requests.
 
-    The start of a child is reported as `{"begun": number, "pid": pid}`, its end as `{"ended": number, "status": exit
-    status, or -signal}`. Each `END` is answered with `{"stopped": number}`. In these messages, `number` is the number
-    of the child in the requests. When the socket is closed or the training process has ended, the program kills all
-    children and ends.
+    The first message to the training process is `{"tools": [...]}`, or `{"error": text, "kind": kind}` if the
+    environment cannot be loaded. Then the training process sends the orders `BEGIN` (fork a child process) and `END`
+    (kill a child process). Each order contains a number that identifies the child process. The start of a child process
+    is reported as `{"begun": number, "pid": pid}`. Its end is reported as `{"ended": number, "status": exit status or
+    -signal}`. Each `END` is answered with `{"stopped": number}`. When the socket is closed or the training process has
+    ended, the fork server kills all child processes and ends.
 
     Args:
       number: file descriptor of the socket to the training process.
@@ -192,7 +200,7 @@ class _Server:
                 self._tell({"stopped": number})
 
     def _begin(self, number: int, descriptor: int) -> None:
-        """Forks the child `number`. `descriptor` is the file descriptor of the child's socket."""
+        """Forks the child process `number`. `descriptor` is the file descriptor of the child's socket."""
         own = os.getpid()
         try:
             with warnings.catch_warnings():
@@ -232,7 +240,7 @@ class _Server:
         answer_calls(socket.socket(fileno=descriptor), self.adapted)
 
     def _kill(self, number: int) -> None:
-        """Kills a child and all processes of the child's process group."""
+        """Kills the child process `number` and all processes of its process group."""
         if (pid := self.pids.get(number)) is not None:
             self._kill_all([pid])  # the child may have left its group; `_reap` kills its processes
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -244,7 +252,8 @@ class _Server:
                 os.kill(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
-        """Sends a message for each child that has ended, and kills the processes that this child has started."""
+        """Tells the training process which child processes have ended, and kills all processes that these child
+        processes have started."""
         ended = False
         while True:
             try:
@@ -276,8 +285,9 @@ def answer_calls(channel: socket.socket, adapted: Adapted) -> None:
     """Answers the calls of one trajectory until the trajectory is finished or the socket is closed.
 
     A call is a pickled `("reset", columns, seconds)`, `("step", text, seconds)` or `("finish", None, seconds)`.
-    `seconds` is the time limit of the call. An answer is a JSON object: the fields of an `EnvStepResult` that the call
-    sets, or `{"error": text, "kind": kind of the failure}`. An error ends the trajectory.
+    `seconds` is the time limit of the call. An answer is a JSON object: `{"observation": ...}` for `reset`, all fields
+    of an `EnvStepResult` for `step`, `{"reward": ...}` for `finish`, or `{"error": text, "kind": kind of the failure}`.
+    An error ends the trajectory.
     """
     own = os.getpid()
     trajectory: Trajectory | None = None
@@ -322,6 +332,6 @@ def _answer(trajectory: Trajectory, what: str, given: Any) -> dict[str, Any]:
 
 
 def _adopt_orphans() -> None:
-    """Makes this process the new parent of descendants whose parent has ended (Linux only)."""
+    """Makes this process the new parent of all its descendants whose parent has ended (Linux only)."""
     if sys.platform == "linux":
         process_control(_PR_SET_CHILD_SUBREAPER, 1)

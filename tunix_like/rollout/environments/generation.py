@@ -21,11 +21,11 @@ def generate(
     key: Array,
     sampling: SamplingParams,
 ) -> tuple[list[Problem], Completions, Trajectories | None]:
-    """Samples `size` completions of each problem. If `player` is not None, environments answer the turns.
+    """Samples `size` completions of each problem. If `player` is not None, environments answer each turn of the policy.
 
     Returns:
-      the problems, with the first observations added to their prompts; the completions; and the trajectories, or None
-      if `player` is None.
+      the problems, with the first observations of the environments added to their prompts; the completions; and the
+      trajectories, or None if `player` is None.
     """
     trajectories = None if player is None else player.start(problems, size, engine.max_prompt_length)
     if trajectories is not None:

@@ -19,7 +19,8 @@ COST = 0.05
 
 
 class Guess:
-    """The environment of one game. The last number in the text of a turn is the guess.
+    """The environment of one game in which the policy guesses a hidden number. The last number in the text of a turn is
+    the guess.
 
     The reward is `1 - COST * (turns - 1)` if the hidden number is found, otherwise 0. A turn without a valid number
     also counts, and the environment answers INVALID. The game ends after `MOST_GUESSES` turns. If the number is not

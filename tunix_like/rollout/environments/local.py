@@ -12,10 +12,11 @@ from tunix_like.rollout.environments.outcomes import Outcome
 
 
 class LocalEnvironments:
-    """Implements `Environments` in this process. Each call runs before its method returns.
+    """Runs environments in this process (see `Environments`). The methods `reset`, `step` and `finish` return after the
+    environment has answered.
 
-    An exception in an environment ends only the trajectory of this environment. An environment that hangs or exits
-    stops the run; use `EnvironmentPool` for such environments.
+    An exception in an environment ends only the trajectory of this environment. An environment that hangs or ends the
+    process stops the run; use `EnvironmentPool` for such environments.
 
     Args:
       factory: a class or a function that makes environments, or a list of functions that are tools.
@@ -32,7 +33,7 @@ class LocalEnvironments:
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        """JSON schemas of the tools; empty without tools."""
+        """JSON schemas of the tools of the environments; empty if there are no tools."""
         if self._tools is None:
             self._tools = self._adapted.tools()
         return self._tools
@@ -72,12 +73,12 @@ class LocalEnvironments:
         self._trajectories.pop(number, None)
 
     def outcomes(self, wait: bool) -> list[Outcome]:
-        """Returns the outcomes that were not returned before."""
+        """Returns the outcomes that no earlier call has returned. `wait` has no effect."""
         ready, self._ready = self._ready, []
         return ready
 
     def close(self) -> None:
-        """Drops all environments and outcomes."""
+        """Removes all environments and outcomes."""
         self._trajectories.clear()
         self._ready.clear()
 

@@ -1,5 +1,5 @@
-"""Defines the environment `maze_steps`: the policy makes one move per turn in a maze, and sees only the open moves of
-its cell."""
+"""Defines the environment `maze_steps`: the policy makes one move per turn in a maze, and sees only which moves are
+open in the current cell."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ MOST_MOVES = 16
 
 
 class MazeSteps:
-    """A walk from the cell at (1, 1), one move to a neighbouring cell per turn.
+    """A walk through a maze. It begins in the cell at row 1 and column 1. Each turn is a move to a neighbouring cell.
 
     Cells are at odd rows and columns of the grid. Between two neighbouring cells there is a wall or an opening. The
-    observation lists the moves that are open, such as `DOWN+RIGHT`. A valid turn is exactly one move. If the move is
-    blocked by a wall, or the turn does not have exactly one move, the position stays the same and the turn still
-    counts. The reward is 1 when the goal is reached.
+    observation lists the moves that are open, such as `DOWN+RIGHT`. A turn must contain exactly one of the words UP,
+    DOWN, LEFT and RIGHT. For any other turn, or if a wall blocks the move, the position stays the same and the turn
+    still counts. The reward is 1 when the goal is reached.
     """
 
     def reset(self, hidden: str) -> str:
-        """Starts a walk. `hidden` is the grid: rows of the characters `#`, `.`, `S`, `G`, joined by newlines."""
+        """Starts a walk. `hidden` is the grid: rows of `#` (wall), `.` (free), `S` (start) and `G` (goal), joined by
+        newlines."""
         self.rows, self.row, self.column, self.turns, self.blocked = hidden.split("\n"), 1, 1, 0, 0
         return f" {self._open()}"
 

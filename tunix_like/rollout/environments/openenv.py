@@ -26,7 +26,8 @@ from tunix_like.rollout.environments.results import checked_number, checked_step
 from tunix_like.rollout.environments.tool_calls import ToolCall, tool_calls, without_thinking
 
 RELEASE_SECONDS = 3.0
-"""Maximum seconds to wait for a free session. A server can still count a session shortly after it has ended."""
+"""Maximum time in seconds to wait for a free session of the server. The server can count a session for a short time
+after the session has ended."""
 
 _FENCE = re.compile(r"\A```\w*\n(.*?)\n?```\Z", re.DOTALL)
 
@@ -35,8 +36,8 @@ class ActionForm(NamedTuple):
     """How the text of a turn becomes an action.
 
     Attributes:
-      kind: what the text contains: tool calls, each of which is one action (`tools`), the value of a field as text
-        (`text`), the value of a field as JSON (`value`), or the whole action as JSON (`object`).
+      kind: what the text contains: tool calls, each of which is one action (`tools`), the value of one field of the
+        action as text (`text`) or as JSON (`value`), or the whole action as JSON (`object`).
       field: for `text` and `value`, the name of the field.
       fields: for `object`, the names of the required fields, or of all fields if none is required.
     """
@@ -51,8 +52,8 @@ class OpenEnv:
 
     `reset` sends all columns of the data row; the server passes on the columns that its environment accepts. The schema
     of the server's actions determines how a turn becomes an action (see `action_form`). A turn that is not a valid
-    action does not reach the environment. The answer to such a turn, or to a wrong tool call, is a text that begins
-    with "error:".
+    action does not reach the environment of the server. The answer to an invalid turn or a failed tool call is a text
+    that begins with "error:".
 
     Args:
       url: address of the server, e.g. http://127.0.0.1:8000.
@@ -178,7 +179,7 @@ class OpenEnv:
         return EnvStepResult(messages or None, reward, done, info)
 
     def _shown(self, observation: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
-        """Returns what the model sees of an observation.
+        """Returns the part of an observation that the model sees, as text or messages.
 
         Raises:
           UserError: the observation lacks the field that the argument `observation` names.
@@ -194,13 +195,15 @@ class OpenEnv:
 def action_form(schema: Mapping[str, Any], field: str | None) -> ActionForm:
     """Returns how the text of a turn becomes an action, given the JSON schema of actions.
 
-    If the actions are tool calls (with the fields `tool_name` and `arguments`), each tool call of a turn is an action.
-    Otherwise a turn is the value of one field: `field` if it is given, else the only required field, else the only
-    field. The turn is this value as text or, if the field is not text, as JSON. If several fields are possible, the
+    If `field` is not None, the turn is the value of this field. If `field` is None and actions have the fields
+    `tool_name` and `arguments`, each tool call of the turn is an action. Otherwise, if exactly one field is required,
+    or no field is required and there is exactly one field, the turn is the value of this field. In all other cases, the
     turn is the whole action as a JSON object.
 
+    The value of a field that can be text is written as plain text. All other values are written as JSON.
+
     Raises:
-      UserError: the actions do not have the field `field`, or they require further fields.
+      UserError: actions do not have the field `field`, or require other fields too.
     """
     fields = {name: each for name, each in (schema.get("properties") or {}).items() if name != "metadata"}
     required = [name for name in schema.get("required") or [] if name in fields]

@@ -25,8 +25,8 @@ ANSWER_SECONDS = 10.0
 """Maximum seconds for the answer to an HTTP request. These requests are sent before training."""
 
 MOST_BYTES = 100 << 20
-"""Maximum size in bytes of a message of a server. The client of OpenEnv has the same limit. The caller cuts
-observations to a much smaller size."""
+"""Maximum size in bytes of a message from a server. The client of OpenEnv has the same limit. Observations are later
+cut to a much smaller size."""
 
 _MOST_REASON = 500
 
@@ -34,16 +34,16 @@ MOST_WAITING_SECONDS = 60.0
 """Maximum seconds for which attempts to open a session are repeated."""
 
 PAUSES = (0.1, 2.0)
-"""Pause in seconds after the first attempt to open a session, and longest pause. The pause doubles after each
-attempt."""
+"""Pause in seconds after the first failed attempt to open a session, and maximum pause. The pause doubles after each
+further failed attempt."""
 
 _GATEWAY_ERRORS = (502, 503, 504)  # HTTP statuses of a proxy whose server does not answer
 _SERVER_STOPS = (1001, 1012)  # WebSocket codes of a server that ends or restarts
 
 
 class InvalidAction(Exception):
-    """A turn is not an action, or does not match the schema of the server. The error message gives the reason. The
-    session continues."""
+    """The text of a turn is not a valid action, or the action does not match the schema of the server. The error
+    message gives the reason. The session continues."""
 
 
 class ServerFull(EnvironmentMisconfigured):
@@ -206,7 +206,7 @@ class Session:
             ) from error
 
     def call(self, what: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Sends the message `what` (`reset` or `step`) and returns the content of the observation in the answer.
+        """Sends the message `what` (`reset` or `step`), and returns the content of the answer, with the observation.
 
         Raises:
           InvalidAction: the action of a step does not fit the server's schema.
@@ -252,7 +252,7 @@ class Session:
         return content
 
     def _refuse(self, what: str, content: Mapping[str, Any]) -> None:
-        """Raises the error that the server has sent."""
+        """Raises an exception for the error that the server has sent."""
         code, text = content.get("code"), str(content.get("message"))[:_MOST_REASON]
         if code == "VALIDATION_ERROR" and what == "step":
             raise InvalidAction(_invalid_fields(content.get("errors")) or text)

@@ -32,8 +32,8 @@ class Outcome(NamedTuple):
 
 @runtime_checkable
 class Environments(Protocol):
-    """Runs one environment per trajectory. The methods `reset`, `step` and `finish` return immediately; `outcomes`
-    returns the outcomes of these calls later.
+    """Runs one environment per trajectory. The methods `reset`, `step` and `finish` return no result. `outcomes` later
+    returns the outcomes of these calls.
 
     The caller identifies each trajectory by a number that the caller chooses. A trajectory has at most one unanswered
     call.
@@ -41,24 +41,25 @@ class Environments(Protocol):
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        """JSON schemas of the tools of these environments, as chat templates take them; empty without tools."""
+        """JSON schemas of the tools of the environments, in the form that chat templates take; empty if there are no
+        tools."""
 
     def reset(self, number: int, columns: Mapping[str, Any]) -> None:
-        """Makes the environment of a trajectory and starts `reset` of this environment with the columns of the
+        """Makes the environment of a trajectory, and starts the environment's `reset` with the columns of the
         trajectory's data row."""
 
     def step(self, number: int, completion: str) -> None:
         """Starts one step of a trajectory's environment. `completion` is the text of the turn."""
 
     def outcomes(self, wait: bool) -> list[Outcome]:
-        """Returns the outcomes that are ready. If `wait` is True and a call is unanswered, waits for at least one
-        outcome."""
+        """Returns the outcomes that are ready and were not returned before. If `wait` is True and a call is unanswered,
+        waits for at least one outcome."""
 
     def finish(self, number: int) -> None:
         """Requests the end of a trajectory. Afterwards the trajectory has no environment.
 
-        The outcome has the reward that the environment gives at the end (`get_reward` of TRL), or 0. This reward is
-        added to the rewards of the steps.
+        The outcome of this call has the reward that the environment gives at the end (`get_reward` of TRL), or 0. The
+        caller adds this reward to the rewards of the steps.
         """
 
     def close(self) -> None:

@@ -29,20 +29,20 @@ from tunix_like.rollout.environments.outcomes import Outcome
 from tunix_like.rollout.environments.process_tree import descendants_of, members_of, memory_of
 
 POLL_SECONDS = 0.1
-"""Interval of the memory checks while environments are busy."""
+"""Interval in seconds between checks of the memory of environments that have an unanswered call."""
 
 PATIENCE = 10.0
-"""Maximum seconds for the fork server to answer an order (`fork_server.ORDER`). It usually answers within
-milliseconds."""
+"""Maximum seconds for the fork server to start or kill a process after an order (`fork_server.ORDER`). Usually, this
+takes milliseconds."""
 
 _EXIT_SECONDS = 1.0  # maximum wait for an exit status after a socket was closed, and for the end of the server
 
 
 class EnvironmentPool:
-    """Implements `Environments` with one process per trajectory. This class is not thread-safe.
+    """Runs each environment in its own process (see `Environments`). This class is not thread-safe.
 
-    The processes start at the first `reset` and are forked from a fresh interpreter that has loaded the user's module.
-    Time during which `outcomes` is not called does not count towards the deadlines.
+    Each process starts at the `reset` of its trajectory, as a fork of a fresh interpreter that has loaded the user's
+    module. If `outcomes` is not called for more than a second, this time does not count towards the time limits.
 
     Args:
       place: name or location of a class or factory (`rewards.pool.place_of`), or the locations of functions that are
@@ -89,8 +89,8 @@ class EnvironmentPool:
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        """JSON schemas of the tools; empty without tools. The first access starts the fork server, which loads the
-        user's module.
+        """JSON schemas of the tools of the environments; empty if there are no tools. The first access starts the fork
+        server (`fork_server.py`), which loads the user's module.
 
         Raises:
           UserError: the module cannot be loaded, or the object is not an environment.
@@ -106,7 +106,7 @@ class EnvironmentPool:
         return self._tools
 
     def reset(self, number: int, columns: Mapping[str, Any]) -> None:
-        """Makes the environment of a trajectory and resets it; see `Environments.reset`.
+        """Makes and resets the environment of a trajectory; see `Environments.reset`.
 
         Raises:
           UserError: a column cannot be pickled.
@@ -144,8 +144,8 @@ class EnvironmentPool:
             self._submit(self._callers[number], "finish", pickle.dumps(("finish", None, self.timeout_seconds)))
 
     def outcomes(self, wait: bool) -> list[Outcome]:
-        """Returns the outcomes that are ready. If `wait` is True and a call is unanswered, waits for at least one
-        outcome."""
+        """Returns the outcomes that are ready and were not returned before. If `wait` is True and a call is unanswered,
+        waits for at least one outcome."""
         while True:
             self._look()
             self._hand_out()
@@ -167,8 +167,8 @@ class EnvironmentPool:
         self._hand_out()
 
     def _hand_out(self) -> None:
-        """Starts queued calls as long as fewer than `workers` calls run. Sends the fork server the queued requests to
-        begin and to stop processes."""
+        """Starts queued calls while fewer than `workers` calls are running. Sends the fork server the queued orders to
+        start and kill processes."""
         while self._requests and len(self._running) < self.workers:
             caller, what, request = self._requests[0]
             if what == "reset" and not self._loaded:
@@ -242,8 +242,8 @@ class EnvironmentPool:
             self._fail(caller, "timeout", f"{caller.what} did not return within {limit}.")
 
     def _fail(self, caller: Caller, kind: FailureKind, reason: str, whole: bool = False) -> None:
-        """Stops an environment and records the failure. If `whole` is False, the text of the failure begins with the
-        environment's name."""
+        """Stops an environment and adds an outcome with the failure. If `whole` is False, the name of the environment
+        is put before `reason`."""
         text = reason if whole else f"Environment '{self.name}': {reason}"
         self._drop(caller)
         self._ready.append(Outcome(caller.number, failure=Failure(kind, text[:LONGEST_REASON])))
@@ -278,8 +278,8 @@ class EnvironmentPool:
         return self._server
 
     def _load(self, server: WorkerProcess) -> Failure | None:
-        """Reads the first message of the fork server, if it has arrived. Returns why the fork server cannot be used, or
-        None if no problem is known."""
+        """Reads the first message of the fork server if the message has arrived. Returns why the fork server cannot be
+        used, or None if no problem is known."""
         alive = server.alive  # read before `pump`, so that a message written just before an exit is not missed
         answer = server.pump()
         if answer is not None and "tools" in answer:
@@ -352,7 +352,7 @@ class EnvironmentPool:
         self._server, self._loaded = None, False
 
     def _until_next(self) -> float:
-        """Returns the time in seconds until the next deadline, but at most `POLL_SECONDS`."""
+        """Returns the time in seconds until the earliest deadline of a running call, but at most `POLL_SECONDS`."""
         deadlines = [caller.deadline for caller in self._running.values()]
         return max(0.0, min([POLL_SECONDS, *(deadline - time.monotonic() for deadline in deadlines)]))
 
@@ -368,8 +368,8 @@ class EnvironmentPool:
 
 
 def _traceback(server: WorkerProcess, how: str) -> str:
-    """Returns the last traceback that `faulthandler` printed; empty if `how` names no signal. The traceback may come
-    from another environment, because all environments share one output stream."""
+    """Returns the last traceback that `faulthandler` printed; an empty text if `how` does not say that a signal killed
+    the process. The traceback may be of another environment, because all environments share one output stream."""
     start = server.last_output.rfind("Fatal Python error") if "by signal" in how else -1
     return "" if start < 0 else f" The last crash printed:\n{server.last_output[start:]}"
 
@@ -383,8 +383,8 @@ def _how(status: int) -> str:
 def _stop_all(servers: list[WorkerProcess]) -> None:
     """Ends fork servers and all environments of these fork servers.
 
-    A fork server kills its environments when its socket is closed. Any process that still runs afterwards is killed
-    here.
+    A fork server kills its environments when its socket is closed. This function then kills all processes that still
+    run.
     """
     while servers:
         server = servers.pop()

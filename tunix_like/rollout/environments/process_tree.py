@@ -19,7 +19,7 @@ def children_of(pid: int) -> Iterator[int]:
 
 
 def descendants_of(pid: int) -> Iterator[int]:
-    """Yields the ids of all descendants of a process. The descendants of each process come before this process."""
+    """Yields the ids of all descendants of a process. Each descendant comes after its own descendants."""
     for child in children_of(pid):
         yield from descendants_of(child)
         yield child

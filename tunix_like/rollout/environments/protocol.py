@@ -33,7 +33,7 @@ class EnvStepResult(NamedTuple):
 class Environment(Protocol):
     """The environment of one trajectory, which answers the turns of the policy and gives rewards.
 
-    A factory (a class or a function without required parameters) makes one object per trajectory. Environments of
+    A class or a function, called with `environment.arguments`, makes one object per trajectory. Environments of
     google-tunix (`BaseTaskEnv`) and of TRL (`environment_factory`) are accepted too (see `adapters.py`).
     """
 

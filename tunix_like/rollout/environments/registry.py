@@ -13,7 +13,7 @@ from tunix_like.runtime.user_code import check_new_name, load_function
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {}
-"""All registered environments by name. Each is a class or another factory."""
+"""All registered environments by name: classes, or functions that make environments."""
 
 _OTHERWISE = "run it in this process with LocalEnvironments"
 
@@ -21,7 +21,7 @@ _OTHERWISE = "run it in this process with LocalEnvironments"
 def register_environment(name: str) -> Callable[[_F], _F]:
     """Returns a decorator that registers an environment under `name`.
 
-    The environment is a class, or a function that makes an object.
+    The decorated object is a class, or a function that makes an environment.
 
     Raises:
       UserError: the name is already registered, or contains a colon (reserved for files and modules), or the class

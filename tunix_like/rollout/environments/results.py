@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tunix_like.types import Message
 
 MOST_CHARACTERS = 500_000
-"""Maximum number of characters of an observation that are kept. This is over 100,000 tokens of usual text. The training
+"""Observations are cut to this number of characters, which is more than 100,000 tokens of usual text. The training
 process applies the limit `environment.max_observation_tokens` later."""
 
 MOST_MESSAGES = 1_000
@@ -128,7 +128,7 @@ def _checked_flag(value: Any, where: str) -> bool:
 
 
 def _checked_info(value: Any, where: str) -> dict[str, float]:
-    """Returns the finite numbers of `info`, at most `MOST_INFO`. Other values are left out.
+    """Returns the first `MOST_INFO` finite numbers of `info`, by name. Other values are left out.
 
     Raises:
       UserError: `info` is neither a dict nor None.

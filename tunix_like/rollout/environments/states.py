@@ -15,7 +15,7 @@ MOST_SHOWN = 10_000
 
 @dataclasses.dataclass
 class State:
-    """A trajectory that is being sampled.
+    """A trajectory that is being sampled. `Episode` describes the attributes that are not listed here.
 
     Attributes:
       last: id of the last token of the current turn.
@@ -41,7 +41,7 @@ class State:
         return Episode(self.messages, self.turns, self.limited, self.cut, reward, self.info, failure, rewritten)
 
     def note(self, observation: Any) -> None:
-        """Adds an observation to `messages`. The role "assistant" is replaced by "environment" in these messages, so
+        """Adds an observation to `messages`. The role "assistant" in the observation is replaced by "environment", so
         only turns of the policy have the role "assistant"."""
         if isinstance(observation, str) and observation:
             self.messages.append({"role": "user", "content": _shown(observation)})

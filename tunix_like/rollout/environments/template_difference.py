@@ -1,8 +1,9 @@
-"""Finds the text that a chat template adds after the end of an assistant's turn, by rendering a known conversation.
+"""Finds the text that a chat template adds for new messages after an assistant's turn, by rendering a known
+conversation.
 
 New messages are rendered after a short conversation whose last answer is known. The text after the end of that answer
-is the addition. A trajectory keeps its earlier tokens as they were sampled, and the addition is appended to these
-tokens. Therefore a template may render earlier turns differently when messages follow (Qwen3 removes their `<think>`
+is called the addition. A trajectory keeps its earlier tokens as they were sampled, and the addition is appended to
+these tokens. The template may render earlier turns differently when messages follow (Qwen3 removes their `<think>`
 blocks). The addition, however, must depend on the new messages only. `TemplateDifference.check` checks this requirement
 once for each role.
 """
@@ -66,9 +67,9 @@ class TemplateDifference:
             self.check("tool")
 
     def additions(self, new: Sequence[Sequence[Message]]) -> Iterator[str | UserError]:
-        """Yields the text that the template adds for new messages and for the start of the next assistant's turn.
-        Yields an error instead if the template fails on the new messages of a trajectory. Sends one request to the
-        process that renders chat templates.
+        """Yields, for each trajectory, the text that the template adds for its new messages and for the start of the
+        next assistant's turn. Yields an error instead if the template fails on the new messages. Sends one request to
+        the process that renders chat templates.
 
         Args:
           new: the messages of each trajectory, with roles that `check` accepted. Control tokens in the messages are
@@ -136,8 +137,8 @@ class TemplateDifference:
     def _after(
         self, cases: Sequence[tuple[Sequence[Message], str, Sequence[Message]]], variables: Mapping[str, Any]
     ) -> Iterator[str | UserError]:
-        """Yields, for each of `cases`, the text that the template writes after the end of the assistant's turn, or an
-        error. A case is (history, text of the assistant's turn, new messages)."""
+        """Yields, for each of `cases`, the text that the template writes after an assistant's turn and its
+        end-of-sequence token, or an error. A case is (earlier messages, text of the assistant's turn, new messages)."""
         chats = [[*history, {"role": "assistant", "content": answer}, *new] for history, answer, new in cases]
         rendered = self._tokenizer.render_guarded(chats, True, **variables)
         for (_, answer, _), text in zip(cases, rendered, strict=True):

@@ -13,7 +13,7 @@ _LLAMA_TAG = "<|python_tag|>"
 _DECODER = json.JSONDecoder()
 
 MOST_CALLS = 32
-"""Maximum number of tool calls of one turn that are read. All further calls together give one error."""
+"""Maximum number of tool calls of one turn that are read. All further calls together become one malformed call."""
 
 
 class ToolCall(NamedTuple):
@@ -21,7 +21,7 @@ class ToolCall(NamedTuple):
 
     Attributes:
       name: the name of the tool; "" if the name could not be read.
-      arguments: the arguments by name of the parameter.
+      arguments: the values of the arguments by name of the parameter.
       error: why the call is malformed; None if the call is valid.
     """
 
@@ -62,8 +62,8 @@ def _hermes_call(body: str) -> ToolCall:
 
 
 def _llama_calls(text: str) -> list[ToolCall]:
-    """Returns the tool calls of a turn that consists of JSON objects with a name and parameters. Returns an empty list
-    for any other turn."""
+    """Returns the tool calls of a turn in the format of Llama 3. Returns an empty list if the turn does not look like
+    tool calls. Text that looks like a tool call but cannot be read becomes a `ToolCall` with an error."""
     marked = _LLAMA_TAG in text
     text = text.rpartition(_LLAMA_TAG)[2].strip()
     if not text.startswith("{"):

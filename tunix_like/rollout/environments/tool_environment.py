@@ -84,8 +84,8 @@ def method_schemas(kind: type) -> dict[str, Mapping[str, Any]]:
 
 
 class ToolObject:
-    """The environment of one trajectory whose tools are the methods of an object that TRL's `environment_factory`
-    makes."""
+    """The environment of one trajectory whose tools are the public methods of an object, as with `environment_factory`
+    in TRL."""
 
     def __init__(self, environment: Any, schemas: Mapping[str, Mapping[str, Any]]):
         self.environment, self.name = environment, type(environment).__name__

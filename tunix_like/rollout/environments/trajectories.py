@@ -26,24 +26,24 @@ from tunix_like.types import Completions, Message, Problem, Reply, Turn
 
 
 class Player:
-    """Plays trajectories: makes the `Responder` of each rollout of a run.
+    """Makes, for each rollout of a run, the `Trajectories` object that passes turns of the policy to environments.
 
     Args:
       environments: the object that runs the environments.
       eos_ids: ids of the tokens that end a turn.
 
     Attributes:
-      seconds: time in seconds for which trajectories have waited for environments. The caller sets this time to 0.
+      seconds: time in seconds for which the run has waited for environments since the caller last set `seconds` to 0.
       playing: the trajectories of the current rollout; None between rollouts.
-      overtime: whether a call has exceeded its time limit. If True, `EnvironmentMisconfigured` does not stop the run.
-        This error is also raised if a server has no free session, and a call that exceeded its time limit may still
-        use a session.
+      overtime: whether a call of an environment has exceeded its time limit. Such a call may still use a session of a
+        server, so a later `reset` may find no free session and raise `EnvironmentMisconfigured`. Therefore this error
+        does not stop the run if `overtime` is True.
       conversations: renders the conversations with `environment.history=template`; None before the first call of
-        `bridge`.
+        `bridge`, or with `environment.history=sampled`.
 
     Raises:
-      UserError: `environment.mode` is `eager` and the run has several processes. The schedules of all processes must be
-        equal, which needs `lockstep`.
+      UserError: `environment.mode` is `eager` and the run has several processes. Several processes need `lockstep`,
+        because all processes must compute in the same order.
     """
 
     def __init__(
@@ -60,11 +60,15 @@ class Player:
 
     @property
     def rewrites(self) -> bool:
-        """Whether the whole conversation is rendered at each turn. The chat template may then rewrite the history."""
+        """Whether the whole conversation is rendered again at each turn, so that the chat template can rewrite earlier
+        turns."""
         return self.config.history == "template"
 
     def bridge(self, prompt: Any) -> Bridge:
-        """Returns the `Bridge` for trajectories with the prompt `prompt`: text, or messages that are not rendered yet.
+        """Returns the `Bridge`, which converts observations to tokens, for trajectories with a given kind of prompt.
+
+        Args:
+          prompt: a text, or messages that are not rendered yet.
 
         Raises:
           UserError: the chat template cannot be used for several turns; see `make_bridge` and `Conversations`.
@@ -90,7 +94,8 @@ class Player:
         return self._bridges[chat]
 
     def check_prompt(self, prompt: Any) -> None:
-        """Checks that trajectories with the prompt `prompt` can have several turns. Raises the errors of `bridge`."""
+        """Checks that trajectories with the prompt `prompt` can have several turns. Raises the same errors as
+        `bridge`."""
         self.bridge(prompt)
 
     def check(self, rows: Any) -> str | Sequence[Message] | None:
@@ -107,7 +112,7 @@ class Player:
         return first_observation(self.environments, rows[0], "environment: it could not be reset for the first row. ")
 
     def start(self, problems: Sequence[Problem], size: int, max_prompt_length: int) -> Trajectories:
-        """Resets `size` environments for each problem.
+        """Starts the trajectories of a rollout: resets `size` environments for each problem.
 
         Raises:
           UserError: the first observations of the trajectories of one problem differ.
@@ -116,7 +121,8 @@ class Player:
 
 
 class Trajectories:
-    """The environments of one rollout. This object is the `Responder` for the completions of the rollout.
+    """The trajectories of one rollout and their environments. This object is the `Responder` of the rollout: it answers
+    the turns of the policy with observations of the environments.
 
     With several processes, each process runs the environments of its share of the problems, and the processes exchange
     the replies.
@@ -150,7 +156,7 @@ class Trajectories:
         return self._openings[group]
 
     def submit(self, turns: Sequence[Turn]) -> None:
-        """Decodes the turns and sends their text to the environments of this process. A truncated turn ends its
+        """Decodes the turns, and sends the texts to the environments that this process runs. A truncated turn ends its
         trajectory without a step of the environment."""
         for turn in turns:
             if turn.group not in self._own:
@@ -176,7 +182,8 @@ class Trajectories:
         return [Reply(*reply) for part in all_or_none(lambda: self._own_replies(wait)) for reply in part]
 
     def _own_replies(self, wait: bool) -> list[list[Any]]:
-        """Returns the replies to trajectories of this process. Each `Reply` is converted to a list of its fields."""
+        """Returns the replies for the trajectories of this process. Each `Reply` is converted to a list of its
+        fields."""
         while True:
             waits = wait and bool(self._unanswered) and (self.lockstep or not self._ready)
             self._ready += self._answered(self._outcomes(waits))
@@ -192,10 +199,10 @@ class Trajectories:
         return outcomes
 
     def check_rows(self, out: Completions, engine: str) -> None:
-        """Checks that the user's engine has applied `opening` and `Reply.restart` to all rows.
+        """Checks that the user's engine has used `Responder.opening` and `Reply.restart` for all completions.
 
         Raises:
-          UserError: a row does not have the expected number of segments, or does not begin with the tokens of
+          UserError: a completion does not have the expected number of segments, or does not begin with the tokens of
             `opening`.
         """
         starts = [[0]] * out.lengths.size if out.segment_start is None else segment_starts(out)
@@ -242,7 +249,8 @@ class Trajectories:
         ]
 
     def _open(self, max_prompt_length: int) -> list[Any]:
-        """Resets the environments of this process. Returns the result of `_opened` for each problem of this process."""
+        """Resets the environments of this process. Returns, for each problem of this process, the prompt with the first
+        observation (see `_opened`)."""
         for group in self._own:
             for number in self._numbers(group):
                 self._unanswered.add(number)
@@ -258,10 +266,10 @@ class Trajectories:
         return [self._opened(group, first, max_prompt_length) for group in self._own]
 
     def _opened(self, group: int, first: Mapping[int, Any], most: int) -> tuple[str, list[int]] | None:
-        """Appends the first observation to the prompt of the problem `group`. Returns the new prompt as text and
-        tokens. Returns None if there is no first observation, or if the new prompt has more than `most` tokens.
+        """Adds the first observation to the prompt of the problem `group`. Returns the new prompt as text and tokens.
+        Returns None if there is no first observation.
 
-        If the new prompt has more than `most` tokens, the trajectories of the problem are unscored.
+        If the new prompt has more than `most` tokens, returns None, and the trajectories of the problem are unscored.
         """
         problem = self._given[group]
         seen = [first[number] for number in self._numbers(group) if number in first]
@@ -286,8 +294,8 @@ class Trajectories:
         return prompt.text, prompt.tokens
 
     def _converse(self) -> None:
-        """Begins the conversation of each trajectory. If later turns can change the last tokens of a prompt, these
-        tokens are moved from the prompt to the rows."""
+        """Begins the conversation of each trajectory. If the chat template can change the last tokens of a prompt in
+        later turns, moves these tokens from the prompt to the beginning of each completion."""
         kept = spread(range(len(self.problems)), self._begun)
         self._openings = [list(each.tokens[size:]) for each, size in zip(self.problems, kept, strict=True)]
         self.problems = [
@@ -295,8 +303,8 @@ class Trajectories:
         ]
 
     def _begun(self, groups: Sequence[int]) -> list[int]:
-        """Begins the conversations of the problems `groups`. Returns for each problem the number of tokens at the start
-        of the prompt that later turns do not change."""
+        """Begins the conversations of the problems with the indices `groups`. Returns for each problem the number of
+        tokens at the start of the prompt that the chat template does not change in later turns."""
         for group in groups:
             self.player.bridge(self._given[group].source)
         assert self.player.conversations is not None or not groups, "made with the bridge"
@@ -317,7 +325,7 @@ class Trajectories:
             self.player.overtime |= outcome.failure.kind == "timeout"
 
     def _answered(self, outcomes: Sequence[Outcome]) -> list[Reply]:
-        """Returns the replies to the turns that `outcomes` answer."""
+        """Converts the outcomes of environments to replies to the policy's turns."""
         replies, going = [], []
         for outcome in outcomes:
             was_over = self._states[outcome.number].over
@@ -353,7 +361,7 @@ class Trajectories:
         return replies
 
     def _continued(self, outcomes: Sequence[Outcome], bridged: Sequence[Bridged]) -> list[Continued]:
-        """Returns for each outcome how the row of its trajectory continues. `bridged` has the tokens of the
+        """Returns for each outcome how the completion of its trajectory continues. `bridged` has the tokens of the
         observations."""
         found = [Continued(each.tokens, problem=each.problem) for each in bridged]
         if self.player.conversations is None:
@@ -375,7 +383,7 @@ class Trajectories:
         return Reply(*divmod(number, self.size), None)
 
     def _end(self, number: int) -> None:
-        """Ends a trajectory if the trajectory is not over."""
+        """Requests the end of a trajectory from its environment, unless the trajectory is already over."""
         state = self._states[number]
         if state.over:
             return

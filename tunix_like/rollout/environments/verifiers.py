@@ -1,8 +1,7 @@
-"""Runs environments of the package `verifiers`. The harness of an environment sends chat requests, and each request is
-answered with a turn of the policy.
+"""Runs environments of the package `verifiers`.
 
-The harness is the code of an environment that decides which conversation the model sees. A turn is therefore the answer
-to a request of the harness, and an observation is the next request.
+The harness is the code of an environment that decides which conversation the model sees. The harness sends chat
+requests. A turn of the policy is the answer to a request, and the next request is the next observation.
 """
 
 from __future__ import annotations
@@ -26,20 +25,22 @@ from tunix_like.rollout.serving.fields import RequestError
 from tunix_like.runtime.verifiers_process import Lost, VerifiersProcess
 
 SECONDS_TO_END = 5.0
-"""Time limit in seconds for the process to end, or to cancel an episode. A process that takes longer is killed."""
+"""Time limit in seconds for the process of an environment to end, or to cancel an episode. A process that takes longer
+is killed."""
 
 FULL = "the limit of tokens or turns of this trajectory is reached"
 
 
 @dataclasses.dataclass
 class _Episode:
-    """An episode that is running.
+    """A running episode of an environment. During the episode, the environment sends chat requests to the policy.
 
     Attributes:
-      id: number of the episode in the process. Numbers of episodes are unique; numbers of trajectories are reused.
-      calls: the unanswered requests. The policy answers the first of these requests.
+      id: number of the episode in the environment's process. This number is unique; the number of a trajectory is
+        used again in later rollouts.
+      calls: the unanswered requests, oldest first. The policy answers one request at a time.
       deadline: time (`time.monotonic`) by which the next request or the end of the episode must arrive; None while the
-        policy is sampling.
+        policy is sampling an answer.
       closing: whether further requests of the episode are refused.
       end: the outcome of the episode if it ended while the policy was sampling; otherwise None.
     """
@@ -52,21 +53,21 @@ class _Episode:
 
 
 class VerifiersEnvironments:
-    """Implements `Environments` with episodes of one environment of `verifiers`. The episodes run in a separate
-    process.
+    """Runs the episodes of one environment of the package `verifiers` in a separate process (see `Environments`).
 
-    The observation of an outcome has only the new messages of a request. `calls` has the whole request.
+    During an episode, the environment sends chat requests, and turns of the policy answer these requests. An
+    observation has only the new messages of a request. The attribute `calls` has the whole request.
 
     Args:
-      settings: see `verifiers_worker.load`.
+      settings: settings of the environment (see `verifiers_worker.load`).
       timeout_seconds: maximum time from the start of an episode to its first request, and from an answer to the next
         request or to the end of the episode.
-      workers: maximum number of episodes that have not sent their first request.
+      workers: maximum number of running episodes that have not sent their first request yet.
 
     Attributes:
       calls: the latest request of each trajectory, by number of the trajectory.
-      tokens: lengths of the prompt and of the turn in tokens, by number of the trajectory. The next `step` sends these
-        two lengths with its answer.
+      tokens: number of tokens of the prompt and of the turn, by number of the trajectory. The caller sets these two
+        numbers before `step`, which sends them to the environment.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -88,8 +89,8 @@ class VerifiersEnvironments:
         self._ready: list[Outcome] = []
 
     def reset(self, number: int, columns: Mapping[str, Any]) -> None:
-        """Queues an episode with the task in the column `task`. The observation of the outcome is the first request
-        that the episode sends to the policy."""
+        """Queues an episode with the task in the column `task`. The observation of the outcome is the first chat
+        request of the episode."""
         self.calls.pop(number, None)
         task = columns.get(TASK_COLUMN)
         if isinstance(task, Mapping):
@@ -98,11 +99,13 @@ class VerifiersEnvironments:
             self._ready.append(_failed(number, "error", f"the row has no column '{TASK_COLUMN}'."))
 
     def step(self, number: int, completion: str, reason: str = "stop") -> None:
-        """Answers the first unanswered request of a trajectory with the turn `completion`.
+        """Sends a turn of the policy to the environment, as the answer to the environment's oldest unanswered chat
+        request.
 
         Args:
-          reason: "stop", or "length" if the token limit ended the turn. After "length", later requests of the
-            trajectory are refused.
+          completion: the text of the turn.
+          reason: "stop", or "length" if the token limit ended the turn. After "length", all later requests of the
+            episode are refused.
         """
         episode = self._episodes.get(number)
         if episode is None:
@@ -121,7 +124,8 @@ class VerifiersEnvironments:
             episode.deadline = time.monotonic() + self.timeout_seconds
 
     def finish(self, number: int) -> None:
-        """Ends a trajectory and refuses its further requests. The outcome has the reward of the episode."""
+        """Ends a trajectory, and refuses further chat requests of its episode. The outcome has the reward of the
+        episode."""
         episode = self._episodes.get(number)
         if episode is None:
             self._ready.append(Outcome(number))
@@ -133,7 +137,7 @@ class VerifiersEnvironments:
             self._refuse(episode)
 
     def outcomes(self, wait: bool) -> list[Outcome]:
-        """See `Environments.outcomes`."""
+        """Returns the outcomes that are ready and were not returned before; see `Environments.outcomes`."""
         self._take(0.0)
         self._expire()
         if self._waiting and not self._episodes:
@@ -154,7 +158,7 @@ class VerifiersEnvironments:
             self._drop(number)
 
     def close(self) -> None:
-        """Ends the process and drops all episodes."""
+        """Ends the process of the environment, and all its episodes."""
         process, self._process = self._process, None
         self._clear()
         if process is not None and not process.end(SECONDS_TO_END):
@@ -164,14 +168,14 @@ class VerifiersEnvironments:
         return [each.deadline for each in self._episodes.values() if each.deadline is not None]
 
     def _settle(self) -> None:
-        """Waits until the process has ended all cancelled episodes. Otherwise new episodes would wait for these
+        """Waits until the process of the environment has ended all cancelled episodes, because they would delay new
         episodes."""
         while self._cancelled:
             self._take(max(0.0, min(self._cancelled.values()) - time.monotonic()))
             self._expire()
 
     def _start(self) -> None:
-        """Starts queued episodes while fewer than `workers` started episodes have not yet sent their first request."""
+        """Starts queued episodes. Stops when `workers` running episodes have not sent their first request yet."""
         while self._waiting and len(self._starting) < self.workers:
             if self._process is None:
                 self._process = VerifiersProcess(self.settings)
@@ -184,7 +188,8 @@ class VerifiersEnvironments:
             self._send({"kind": "run", "episode": episode.id, "task": task})
 
     def _take(self, seconds: float) -> None:
-        """Handles the messages that the process has sent. Waits up to `seconds` for the first message."""
+        """Handles the messages that the process of the environment has sent. Waits up to `seconds` for the first
+        message."""
         try:
             while self._process is not None and (message := self._process.next(seconds)) is not None:
                 seconds = 0.0
@@ -217,20 +222,20 @@ class VerifiersEnvironments:
             self._observe(number, episode)
 
     def _observe(self, number: int, episode: _Episode) -> None:
-        """Makes the first request of an episode the observation of its trajectory."""
+        """Adds an outcome whose observation is the oldest unanswered chat request of an episode."""
         episode.deadline = None
         call = self.calls[number] = episode.calls[0]
         self._ready.append(Outcome(number, observation=call.latest))
 
     def _refuse(self, episode: _Episode) -> None:
-        """Stops an episode and refuses its unanswered requests. The reward of the episode is computed from its current
-        state."""
+        """Stops an episode and refuses its unanswered chat requests. The environment computes the reward of the episode
+        from its current state."""
         self._send({"kind": "stop", "episode": episode.id})
         while episode.calls:
             self._send(refusal_of(episode.calls.popleft().id, 400, FULL))
 
     def _end(self, number: int, message: Mapping[str, Any]) -> None:
-        """Records the end of the episode that `message` reports."""
+        """Records the end of an episode, which `message` reports."""
         episode = self._episodes[number]
         outcome = Outcome(number, reward=message["reward"] or 0.0, done=not episode.closing, info=message["metrics"])
         if (problem := message.get("error")) is not None:
@@ -242,8 +247,8 @@ class VerifiersEnvironments:
             self._drop(number)
 
     def _expire(self) -> None:
-        """Cancels the episodes whose deadline has passed. Kills the process if it does not end a cancelled episode
-        within `SECONDS_TO_END`."""
+        """Cancels the episodes whose deadline has passed. Kills the process of the environment if it does not end a
+        cancelled episode within `SECONDS_TO_END`."""
         now = time.monotonic()
         for number, episode in list(self._episodes.items()):
             if episode.deadline is not None and episode.deadline <= now:
@@ -255,7 +260,7 @@ class VerifiersEnvironments:
             self._lose("its process does not answer, so it was started again")
 
     def _lose(self, why: str) -> None:
-        """Kills the process. All episodes of this process fail with the reason `why`."""
+        """Kills the process of the environment. All running episodes fail with the reason `why`."""
         process, self._process = self._process, None
         if process is not None:
             _kill(process)

@@ -18,12 +18,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (None, 1), "stop": (None, [], ""), "logprobs": (None, False), "top_logprobs": (None, 0),
     "tool_choice": (None, "auto", "none"), "response_format": (None, {"type": "text"}), "logit_bias": (None, {}),
 }  # fmt: skip
-"""Fields that are not supported in training. A request may set them only to the listed values, which have no effect.
-The sampling parameters of a request are ignored; the settings in `rollout` apply."""
+"""Fields of a chat request that are not supported in training, and the only values that a request may give them. Other
+sampling parameters of a request are ignored, because the settings in `rollout` apply."""
 
 
 class Call(NamedTuple):
-    """A request of a harness.
+    """A chat request of a harness, which is the code of an environment that decides what the model sees.
 
     Attributes:
       id: number of the request in the process of the harness.
@@ -52,16 +52,16 @@ class Call(NamedTuple):
 
     @property
     def latest(self) -> list[dict[str, Any]]:
-        """The messages after the last message with the role assistant."""
+        """The messages of the request after its last message with the role assistant."""
         places = [place for place, message in enumerate(self.messages) if message["role"] == "assistant"]
         return self.messages[places[-1] + 1 if places else 0 :]
 
 
 def answer_of(call: Call, text: str, reason: str, tokens: tuple[int, int]) -> dict[str, Any]:
-    """Returns the message that tells the process of the harness to answer a request.
+    """Returns the message that tells the process of the harness to answer the request `call` with a turn of the policy.
 
     Args:
-      text: a turn of the policy; tool calls in this text are parsed if the request has tools.
+      text: the turn. Tool calls in this text are parsed if the request has tools.
       reason: "stop", or "length" if the token limit ended the turn.
       tokens: number of tokens of the prompt and of the turn.
     """
@@ -88,8 +88,8 @@ def answer_of(call: Call, text: str, reason: str, tokens: tuple[int, int]) -> di
 
 
 def refusal_of(call: int, status: int, reason: str) -> dict[str, Any]:
-    """Returns the message that tells the process of the harness to answer the request number `call` with an error.
-    `status` is the HTTP status."""
+    """Returns the message that tells the process of the harness to answer the request with the number `call` with an
+    error. `status` is the HTTP status of the answer."""
     return _message(call, status, {"error": {"message": reason, "type": "invalid_request_error", "code": status}})
 
 

@@ -1,9 +1,11 @@
-"""Plays trajectories of `verifiers`: converts the requests of a harness to tokens, and answers the requests with turns
-of the policy.
+"""Connects the sampler with environments of the package `verifiers`.
+
+The harness is the code of an environment that decides which conversation the model sees. This module converts the chat
+requests of the harness to tokens, and answers the requests with turns of the policy.
 
 At each turn the model sees exactly what the chat template renders for the request. If the rendering begins with the
-tokens that the model has seen and sampled so far, only the remaining tokens are appended to the row. Otherwise the row
-gets a new segment, as with `environment.history=template`. Sampled tokens are never encoded again.
+tokens that the model has seen and sampled so far, only the remaining tokens are appended to the completion. Otherwise a
+new segment of the completion starts, as with `environment.history=template`.
 """
 
 from __future__ import annotations
@@ -52,13 +54,13 @@ class VerifiersPlayer(Player):
         return True
 
     def check_prompt(self, prompt: Any) -> None:
-        """Does nothing. The harness writes the messages after a turn, so the chat template is not checked."""
+        """Does nothing: the chat template is not checked, because the harness determines all messages."""
 
     def check(self, rows: Any) -> None:
-        """Checks that the first data row can be played: runs its episode up to the first request of the harness.
+        """Checks the environment: runs the episode of the first data row up to the first request of the harness.
 
         Raises:
-          UserError: there is no request, or the request cannot be rendered.
+          UserError: the harness sends no request, or the request cannot be rendered.
         """
         if not len(rows):
             return
@@ -111,8 +113,8 @@ class VerifiersTrajectories(Trajectories):
     _environments: VerifiersEnvironments
 
     def submit(self, turns: Sequence[Turn]) -> None:
-        """Answers requests of harnesses with turns. A truncated turn is also sent to the harness, and later requests of
-        the harness are refused."""
+        """Sends turns of the policy to the harnesses, as answers to their requests. After a truncated turn, later
+        requests of the harness are refused."""
         for turn in turns:
             number = turn.group * self.size + turn.sample
             if turn.group in self._own:
@@ -124,11 +126,11 @@ class VerifiersTrajectories(Trajectories):
         super().submit(turns)
 
     def _opened(self, group: int, first: Mapping[int, Any], most: int) -> tuple[str, list[int]] | None:
-        """Returns the first request of a problem as text and tokens. Returns None if no request can be rendered, or if
-        the first request has more than `most` tokens.
+        """Returns the first request of the harness for the problem `group`, as text and tokens. Returns None if no
+        trajectory of the problem has a request that can be rendered, or if this request has more than `most` tokens.
 
         A trajectory is unscored if its first request is missing, cannot be rendered, has more than `most` tokens or
-        differs from the first requests of the other trajectories.
+        differs from the first requests of the problem's other trajectories.
         """
         for number in first:
             if number in self._numbers(group) and number not in self._environments.calls:
@@ -159,8 +161,8 @@ class VerifiersTrajectories(Trajectories):
         self._states[number].failure = Failure("error", reason)
 
     def _begun(self, groups: Sequence[int]) -> list[int]:
-        """Begins the conversations of the problems `groups`. Returns for each problem the number of tokens at the start
-        of the prompt that later turns do not change."""
+        """Begins the conversations of the problems with the indices `groups`. Returns for each problem the number of
+        tokens at the start of the prompt that the chat template does not change in later turns."""
         calls: dict[int, Call] = {}
         for group in groups:
             good = [number for number in self._numbers(group) if self._states[number].failure is None]
@@ -175,7 +177,7 @@ class VerifiersTrajectories(Trajectories):
         return kept
 
     def _bridged(self, outcomes: Sequence[Outcome]) -> list[Reply]:
-        """Returns replies that append the next requests of the harnesses to the rows."""
+        """Converts the next requests of the harnesses to replies with the tokens to append to the completions."""
         replies = []
         rendered = self.player.tokens([self._environments.calls[outcome.number] for outcome in outcomes])
         for outcome, ids in zip(outcomes, rendered, strict=True):
@@ -192,17 +194,17 @@ class VerifiersTrajectories(Trajectories):
 
 
 def _common(tokens: Sequence[int], later: Sequence[int] | str) -> int:
-    """Returns the number of tokens that a prompt and the rendering `later` have in common at their start.
+    """Returns how many tokens at the start of a prompt are the same in `later`, the tokens of a longer conversation.
 
-    Returns the length of the prompt instead if this number is 0, or if `later` is a text because of an error.
+    Returns the length of the prompt if no token is the same, or if `later` is the text of an error.
     """
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, later, strict=False))
     return sum(1 for _ in same) or len(tokens)
 
 
 def _continued(conversation: Conversation, ids: list[int] | str) -> Continued:
-    """Returns how a row continues so that the model sees the tokens `ids`. If `ids` is a text, the row cannot continue,
-    and the text is the reason."""
+    """Returns how a completion continues so that the model sees the tokens `ids` at the next turn. If `ids` is a text,
+    the completion cannot continue, and the text is the reason."""
     if isinstance(ids, str):
         return Continued(None, problem=ids)
     seen, kept = conversation.tokens, conversation.prompt

@@ -23,8 +23,8 @@ class Choice:
     Attributes:
       tokens, logprobs: the tokens so far and their log-probabilities. If a stop string ended the completion, the last
         token is the one that completes the stop string.
-      text: the text so far, without a last part that later tokens can still change. If the request has neither a stream
-        nor stop strings, the text is empty until the completion has ended.
+      text: the text so far, without the last characters that later tokens can still change. If the answer is not
+        streamed and there are no stop strings, the text is empty until the completion has ended.
       reason: "stop" or "length"; None if the completion has not ended.
       stopped_by: the stop string, or the token id from the parameter `stop_token_ids`, that ended the completion; None
         if the completion has not ended or ended for another reason.
@@ -77,7 +77,7 @@ class Answer(abc.ABC):
         return {**self.head(self.kind), "choices": choices, "usage": self.usage()}
 
     def head(self, kind: str) -> dict[str, Any]:
-        """Returns the fields of the answer that precede the choices."""
+        """Returns the first fields of the answer: id, kind of the object, time and name of the model."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.settings.name}
 
     def usage(self) -> dict[str, int]:
@@ -112,7 +112,7 @@ class StreamedAnswer(Answer):
             yield event(body | ({"usage": None} if self.request.usage_in_stream else {}))
 
     def last_events(self) -> Iterator[str]:
-        """Yields the events that follow the last completion."""
+        """Yields the events at the end of the stream: the numbers of tokens, if requested, and the mark `[DONE]`."""
         if self.request.usage_in_stream:
             yield event({**self.head(self.streamed_kind), "choices": [], "usage": self.usage()})
         yield "data: [DONE]\n\n"
@@ -124,7 +124,8 @@ class StreamedAnswer(Answer):
 
     @abc.abstractmethod
     def deltas(self, choice: Choice, text: str, tokens: slice) -> Iterator[dict[str, Any]]:
-        """Yields for each event the JSON object of the completion. The arguments are those of `events`."""
+        """Yields one JSON object per event, with the new text and tokens of a completion. The arguments are those of
+        `events`."""
 
 
 class CompletionAnswer(StreamedAnswer):
@@ -137,11 +138,11 @@ class CompletionAnswer(StreamedAnswer):
         self._offsets: dict[Choice, int] = {}  # number of characters of the tokens that were returned
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        """See `Answer.choice`."""
+        """Returns the JSON object of a completion that has ended."""
         return self._choice(choice, choice.text, slice(0, None))
 
     def deltas(self, choice: Choice, text: str, tokens: slice) -> Iterator[dict[str, Any]]:
-        """See `StreamedAnswer.deltas`."""
+        """Yields at most one JSON object, with the new text and tokens of a completion."""
         if text or choice.reason is not None or ((self.request.logprobs or self.request.token_ids) and choice.tokens):
             yield self._choice(choice, text, tokens)
 
@@ -159,8 +160,8 @@ class CompletionAnswer(StreamedAnswer):
         return found
 
     def _logprobs(self, choice: Choice, tokens: slice) -> dict[str, Any]:
-        """Returns the field `logprobs` for the tokens of a slice. For each completion, the slice must begin where the
-        slice of the previous call ended."""
+        """Returns the field `logprobs` for a slice of the tokens of a completion. The slice must begin where the slice
+        of the previous call for this completion ended."""
         texts = [self.token_text(token) for token in choice.tokens[tokens]]
         *offsets, self._offsets[choice] = itertools.accumulate(map(len, texts), initial=self._offsets.get(choice, 0))
         return {
@@ -182,12 +183,12 @@ class ChatAnswer(StreamedAnswer):
         self._begun: set[Choice] = set()
 
     def whole(self) -> dict[str, Any]:
-        """See `Answer.whole`."""
+        """Returns the JSON object of the whole answer. All completions must have ended."""
         prompt = {"prompt_token_ids": list(self.request.jobs[0].prompt)} if self.request.token_ids else {}
         return super().whole() | prompt
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        """See `Answer.choice`."""
+        """Returns the JSON object of a completion that has ended."""
         content, calls = parsed_calls(choice.text) if self.request.tools else (choice.text, [])
         message: dict[str, Any] = {"role": "assistant", "content": None if calls and not content else content}
         if calls:
@@ -196,7 +197,7 @@ class ChatAnswer(StreamedAnswer):
         return found
 
     def deltas(self, choice: Choice, text: str, tokens: slice) -> Iterator[dict[str, Any]]:
-        """See `StreamedAnswer.deltas`."""
+        """Yields the JSON objects with the new text, tool calls and tokens of a completion, one per event."""
         if choice not in self._begun:
             self._begun.add(choice)
             yield {
@@ -219,7 +220,8 @@ class ChatAnswer(StreamedAnswer):
             yield {"index": choice.index, "delta": delta, **self._rest(choice, tokens, bool(calls))}
 
     def _rest(self, choice: Choice, tokens: slice, called: bool) -> dict[str, Any]:
-        """Returns the fields that follow the message of a choice. `called`: the choice has tool calls."""
+        """Returns the fields after the message of a completion: log-probabilities, reason of the end, and token ids if
+        requested. `called` is True if the completion has tool calls."""
         logprobs = [self._logprob(*each) for each in zip(choice.tokens[tokens], choice.logprobs[tokens], strict=True)]
         found: dict[str, Any] = {
             "logprobs": {"content": logprobs, "refusal": None} if self.request.logprobs else None,
@@ -240,7 +242,7 @@ class GenerateAnswer(Answer):
     """The answer of `/inference/v1/generate`, in the format of vLLM."""
 
     def whole(self) -> dict[str, Any]:
-        """See `Answer.whole`."""
+        """Returns the JSON object of the whole answer. All completions must have ended."""
         found = super().whole()
         del found["object"]
         found["request_id"] = found.pop("id")
@@ -249,7 +251,7 @@ class GenerateAnswer(Answer):
         return found
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        """See `Answer.choice`."""
+        """Returns the JSON object of a completion that has ended."""
         return {
             "index": choice.index,
             "token_ids": choice.tokens,
@@ -275,5 +277,5 @@ class GenerateAnswer(Answer):
 
 
 def event(body: Any) -> str:
-    """Returns `body` as a server-sent event."""
+    """Returns the text of a server-sent event with the JSON form of `body`."""
     return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -47,11 +47,11 @@ MakeAnswer = Callable[[Request, Settings, Tokenizer], Answer]
 
 
 class Failed(Exception):
-    """Raised if the batcher could not answer a request."""
+    """Raised if an error ended the sampling of a request."""
 
 
 class Server(NamedTuple):
-    """The objects that the routes use."""
+    """The objects that the HTTP routes of the server use."""
 
     settings: Settings
     tokenizer: Tokenizer
@@ -59,8 +59,8 @@ class Server(NamedTuple):
 
 
 def make_app(server: Server, key: str | None) -> ASGIApp:
-    """Builds the ASGI application. If `key` is not None, requests must send `key` as a bearer token, except to the
-    routes in `OPEN`."""
+    """Builds the ASGI application of the server. If `key` is not None, requests must send `key` as a bearer token.
+    Requests to the routes in `OPEN` need no token."""
     settings = server.settings
     card = {
         "id": settings.name,
@@ -246,7 +246,7 @@ async def _grown(hub: Hub, answer: Answer, began: float) -> AsyncGenerator[tuple
     """Yields one tuple per new part of a completion: the completion, its new text and the indices of its new tokens.
 
     Raises:
-      Failed: the batcher failed.
+      Failed: an error ended the sampling.
     """
     async with Exchange(hub, answer.request.jobs, began) as exchange:
         async for job, part in exchange.parts():

@@ -1,7 +1,7 @@
-"""Samples completions with continuous batching: jobs of any number of callers share the rows of one decoder.
+"""Samples completions with continuous batching: one decoder samples the completions of all callers together.
 
-A job is a prompt with its completions. A slot holds one row: a completion with its prompt. A thread repeats two steps:
-it starts completions in free slots, and then samples some tokens of all rows. This file is independent of HTTP.
+A job is a prompt with its completions. A slot holds one completion with its prompt. A thread repeats two actions: it
+starts completions in free slots, and then samples some tokens of all completions. This file is independent of HTTP.
 """
 
 from __future__ import annotations
@@ -21,41 +21,42 @@ from tunix_like.rollout.serving.jobs import Job, Part
 from tunix_like.rollout.serving.programs import MOST_STEPS, prompts_at_once
 
 SECONDS_OF_CALL = 0.04
-"""Target time in seconds of one call of the decode loop. Between two calls, tokens are delivered and jobs are
-started."""
+"""Target time in seconds of one call of the decode loop. Between two calls, the new tokens are delivered and waiting
+completions are started."""
 
 FEWEST_STEPS = 4
-"""Minimum number of steps of a call, even if they take longer than the target time. Each call copies the caches and
-waits for the host, so very short calls are inefficient."""
+"""Minimum number of decode steps in one call of the decode loop, even if these steps take longer than the target time
+of a call. Each call copies the caches and waits for the host, so very short calls are inefficient."""
 
 STEPS_BESIDE_WAITING = 4
-"""Maximum number of steps of a call if completions wait although slots are free. This happens if `PREFILL_TOKENS` was
-reached."""
+"""Maximum number of decode steps in one call of the decode loop if completions wait although slots are free. This
+happens if the next prompts would exceed the limit `PREFILL_TOKENS`."""
 
 PREFILL_TOKENS = 2048
-"""Maximum number of prompt tokens, padding included, that are computed between two calls while completions are
-running."""
+"""Maximum number of prompt tokens, padding included, that are prefilled between two calls of the decode loop. The limit
+does not apply to the first prefill after a call, or if no completion is running."""
 
 _LOG = logging.getLogger(__name__)
 
 Deliver = Callable[[Sequence[tuple[Job, Part]]], None]
-"""`f(parts)`: takes parts of completions; called in the thread of the batcher, so it must not block."""
+"""`f(parts)`: receives new tokens of completions. The function is called in the thread that samples, and must not
+block."""
 
 
 class _Row(NamedTuple):
-    """The completion that is in a slot."""
+    """A completion in a slot: its job, and its index among the completions of the job."""
 
     job: Job
     sample: int
 
 
 class Batcher:
-    """Samples the completions of jobs in a separate thread.
+    """Samples the completions of jobs in a separate thread. A job is a prompt with its completions.
 
     Args:
       slots: the arrays on the device. After `start`, only the batcher's thread uses these arrays.
-      deliver: called with new parts of completions. The parts of a completion are delivered in their order. A cancelled
-        completion gets no further parts.
+      deliver: called with new tokens of completions, as `Part` objects. The parts of a completion are delivered in
+        their order. After a completion is cancelled, at most one more part of it is delivered.
     """
 
     def __init__(self, slots: Slots, deliver: Deliver):
@@ -73,7 +74,7 @@ class Batcher:
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queues jobs. This method can be called from any thread."""
+        """Adds jobs to the queue of waiting jobs. This method can be called from any thread."""
         with self._changed:
             self._waiting.extend(jobs)
             self._changed.notify()
@@ -114,8 +115,8 @@ class Batcher:
                     self._fail()
 
     def _wait(self) -> bool:
-        """Blocks until there is a waiting, a running or a newly cancelled job, or the batcher is closed. Returns False
-        if the batcher is closed."""
+        """Blocks until a job waits, a completion is running, a job was cancelled, or the batcher is closed. Returns
+        False if the batcher is closed."""
         with self._changed:
             while not (self._closed or self._waiting or self._cancelled or self.running):
                 self._changed.wait()
@@ -153,7 +154,7 @@ class Batcher:
         self.slots.fit(max([prompt, *prompts]), int(self.slots.ages[self._occupied()].max(initial=0)) + 1)
 
     def _cancel(self) -> None:
-        """Frees the rows of cancelled completions, and drops cancelled jobs that wait."""
+        """Frees the slots of cancelled completions, and removes cancelled jobs from the queue of waiting jobs."""
         with self._changed:
             cancelled, self._cancelled = self._cancelled, []
             for job, sample in cancelled:
@@ -166,7 +167,7 @@ class Batcher:
                 self._rows[slot], self._keep[slot] = None, False
 
     def _start(self) -> None:
-        """Starts queued completions in free slots, in the order in which the jobs arrived."""
+        """Starts waiting completions in free slots, in the order in which their jobs arrived."""
         computed, beside = 0, bool(self.running)
         while free := [slot for slot, row in enumerate(self._rows) if row is None]:
             jobs = self._next_jobs(len(free))
@@ -185,10 +186,12 @@ class Batcher:
             self._place(jobs, free, jobs[0].prefilled.width)
 
     def _next_jobs(self, most: int) -> list[Job]:
-        """Returns at most `most` waiting jobs that share one prefill, in the order in which the jobs arrived.
+        """Returns the waiting jobs whose prompts the next prefill should compute together: at most `most`, in the order
+        in which the jobs arrived.
 
-        Only the first waiting job is returned if its prompt is already prefilled, or if the jobs would fill less than
-        half of a prefill of several prompts. The list is empty if no job waits.
+        A prefill of several prompts is padded to a fixed number of prompts (`prompts_at_once`). If fewer than half of
+        this number of jobs can be taken, only the first waiting job is returned. If the prompt of the first job was
+        prefilled earlier, only this job is returned, and no prefill is needed. If no job waits, the list is empty.
         """
         with self._changed:
             jobs = list(itertools.islice(self._waiting, most))
@@ -206,8 +209,8 @@ class Batcher:
         return chosen if 2 * len(chosen) >= prompts_at_once(width) else chosen[:1]
 
     def _place(self, jobs: Sequence[Job], free: Sequence[int], width: int) -> None:
-        """Assigns completions of `jobs` to the slots `free`, and starts these completions. The prompts of all `jobs`
-        must be results of one prefill of width `width`."""
+        """Assigns completions of `jobs` to the slots `free`, and starts these completions. One prefill must have
+        computed the prompts of all `jobs`, each padded to `width` tokens."""
         places, left = [], list(free)
         for job in jobs:
             while left and job.started < job.count:
@@ -225,7 +228,7 @@ class Batcher:
                         self._waiting.remove(job)
 
     def _parts(self, sampled: Sampled) -> list[tuple[Job, Part]]:
-        """Returns the new tokens of each running completion as a part, and frees the rows of completions that have
+        """Returns the new tokens of each running completion as a `Part`, and frees the slots of completions that have
         ended."""
         parts = []
         for slot in self._occupied():
@@ -247,8 +250,8 @@ class Batcher:
         return parts
 
     def _fail(self) -> None:
-        """Ends all running and waiting completions with an error. The next step allocates the slots again; this
-        allocation may fail too."""
+        """Ends all running and waiting completions with an error. Marks the arrays on the device as lost, so that they
+        are allocated again before the next completion is started."""
         with self._changed:
             jobs = [*self._waiting]
             self._waiting.clear()

@@ -1,4 +1,5 @@
-"""Holds the arrays of the batcher's slots on the device, and calls the compiled programs with these arrays."""
+"""Holds the arrays of the server's slots on the device, and calls the compiled programs with these arrays. A slot holds
+one completion with its prompt."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ class Prefilled(NamedTuple):
 
 
 class Slots:
-    """The arrays of the slots on the device.
+    """The arrays of the slots on the device. A slot holds one completion with its prompt.
 
     Args:
       rows: number of slots. This is the maximum number of completions that are sampled at the same time.
@@ -104,7 +105,7 @@ class Slots:
         """Resizes the caches for prompts of `prompt` columns, padding included, and completions of `needed` columns.
 
         A cache shrinks only if at most half of the smaller width is needed. The cache of completions is at least as
-        wide as the cache of prompts. This rule bounds the number of shapes.
+        wide as the cache of prompts, so that there are fewer pairs of widths.
         """
         prompt_width = self._fitting(prompt, self.state.prompt_width)
         width = self._fitting(max(needed, prompt_width), self.state.width)
@@ -128,8 +129,8 @@ class Slots:
         return [Prefilled(out, row, width) for row in range(len(prompts))]
 
     def start(self, places: Sequence[tuple[int, Job, int]]) -> None:
-        """Starts completions. Each entry of `places` is `(slot, job, sample)`. The prompts of all jobs must be results
-        of one call of `prefill`, and the caches must have room for the completions."""
+        """Starts completion `sample` of `job` in `slot`, for each `(slot, job, sample)` of `places`. The prompts of all
+        jobs must be results of one call of `prefill`, and the caches must have room for the completions."""
         if not places:
             return
         starts = no_starts(self.count)
@@ -195,7 +196,7 @@ class Slots:
 
 
 def no_starts(count: int) -> programs.Starts:
-    """Returns a `Starts` of host arrays for `count` slots, in which `take` is False for every slot. The caller sets the
+    """Returns `Starts` for `count` slots, as arrays on the host. `take` is False for every slot. The caller sets the
     entries of the slots in which completions start."""
     return programs.Starts(
         take=np.zeros(count, bool),

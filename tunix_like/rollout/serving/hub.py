@@ -1,4 +1,4 @@
-"""Connects requests in the event loop with the thread of the batcher."""
+"""Passes requests from the event loop of the HTTP server to the thread that samples, and new tokens back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tunix_like.rollout.serving.metrics import Metrics
 
 
 class Hub:
-    """The interface between the event loop and the batcher.
+    """Connects the event loop of the HTTP server with the batcher, which samples completions in its own thread.
 
     Args:
       max_waiting: a new request is refused if at least this number of completions waits.
@@ -29,7 +29,7 @@ class Hub:
         self.queues: dict[Job, asyncio.Queue[tuple[Job, Part]]] = {}
 
     def open(self) -> None:
-        """Starts the batcher. Must be called in the event loop."""
+        """Starts the thread that samples. This method must be called in the event loop."""
         self._loop = asyncio.get_running_loop()
         self.batcher.start()
 
@@ -61,7 +61,7 @@ class Hub:
 
 
 class Exchange:
-    """Submits the jobs of one request and receives the parts of their completions.
+    """Submits the jobs of one request for sampling, and receives the new tokens of their completions.
 
     An exchange is an asynchronous context manager. On exit, completions that have not ended are cancelled.
     """
@@ -87,7 +87,7 @@ class Exchange:
             self._hub.batcher.cancel(job)
 
     async def parts(self) -> AsyncIterator[tuple[Job, Part]]:
-        """Yields the parts of all completions, each with its job, until all completions have ended."""
+        """Yields new tokens of the completions as pairs of a job and a `Part`, until all completions have ended."""
         first = True
         while self._left:
             job, part = await self._queue.get()
@@ -101,7 +101,7 @@ class Exchange:
             yield job, part
 
     def stop(self, job: Job, sample: int) -> None:
-        """Cancels completion `sample` of a job. `parts` yields no further parts of this completion."""
+        """Cancels completion `sample` of a job. Afterwards `parts` yields no further tokens of this completion."""
         if (job, sample) in self._left:
             self._left.discard((job, sample))
             self._hub.batcher.cancel(job, sample)

@@ -1,4 +1,5 @@
-"""Defines what the batcher receives and returns: jobs, and parts of their completions."""
+"""Defines the input and the output of the batcher: jobs, each a prompt with its completions, and new tokens of the
+completions."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Histogram:
         self.sum = 0.0
 
     def add(self, seconds: float) -> None:
-        """Adds one duration."""
+        """Adds one duration to the counts."""
         self.counts[bisect.bisect_left(SECONDS, seconds)] += 1
         self.sum += seconds
 
@@ -34,7 +34,7 @@ class Histogram:
 
 
 class Metrics:
-    """The metrics of a server. Only the thread of the event loop changes them."""
+    """The metrics of a server. Only the thread of the event loop changes these metrics."""
 
     def __init__(self) -> None:
         self.requests: collections.Counter[tuple[str, int]] = collections.Counter()

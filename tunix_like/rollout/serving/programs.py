@@ -1,8 +1,9 @@
-"""Defines the compiled programs of the server, which start rows, sample tokens of all rows and resize the caches.
+"""Defines the compiled programs of the server, which start completions, sample tokens of all completions and resize the
+caches.
 
 The programs work on the arrays of `decoding.py` with one row per slot, so each slot holds one prompt and one
-completion. All requests share these programs, because the sampling parameters are arrays. The caches have only the
-widths that `widths_of` returns, so there are few array shapes.
+completion. The sampling parameters are arrays, so requests with different parameters share the programs. The caches
+have only the widths that `widths_of` returns, so there are few array shapes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MOST_STEPS = 64
 
 KEY_WORDS = 2
 KEYS = "threefry2x32"
-"""Kind of the random keys, whose data are two 32-bit words."""
+"""Name of the random number generator for the keys of `jax.random`. The data of such a key are two 32-bit words."""
 
 FIRST_WIDTH, FACTOR = 64, 4
 SHORTEST_PROMPT = 32
@@ -77,7 +78,7 @@ class Starts(NamedTuple):
 
 
 def widths_of(longest: int) -> list[int]:
-    """Returns the possible numbers of columns of the caches in ascending order. The last number is `longest`."""
+    """Returns the numbers of columns that the caches can have, in ascending order. The last number is `longest`."""
     widths = []
     width = FIRST_WIDTH
     while width < longest:
@@ -97,8 +98,8 @@ def prompt_widths_of(longest: int) -> list[int]:
 
 
 def prompts_at_once(width: int) -> int:
-    """Returns the maximum number of prompts of `width` tokens in one prefill. A prefill computes either one prompt or
-    this number of prompts, padding included."""
+    """Returns the maximum number of prompts of `width` tokens in one prefill. A prefill of more than one prompt is
+    padded to this number of prompts."""
     return PROMPTS_OF_PREFILL if width * PROMPTS_OF_PREFILL <= TOKENS_OF_PREFILL else 1
 
 
@@ -136,8 +137,8 @@ def start(state: State, fresh: Prompts, starts: Starts) -> State:
 def _place(
     cache: list[KeyValue], fresh: list[KeyValue], take: Bool[Array, "A"], source: Int[Array, "A"]
 ) -> list[KeyValue]:
-    """Writes the keys and values of prompt `source[a]` of `fresh` to the first columns of slot `a`, if `take[a]` is
-    True."""
+    """Writes keys and values of prompts to the cache. For each slot `a` with `take[a]`, prompt `source[a]` of `fresh`
+    is written to the first columns of the slot."""
 
     def placed(old: Array, new: Array, axis: int) -> Array:
         here = take.reshape(-1, *(1,) * (old.ndim - 1))
@@ -149,8 +150,8 @@ def _place(
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def _begin(state: State, fresh: Prompts, starts: Starts) -> State:
-    """Computes the result of `start` except for the caches. The lists of caches in `state`, `fresh` and the result are
-    empty."""
+    """Computes the new state of the function `start`, except for the caches. The lists of caches in `state`, `fresh`
+    and the result are empty."""
     take, rows = starts.take, state.rows
 
     def key_of(seed: Array, number: Array, sample: Array) -> Array:
@@ -193,8 +194,8 @@ def advance(
         loop also ends when a live row has filled the cache.
 
     Returns:
-      the new state. `rows.tokens[:, 0, i]` and `rows.logprobs[:, 0, i]` are the results of step `i`. If the age of a
-      row has increased by `n`, the first `n` results belong to the row.
+      the new state. `rows.tokens[:, 0, i]` and `rows.logprobs[:, 0, i]` are the results of step `i`. Only the first `n`
+      results of a row are valid, where `n` is the increase of its `rows.age`.
     """
     model = nnx.merge(graphdef, params)
     prompts = state.prompts

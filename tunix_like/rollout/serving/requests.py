@@ -14,7 +14,7 @@ from tunix_like.rollout.serving.fields import Fields, RequestError
 from tunix_like.rollout.serving.jobs import Job, JobSampling
 
 MOST_COMPLETIONS = 128
-"""Maximum number of completions of one request (its prompts times `n`)."""
+"""Maximum number of completions of one request: number of prompts times the parameter `n`."""
 
 MOST_STOPS, MOST_STOP_IDS = 16, 1024
 LOWEST_TEMPERATURE = 1e-3
@@ -24,14 +24,15 @@ IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id", "cache_salt",
     "prompt_cache_retention", "spaces_between_special_tokens", "detokenize",
 }  # fmt: skip
-"""Parameters that are accepted and ignored, because they have no effect on the tokens."""
+"""Parameters of requests that are accepted and ignored, because they have no effect on the tokens."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "min_p": (0,),
     "min_tokens": (0,), "ignore_eos": (False,), "include_stop_str_in_output": (False,), "prompt_logprobs": (),
     "bad_words": ([],), "allowed_token_ids": (), "priority": (0,), "structured_outputs": (), "logits_processors": (),
 }  # fmt: skip
-"""Parameters that are not supported. A request may set them only to the listed values, which have no effect."""
+"""Parameters of requests that are not supported. A request may set such a parameter only to one of its listed values,
+which have no effect."""
 
 OF_COMPLETIONS: dict[str, tuple[Any, ...]] = {"echo": (False,), "suffix": ("",), "best_of": (1,)}
 OF_CHAT: dict[str, tuple[Any, ...]] = {
@@ -154,8 +155,8 @@ def _check_model(fields: Fields, settings: Settings) -> None:
 
 
 def _request(fields: Fields, settings: Settings, prompts: list[list[int]], max_tokens: int | None) -> Request:
-    """Reads the parameters that are common to the three routes, and builds the request. Raises RequestError if a
-    parameter is not valid or not known."""
+    """Reads the parameters that all three HTTP routes for sampling accept, and builds the request. Raises RequestError
+    if a parameter is not valid or not known."""
     temperature = fields.number("temperature", settings.temperature, 0, 100)
     if 0 < temperature < LOWEST_TEMPERATURE:
         raise fields.error(

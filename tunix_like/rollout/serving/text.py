@@ -12,8 +12,8 @@ class Added(NamedTuple):
     """The text that new tokens add to a completion.
 
     Attributes:
-      text: new text that later tokens cannot change. A later call of `TextStream.add` returns the text that can still
-        change.
+      text: new text that later tokens cannot change. Text that can still change is returned by a later call of
+        `TextStream.add`.
       used: number of tokens that belong to the completion. Tokens after a stop string do not belong to it.
       stop: the stop string that ended the completion; None if there is none. The stop string is not part of `text`.
     """
@@ -24,8 +24,8 @@ class Added(NamedTuple):
 
 
 class TextStream:
-    """Converts the tokens of one completion to text as the tokens arrive. For new tokens, only a window of the last
-    tokens is decoded again.
+    """Converts the tokens of one completion to text as the tokens arrive. When new tokens arrive, only the last earlier
+    tokens are decoded again with them, not the whole completion.
 
     An incomplete character is returned only when it is complete. Text that may be the beginning of a stop string is
     held until further text shows that no stop string begins there. All returned texts together are `decode(all
@@ -43,8 +43,8 @@ class TextStream:
         self._held = ""
 
     def add(self, tokens: Sequence[int], last: bool) -> Added:
-        """Adds tokens; `last` is True if no more tokens follow. If there are stop strings, tokens are decoded one by
-        one."""
+        """Adds tokens to the completion, and returns the new text. `last` is True if no more tokens follow. If there
+        are stop strings, tokens are decoded one by one."""
         if not self._stops:
             return Added(self._decoded(tokens, last), len(tokens), None)
         text = ""
@@ -62,8 +62,8 @@ class TextStream:
         return Added(text, len(tokens), None)
 
     def _beginning(self) -> int:
-        """Returns the length of the longest suffix of the held text that is a prefix of a stop string. Held text was
-        not returned yet."""
+        """Returns the length of the longest suffix of the held text that is a prefix of a stop string. Held text is
+        text that `add` has not returned yet."""
         longest = min(len(self._held), max(map(len, self._stops)) - 1)
         sizes = range(longest, 0, -1)
         return next((size for size in sizes if any(stop.startswith(self._held[-size:]) for stop in self._stops)), 0)

@@ -24,7 +24,7 @@ from tunix_like.storage.metrics import MetricsLog
 logger = logging.getLogger("tunix_like")
 
 EVENTS = "tensorboard"
-"""Name of the logger that writes event files."""
+"""Name of the logger that writes TensorBoard event files."""
 
 
 class LoggedMetrics(MetricsLog):
@@ -60,7 +60,7 @@ class LoggedMetrics(MetricsLog):
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Raises UserError naming the first of `training.loggers` that is unknown or whose package is not installed."""
+    """Raises UserError if a name in `training.loggers` is unknown, or if the package of a logger is not installed."""
     known = (EVENTS, *TOOLS)
     for name in names:
         if name not in known:
@@ -82,7 +82,7 @@ def open_metrics(folder: Path | None, names: Sequence[str], settings: Mapping[st
       settings: the hyperparameters that the loggers show if the folder has no `config.yaml`.
 
     Raises:
-      UserError: a logger needs a folder, and `folder` is None.
+      UserError: `folder` is None, but Weights & Biases or trackio is selected, which need a folder.
     """
     trackers = [name for name in names if name in TOOLS]
     if folder is None and trackers:
@@ -99,7 +99,8 @@ def open_metrics(folder: Path | None, names: Sequence[str], settings: Mapping[st
 
 
 def _shown(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content of `file`, or else `settings`, converted to JSON types."""
+    """Returns the content of the YAML file `file`, or `settings` if the file does not exist or cannot be read. The
+    values are converted to JSON types."""
     if file.is_file():
         try:
             return dict(json.loads(json.dumps(read_yaml(file), default=str)))

@@ -1,7 +1,8 @@
-"""Writes TensorBoard event files. Each start of a run writes a new file, in one folder per training phase.
+"""Writes TensorBoard event files. Supervised fine-tuning and reinforcement learning have separate folders, and each
+start of a run writes a new file.
 
 The files are written synchronously with the record writer of the `tensorboard` package. The asynchronous writers of
-`tensorboard` and other packages lose rows if the process is killed. They block forever if their thread has died.
+`tensorboard` and other packages lose rows if the process is killed, and block forever if their thread has died.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from tunix_like.storage.loggers.trackers import Start, scalars
 
 
 class EventFiles:
-    """Writes the scalars of every row by step, and the config as text.
+    """Writes the scalars of every row of metrics by step, and the config as text.
 
     When a run resumes from an earlier step, a `SessionLog.START` event (the `purge_step` of other writers) makes
-    TensorBoard discard the later steps. The event applies to all metrics of a folder. Each phase has its own folder,
-    because supervised fine-tuning and reinforcement learning count their own steps.
+    TensorBoard discard the later steps of all metrics in the folder. Supervised fine-tuning and reinforcement learning
+    have separate folders, because they count their steps separately.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -38,7 +39,7 @@ class EventFiles:
         self._start = start
 
     def write(self, number: int, row: Mapping[str, Any]) -> None:
-        """Appends a row and passes it to the operating system; the first row opens the file."""
+        """Appends a row of metrics to the file and flushes the file. The first call opens the file."""
         from tensorboard.compat.proto import summary_pb2
 
         first = self._file is None

@@ -1,6 +1,6 @@
-"""Logs rows to Weights & Biases and trackio in background threads. A resumed run continues its curve.
+"""Logs metrics to Weights & Biases and trackio in background threads. A resumed run continues the same curves.
 
-The packages are imported when the first row is logged.
+The packages are imported when the first row of metrics is logged.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ FINISH_SECONDS = 60.0
 """Maximum seconds to wait, at the end of a training phase, until all tools have sent their rows."""
 
 WAITING_ROWS = 10_000
-"""Maximum number of rows that wait for a tool; 10,000 rows of 50 numbers take 55 MB. If more rows wait, the tool is
-disabled."""
+"""Maximum number of rows that wait to be logged by a tool. If more rows wait, the tool is disabled. 10,000 rows of 50
+numbers take 55 MB."""
 
 
 class Start(NamedTuple):
     """The position at which a training phase (supervised fine-tuning or reinforcement learning) starts or resumes.
 
     Attributes:
-      key: the step column of the rows, `step` or `sft/step`.
-      first: the first step of this start. If this step or later steps were logged before, they are computed again.
-      kept: number of rows kept in `metrics.jsonl`; the next row has number `kept + 1`.
+      key: the column with the step number in `metrics.jsonl`, `step` or `sft/step`.
+      first: the first step that is computed after this start. It may have been logged already, before the run was
+        resumed from an earlier checkpoint.
+      kept: number of rows that remain in `metrics.jsonl`; the next row has number `kept + 1`.
     """
 
     key: str
@@ -56,17 +57,18 @@ class Logger(Protocol):
     """Receives every row of metrics. The methods may raise any exception."""
 
     def begin(self, start: Start) -> None:
-        """Starts or resumes a phase. Calls of `write` can follow."""
+        """Starts or resumes a training phase (supervised fine-tuning or reinforcement learning). Must be called before
+        `write`."""
 
     def write(self, number: int, row: Mapping[str, Any]) -> None:
-        """Logs row `number` (from 1, over all phases) of `metrics.jsonl`."""
+        """Logs a row of `metrics.jsonl`. `number` is the number of its line, from 1."""
 
     def close(self, failed: bool) -> None:
-        """Ends the phase; `failed` is True if it ended with an exception."""
+        """Ends the training phase; `failed` is True if the phase ended with an exception."""
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the finite numbers of a row."""
+    """Returns the values of a row of metrics that are finite numbers, by name."""
     return {
         name: value
         for name, value in row.items()
@@ -75,8 +77,8 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Place(NamedTuple):
-    """The description of a run for a tool: a stable id, the run folder and the hyperparameters. `mark` is the number of
-    rows that the tool is known to have."""
+    """The description of a run for a logging tool: a stable id, the run folder and the hyperparameters. `mark` is the
+    number of rows of `metrics.jsonl` that the tool is known to have."""
 
     id: str
     folder: Path
@@ -85,8 +87,9 @@ class Place(NamedTuple):
 
 
 class Wandb:
-    """A run of Weights & Biases. The row number is passed as the internal step, because it never decreases; Weights &
-    Biases drops rows whose step is smaller than the last step. The axes of the charts are the training steps."""
+    """A run of Weights & Biases. Weights & Biases drops a row whose step is smaller than an earlier step. Therefore the
+    number of the row in `metrics.jsonl`, which never decreases, is passed as the step. The charts show training steps
+    on their axes."""
 
     at_once = False  # a killed process loses unsent rows (offline: the rows of a 32 KB block that is not full)
 
@@ -119,7 +122,7 @@ class Wandb:
 
 
 class Trackio:
-    """A run of trackio. trackio identifies a run by its name, so the name ends with the id."""
+    """A run of trackio. trackio identifies a run by its name, so the name ends with the id of the run."""
 
     at_once = True  # rows are stored within half a second
 
@@ -144,14 +147,15 @@ TOOLS: dict[str, Any] = {"wandb": Wandb, "trackio": Trackio}
 class Trackers:
     """Logs to external tools under one run id, which is stored in the run folder.
 
-    Neither tool can delete logged rows (Weights & Biases truncates a run only for some accounts). A run that resumes
-    from a checkpoint repeats the same steps bit for bit, so rows that a tool already has are not logged again. The
-    curve continues where it ended. (If `max_steps`, `eval.*` or `train_micro_batch_size` were changed, the repeated
-    steps are not identical bit for bit; the tools keep the rows that were logged first.) If a tool lacks rows of
-    `metrics.jsonl`, these rows are logged before new rows. A run without a checkpoint starts over with a new id.
+    The tools cannot delete logged rows (Weights & Biases truncates a run only for some accounts). A run that resumes
+    from a checkpoint repeats the same steps bit for bit, so rows that a tool already has are not logged again. (If
+    `max_steps`, `eval.*` or `train_micro_batch_size` were changed, the repeated steps are not identical bit for bit;
+    the tools keep the rows that were logged first.) If a tool lacks rows of `metrics.jsonl`, these rows are logged
+    before new rows. A run that has no checkpoint starts from the beginning with a new id.
 
-    `tracking.json` stores the id, and for each tool the number of rows that the tool is known to have: all logged rows
-    if the tool stores rows at once, else the rows up to the end of the last completed phase.
+    `tracking.json` in the run folder stores the id, and for each tool the number of rows that the tool is known to
+    have. These are all logged rows if the tool stores rows at once. Otherwise they are the rows up to the end of the
+    last training phase (supervised fine-tuning or reinforcement learning) that was completed.
     """
 
     def __init__(self, names: Sequence[str], folder: Path, settings: dict[str, Any]) -> None:
@@ -195,8 +199,8 @@ def _save(file: Path, state: dict[str, Any]) -> None:
 
 
 def _is_busy(name: str) -> bool:
-    """Returns whether the tool is still busy with an earlier phase. A second start would conflict with the run of that
-    phase."""
+    """Returns whether the thread of a tool is still logging an earlier training phase. If so, the tool must not be
+    started again."""
     if busy := any(thread.name == _thread_name(name) for thread in threading.enumerate()):
         logger.warning("%s: still busy with an earlier phase; this logger is off until the next start", name)
     return busy
@@ -207,8 +211,8 @@ def _thread_name(name: str) -> str:
 
 
 class Tool:
-    """Runs one tool in its own thread, so that the run does not wait for it. An exception is logged as a warning and
-    ends the thread."""
+    """Runs one logging tool in its own thread, so that the training does not wait for the tool. An exception of the
+    tool is logged as a warning and ends the thread."""
 
     def __init__(self, name: str, place: Place, start: Start) -> None:
         self.name, self._place, self._start = name, place, start
@@ -228,12 +232,12 @@ class Tool:
             self._rows.put((number, row))
 
     def end(self, failed: bool) -> None:
-        """Signals that no more rows follow."""
+        """Tells the thread that no more rows follow, and whether the training phase has failed."""
         self._rows.put(failed)
 
     def ended(self, until: float) -> bool:
-        """Waits for the tool to end, at most until the `time.monotonic` value `until`. Does not wait for a disabled
-        tool. Returns whether the tool has ended or was disabled."""
+        """Waits until the thread of the tool ends, at most until the `time.monotonic` value `until`. Does not wait for
+        a disabled tool. Returns whether the thread has ended or the tool was disabled."""
         if self._thread.ident is not None and not self._given_up:
             self._thread.join(max(0.0, until - time.monotonic()))
         return self._given_up or not self._thread.is_alive()
@@ -259,7 +263,7 @@ class Tool:
                 self._note(number)
 
     def _note(self, number: int) -> None:
-        """Records in the file that the tool has the rows up to `number`."""
+        """Records in `tracking.json` that the tool has the rows of `metrics.jsonl` up to row `number`."""
         file = self._place.folder / FILE
         with _LOCK, contextlib.suppress(OSError, UserError):  # e.g. a full disk; a later update may succeed
             state = read_object(file, CURE)
