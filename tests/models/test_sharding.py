@@ -1,5 +1,6 @@
 """Tests training on a mesh of simulated devices against one device, and the errors for invalid meshes."""
 
+import bisect
 import dataclasses
 
 import jax
@@ -121,7 +122,9 @@ def test_weights_are_replicated_while_sampling_where_they_fit():
         return list(layout.shape.values())
 
     assert chosen(10**9) == [8, 1, 1]
-    whole, split = (next(memory for memory in range(10**5, 10**7, 10**4) if chosen(memory)[2] <= tp) for tp in (1, 2))
+    # The memory from which on a device holds 1, or half, of the weights. With more memory, `tp` never grows.
+    sizes = range(10**5, 10**7, 10**4)
+    whole, split = (sizes[bisect.bisect_left(sizes, -tp, key=lambda memory: -chosen(memory)[2])] for tp in (1, 2))
     assert split < whole and chosen(split) == [4, 1, 2]
     assert chosen(1000) == [1, 1, 8]
 

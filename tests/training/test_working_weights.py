@@ -48,16 +48,21 @@ def assert_equal_trees(found, expected, tolerance=2e-5):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
 
 
+@functools.cache
+def plain_gradients(name: str, layout):
+    """Returns the gradients of one of `MODELS` with layers that are neither stacked nor recomputed."""
+    return gradients(*make_model(**MODELS[name]), False, False, layout)
+
+
 @pytest.mark.parametrize("layout", others_slow([WHOLE, LAYOUTS[2]], LAYOUTS[2]), ids=str)
 @pytest.mark.parametrize("remat", others_slow([False, True], True))
 @pytest.mark.parametrize("name", others_slow(MODELS, "equal layers"))
 def test_stacked_layers_have_the_same_gradient(name, remat, layout):
     """Compares the gradient of every parameter, for lanes with their own prompts (`WHOLE`) and for lanes that select a
     prompt of a set."""
-    graphdef, params = make_model(**MODELS[name])
-    plain = gradients(graphdef, params, False, False, layout)
+    plain = plain_gradients(name, layout)
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(plain)) > 0.1
-    assert_equal_trees(gradients(graphdef, params, True, remat, layout), plain)
+    assert_equal_trees(gradients(*make_model(**MODELS[name]), True, remat, layout), plain)
 
 
 def test_stacked_layers_have_the_same_logprobs():
