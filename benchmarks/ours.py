@@ -1,4 +1,4 @@
-"""This library's side of a case: builds it from the public classes and runs repeats until no further repeat is requested.
+"""This library's side of a case: builds it from the public classes and repeats it until no repeat is requested.
 
 It uses `load_model`, `Sampler.generate`, a `Learner` for whole steps, the same with a stand-in for its sampler for
 updates, and `SFTTrainer` for the update of single completions, which learners do not support.

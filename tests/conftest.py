@@ -21,12 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The compiled programs of the tests run for milliseconds, and compilation without optimizations takes a quarter of the
 # time. An unknown flag would end the process, so each jax version gets only the flags that it accepts.
 if importlib.metadata.version("jaxlib").startswith("0.10."):
-    # The last flag keeps a program in one piece. Splitting a program for threads takes a tenth of its compile time.
-    os.environ.setdefault(
-        "XLA_FLAGS",
-        "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
-        "--xla_cpu_parallel_codegen_split_count=1",
-    )
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 elif importlib.metadata.version("jaxlib").startswith(("0.11.", "0.12.")):
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # Compiled programs are cached between runs, because compilation takes most of the time of a test.

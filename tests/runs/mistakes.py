@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.algorithms.oracles import EVERY
+
 ROOT = Path(__file__).resolve().parents[2]
 REVERSE = str(ROOT / "examples" / "debug" / "reverse_text.yaml")
 NORM = "model.norm.weight"
-NAMES = "drgrpo, grpo, maxpo, maxrl, opo, passk, pkpo, reinforce_pp, rloo"
+NAMES = ", ".join(sorted({name for name, _ in EVERY}))
 REVERSED = ("train", REVERSE)
 OWN = ("train", "own.yaml")
 EMPTIED = ["emptied/config.yaml: this file is empty", "This file is written by the run", "restore a copy of it"]

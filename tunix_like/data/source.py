@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import string
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from tunix_like.errors import UserError
@@ -108,7 +108,8 @@ class PromptFormat:
 
     @staticmethod
     def of(config: DataConfig, template: str | None) -> PromptFormat:
-        """Returns the format that `config` sets; `template` is the default prompt template of the source.
+        """Returns the `PromptFormat` of a config, which builds prompts and answers from the columns of rows. `template`
+        is the prompt template of a config without `prompt_template`.
 
         Raises:
           UserError: a template is not a format string over named columns, or keys of `config` contradict each other.
@@ -169,7 +170,7 @@ class PromptFormat:
 
 
 def _fields(template: str, key: str) -> list[str]:
-    """Returns the replacement fields of a template, without format specs.
+    """Returns the replacement fields of a Python format string, such as `question` for `{question:>9}`.
 
     Raises:
       UserError: the template is not a format string over named columns.
@@ -192,7 +193,7 @@ def _head(field: str) -> str:
 
 
 def _check_columns(row: Record, fields: Collection[str], what: str) -> None:
-    """Raises a UserError if a field is neither a column of the row nor an attribute or item of a column."""
+    """Raises a UserError if the row lacks the column that one of `fields`, the fields of a template, refers to."""
     for field in fields:
         if row.get(field) is None and row.get(_head(field)) is None:
             present = sorted(name for name in row if row[name] is not None)
@@ -229,19 +230,13 @@ def check_generated(config: DataConfig, rows: int, row_bytes: int) -> None:
         )
 
 
-def refuse_unread_keys(config: DataConfig, reads: Collection[str]) -> None:
+_SHARED_KEYS = frozenset({"name", "sources", "batch_size", "shuffle", "overlong_prompts", "train_size", "eval_size"})
+"""Keys of the section `data` that do not depend on the data source."""
+
+
+def refuse_unread_keys(config: DataConfig, reads: Set[str]) -> None:
     """Raises a UserError if `config` sets a key that the data source `config.name` does not read."""
-    unset: dict[str, Any] = {
-        "path": None,
-        "split": "train",
-        "eval_split": "test",
-        "prompt_template": None,
-        "answer_template": None,
-        "system_prompt": None,
-    }
-    unset |= {"apply_chat_template": None, "chat_template_args": None}
-    unset |= {"maze_size": None, "text_length": None, "seed": 0, "arguments": None, "eval_arguments": None}
-    for key, value in unset.items():
-        if key not in reads and getattr(config, key) != value:
+    for field in dataclasses.fields(config):
+        if field.name not in reads | _SHARED_KEYS and getattr(config, field.name) != field.default:
             names = ", ".join(f"data.{name}" for name in sorted(reads)) or "none of them"
-            raise UserError(f"data.{key} is not read by data.name={config.name} (it reads {names}); remove it.")
+            raise UserError(f"data.{field.name} is not read by data.name={config.name} (it reads {names}); remove it.")
