@@ -9,7 +9,7 @@ from typing import Any
 
 class UserError(ValueError):
     """An invalid input: a config key, a file, a data row or a user function. The message names the input and the
-    remedy. The CLI prints the message without a traceback and exits with `status`."""
+    remedy. The CLI prints the message without a traceback; `status` is its exit status."""
 
     status = 2
 

@@ -131,10 +131,11 @@ class Sample(NamedTuple):
       logprobs: log-probability of each token in nats, under the weights that `Engine.generate` gets, with the sampling
         temperature and before truncation by top-k or top-p.
       finished: False if the token limit truncated the completion.
-      token_mask: True for tokens that the policy sampled, False for tokens from a `Responder` (None: the policy sampled
-        every token).
-      segment_start: index of the first token of each token's segment. A new segment starts at 0 and at the first token
-        of each `Reply` with `restart`. None: the completion is one segment.
+      token_mask: True for tokens that the policy sampled, False for tokens from a `Responder`, such as an environment
+        (None: the policy sampled every token).
+      segment_start: for each token, the index of the first token of its segment. A segment is a part of the completion
+        whose tokens see only the prompt and the earlier tokens of the same part. A new segment starts at 0 and at the
+        first token of each `Reply` with `restart`. None: the completion is one segment.
     """
 
     request: int
@@ -151,13 +152,15 @@ class Completions(NamedTuple):
     length have no meaning.
 
     Attributes:
-      tokens: token ids. `T` is at least the length of the longest completion.
+      tokens: token ids [P, G, T]. `T` is at least the length of the longest completion.
       lengths: number of tokens of each completion, including the end-of-sequence token.
-      logprobs: log-probability of each token; see `Sample`.
+      logprobs: log-probability of each token in nats, with the sampling temperature and before truncation by top-k or
+        top-p.
       finished: False if the token limit truncated the completion.
-      token_mask: True for tokens that the policy sampled, False for tokens from a `Responder` and beyond the length
-        (None: the policy sampled every token).
-      segment_start: index of the first token of each token's segment; see `Sample` (None: every completion is one
+      token_mask: True for tokens that the policy sampled, False for tokens from a `Responder`, such as an environment,
+        and beyond the length (None: the policy sampled every token).
+      segment_start: for each token, the index of the first token of its segment. A segment is a part of a completion
+        whose tokens see only the prompt and the earlier tokens of the same part (None: every completion is one
         segment).
     """
 
@@ -188,13 +191,12 @@ class Turn(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """The answer to a turn.
+    """The answer to one turn of a completion: to the tokens that the policy sampled before it stopped.
 
     Attributes:
       tokens: the tokens to append before the policy samples the next turn; None ends the trajectory.
-      restart: whether a new segment starts with `tokens`. The new segment directly follows the prompt: `tokens` and all
-        later tokens do not see the earlier tokens of the completion. The earlier tokens stay in the completion and
-        count in its length.
+      restart: whether `tokens` directly follow the prompt. If True, `tokens` and all later tokens do not see the
+        earlier tokens of the completion. The earlier tokens stay in the completion and count in its length.
     """
 
     group: int
@@ -205,32 +207,33 @@ class Reply(NamedTuple):
 
 @runtime_checkable
 class Responder(Protocol):
-    """Answers the turns of trajectories with tokens. `rollout.environments` implements this protocol, and engines call
-    it."""
+    """Answers each turn of a trajectory (the tokens that the policy sampled before it stopped) with further tokens.
+    `rollout.environments` implements this protocol, and engines call it."""
 
     @property
     def lockstep(self) -> bool:
-        """Whether the engine waits for the replies to all turns before it samples again.
+        """Whether the engine waits for the replies to all running completions before it samples further tokens.
 
         If True, the order of the computations does not depend on how fast the replies come, so a rollout can be
         repeated bit for bit.
         """
 
     def opening(self, group: int) -> Sequence[int]:
-        """Returns the tokens to insert between the prompt of a group and the first turn of its completions.
+        """Returns the tokens to insert between the prompt of a group and the first tokens that the policy samples.
 
-        These tokens are part of each completion, like the tokens of a reply. The sequence is often empty.
+        The returned tokens are part of each completion of the group. The sequence is often empty.
         """
 
     def submit(self, turns: Sequence[Turn]) -> None:
-        """Starts to answer turns. Every turn that is not truncated gets one reply, which `replies` returns later."""
+        """Starts to answer finished turns. Every turn that the token limit did not truncate gets one reply, which
+        `replies` returns later."""
 
     def replies(self, wait: bool) -> list[Reply]:
         """Returns the replies to submitted turns that are ready and were not returned before.
 
         Args:
-          wait: whether to wait if no reply is ready. If `lockstep` is True, the call waits for the replies to all
-            turns; otherwise, for one reply.
+          wait: whether to wait if no reply is ready. If the property `lockstep` is True, the call waits for the replies
+            to all submitted turns; otherwise, for one reply.
         """
 
 

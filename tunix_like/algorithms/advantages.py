@@ -1,7 +1,7 @@
 """Defines the advantage estimators. Each estimator maps the rewards of whole groups to one advantage per completion.
 
 The estimators are pure functions of arrays and are traced inside the training step. They assume a loss that takes the
-mean over the group, `-(1/G) sum_i A_i log pi(y_i | x)`.
+mean over a group of `G` completions, `-(1/G) sum_i A_i log pi(y_i | x)`.
 
 Notation: `r_i` are the rewards of a group's `n` scored completions, and `m` is the mean of these rewards. `p` is the
 pass rate of the prompt, and max@k is the expected maximum reward of `k` completions. Unscored completions get advantage
@@ -30,8 +30,8 @@ Lengths = Int[Array, "P G"]
 
 
 def _centred(rewards: Rewards, scored: Scored) -> tuple[Array, Array, Array, Array]:
-    """Returns, for each group: the rewards minus their mean (0 if unscored), the mean, the number of scored rewards,
-    and whether two scored rewards differ.
+    """Returns, for each group: the rewards minus their mean (0 for unscored completions), the mean, the number of
+    scored rewards, and whether two scored rewards differ.
 
     Unscored rewards do not count in the mean. The largest reward of a group is subtracted from all its rewards before
     the rewards are centred. This does not change the result, but avoids rounding errors, which would be 1e-4 for
@@ -50,9 +50,10 @@ def _centred(rewards: Rewards, scored: Scored) -> tuple[Array, Array, Array, Arr
 def grpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, ddof: int = 1) -> Rewards:
     """Standardises rewards per group: `(r_i - m) / (std + 1e-6)` (GRPO, arXiv 2402.03300).
 
-    `m` and `std` are the mean and the standard deviation of the group's `n` scored rewards. `ddof=1` divides the
-    variance by `n - 1`, `ddof=0` by `n`. The expected gradient is not the gradient of the expected reward. For 0/1
-    rewards with pass rate `p` it is `w(p) grad p`, where `w(p)` tends to `1 / sqrt(p (1 - p))` for large groups.
+    `m` and `std` are the mean and the standard deviation of the group's `n` scored rewards `r_i`. With `ddof=1` the sum
+    of squared deviations is divided by `n - 1`, with `ddof=0` by `n`. The expected gradient is not the gradient of the
+    expected reward. For 0/1 rewards with pass rate `p` it is `w(p) grad p`, where `w(p)` tends to `1 / sqrt(p (1 - p))`
+    for large groups.
     """
     if ddof not in (0, 1):
         raise UserError(f"algorithm.ddof: got {ddof!r}; 'grpo' needs 0 or 1.")
@@ -66,8 +67,8 @@ def grpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, ddof: int = 1) -
 def drgrpo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     """Centres rewards per group: `r_i - m` (Dr. GRPO, arXiv 2503.20783).
 
-    `m` is the mean reward of the group. With `G` completions per group, the expected gradient is `(G-1)/G` times the
-    gradient of the expected reward.
+    `m` is the mean of the rewards `r_i` of a group. With `G` completions per group, the expected gradient is `(G-1)/G`
+    times the gradient of the expected reward.
     """
     return _centred(rewards, scored)[0]
 
@@ -76,7 +77,7 @@ def drgrpo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
 def rloo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     """Subtracts a leave-one-out baseline: `r_i - mean_{j != i} r_j` (RLOO, arXiv 2402.14740).
 
-    The expected gradient is the gradient of the expected reward.
+    `r_i` are the rewards of a group. The expected gradient is the gradient of the expected reward.
     """
     centred, _, count, _ = _centred(rewards, scored)
     return centred * (count / jnp.maximum(count - 1, 1))
@@ -91,15 +92,16 @@ def rloo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
 def maxrl(rewards: Rewards, *, scored: Scored, lengths: Lengths, truncation_order: int | None = None) -> Rewards:
     """Divides centred rewards by the mean reward: `(r_i - m) / m` if `m > 0`, else 0 (MaxRL, arXiv 2602.02710, Alg. 1).
 
-    `m` is the mean reward of the group of `G` completions. Rewards must be non-negative. For 0/1 rewards with pass rate
-    `p`, the expected gradient is `w(p) grad p` with `w(p) = (1 - (1-p)^(G-1)) / p`. This is the gradient of the series
-    `log p = -sum_k (1-p)^k / k`, truncated after order `G - 1`. (The order would be `G` if the advantages of a group
-    without a success were -1 instead of 0.) With `G = 2`, `w(p)` is 1, as for REINFORCE with a baseline. With shaped
-    rewards (for example 0.1 for the format), `m > 0` can occur without a success.
+    `m` is the mean of the rewards `r_i` of a group of `G` completions. Rewards must be non-negative. For 0/1 rewards
+    with pass rate `p`, the expected gradient is `w(p) grad p` with `w(p) = (1 - (1-p)^(G-1)) / p`. This is the gradient
+    of the series `log p = -sum_k (1-p)^k / k`, truncated after order `G - 1`. (The order would be `G` if the advantages
+    of a group without a success were -1 instead of 0.) With `G = 2`, `w(p)` is 1, as for REINFORCE with a baseline.
+    With shaped rewards (for example 0.1 for the format), `m > 0` can occur without a success.
 
-    With `truncation_order = T` in `1..G-1` the advantage is `sum_{k<=T} L_k`, where `k L_k` is the advantage of `maxpo`
-    for `k`. The rewards can then be any real numbers. The expected gradient is the gradient of `sum_{k<=T} max@k / k`,
-    where max@k is the expected maximum reward of `k` completions.
+    With `truncation_order = T` in `1..G-1` the advantage is `sum_{k<=T} L_k`. `L_k` is the mean of the maximum reward
+    over the subsets of `k` completions that contain the completion, minus this mean over the subsets without it. The
+    rewards can then be any real numbers. The expected gradient is the gradient of `sum_{k<=T} max@k / k`, where max@k
+    is the expected maximum reward of `k` completions.
     """
     if truncation_order is not None:
         return leave_two_out(rewards, scored, tuple((k, 1.0) for k in range(1, truncation_order + 1)))
@@ -154,11 +156,11 @@ def passk(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewa
 def opo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     """Subtracts a length-weighted baseline: `r_i - sum_j l_j r_j / sum_j l_j` (OPO, arXiv 2505.23585).
 
-    OPO stands for On-Policy RL with Optimal reward baseline. `l_j` are completion lengths in tokens. If all completions
-    of a group are empty, the baseline is the plain mean. The baseline includes `r_i`, so the expected gradient has a
-    bias of order 1/G for groups of `G` completions. With equal lengths, the estimator equals `drgrpo`, and only the
-    norm of the gradient is biased. With different lengths, its direction is biased too, and the advantages of a group
-    do not sum to zero.
+    OPO stands for On-Policy RL with Optimal reward baseline. `r_j` are the rewards of a group and `l_j` the lengths of
+    its completions in tokens. If all completions of a group are empty, the baseline is the plain mean. The baseline
+    includes `r_i`, so the expected gradient has a bias of order 1/G for groups of `G` completions. With equal lengths,
+    the estimator equals `drgrpo`, and only the norm of the gradient is biased. With different lengths, its direction is
+    biased too, and the advantages of a group do not sum to zero.
     """
     group = spread(rewards, scored)
     weights = jnp.where(scored, lengths, 0).astype(rewards.dtype)

@@ -1,9 +1,9 @@
 """Defines per-token policy losses, KL estimates and loss aggregation weights.
 
 The loss of an optimizer update is `sum over tokens of weight * token_loss`. The completions of an update are passed
-through the model in chunks. The weights are computed once, from the lengths of all completions of the update, so the
-losses of the chunks add up to the loss of the update. Every aggregation mode gives the same weight to all tokens of a
-completion, so there is one weight per completion.
+through the model in several parts. The weights are computed once, from the lengths of all completions of the update, so
+the losses of the parts add up to the loss of the update. Every aggregation mode gives the same weight to all tokens of
+a completion, so there is one weight per completion.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class PolicyLoss:
     """A registered policy loss.
 
     Attributes:
-      behaviour: source of `old_logprobs`: `"rollout"` for log-probabilities of the sampler, `"trainer"` for
-        log-probabilities of the trainer.
+      behaviour: source of the function's argument `old_logprobs`: `"rollout"` for log-probabilities of the sampler,
+        `"trainer"` for log-probabilities of the trainer.
       extra_term: whether the loss has a term that does not contain the advantage, or the name of the parameter that is
         the coefficient of such a term.
     """
@@ -132,9 +132,10 @@ def ppo_clip(
 ) -> tuple[Tokens, dict[str, Tokens]]:
     """Computes the clipped PPO loss `max(-rho A, -clip(rho, 1 - epsilon, 1 + epsilon_high) A)` (arXiv 1707.06347).
 
-    `rho = pi / pi_old`. `epsilon_high` defaults to `epsilon`. If `epsilon_c` is set and `A < 0`, the loss is at most
-    `-epsilon_c A` (dual clip, arXiv 1912.09729). With one update per rollout batch, `rho` is 1 and the gradient equals
-    the gradient of REINFORCE.
+    `A` is the advantage and `rho = pi / pi_old` the ratio of the token's probabilities under the current weights and
+    under the weights before the first update on the rollout batch. `epsilon_high` defaults to `epsilon`. If `epsilon_c`
+    is set and `A < 0`, the loss is at most `-epsilon_c A` (dual clip, arXiv 1912.09729). With one update per rollout
+    batch, `rho` is 1 and the gradient equals the gradient of REINFORCE.
     """
     ratio = jnp.exp(log_ratio(logprobs, old_logprobs, mask))
     return _clipped(ratio, advantages, epsilon, epsilon if epsilon_high is None else epsilon_high, epsilon_c)
@@ -155,8 +156,8 @@ def _clipped(
 def reinforce(
     logprobs: Tokens, old_logprobs: Tokens, advantages: Rows, mask: Array
 ) -> tuple[Tokens, dict[str, Tokens]]:
-    """Computes the REINFORCE loss `-A log pi`. The loss has no importance ratio, so it allows only one update per
-    rollout batch."""
+    """Computes the REINFORCE loss `-A log pi` with the advantage `A`. The loss has no importance ratio, so it allows
+    only one update per rollout batch."""
     return -advantages * jnp.where(mask, logprobs, 0.0), {}
 
 
@@ -171,11 +172,11 @@ def gspo(
     epsilon_high: float | None = 4e-4,
     epsilon_c: float | None = None,
 ) -> tuple[Tokens, dict[str, Tokens]]:
-    """Computes `ppo_clip` with one ratio for each completion (GSPO, arXiv 2507.18071).
+    """Computes the clipped PPO loss with one ratio for each completion (GSPO, arXiv 2507.18071).
 
-    The ratio of a completion is `s = exp(mean_t log rho_t)`, the geometric mean of the ratios `rho_t` of its tokens.
-    The loss of token `t` uses `s_t = sg(s) pi_t / sg(pi_t)` (`sg`: stop gradient). The value of `s_t` is `s`, so the
-    gradient of every token is multiplied by the ratio of its completion.
+    The ratio of a completion is `s = exp(mean_t log rho_t)`, the geometric mean of the ratios `rho_t = pi_t / pi_old_t`
+    of its tokens. The loss of token `t` uses `s_t = sg(s) pi_t / sg(pi_t)` (`sg`: stop gradient). The value of `s_t` is
+    `s`, so the gradient of every token is multiplied by the ratio of its completion.
     """
     difference = jnp.where(mask, logprobs - old_logprobs, 0.0)
     mean = difference.sum(axis=-1, keepdims=True) / jnp.maximum(mask.sum(axis=-1, keepdims=True), 1)
@@ -197,7 +198,8 @@ def cispo(
 ) -> tuple[Tokens, dict[str, Tokens]]:
     """Computes `-sg(clip(rho, 1 - epsilon, 1 + epsilon_high)) A log pi` (CISPO, arXiv 2506.13585).
 
-    Only the importance weight is clipped (`sg`: stop gradient), so every token keeps a gradient.
+    `A` is the advantage, and `rho = pi / pi_old` is the importance weight of a token. Only this weight is clipped
+    (`sg`: stop gradient), so every token keeps a gradient.
     """
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio(logprobs, old_logprobs, mask)))
     clipped = jnp.clip(ratio, 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
@@ -219,9 +221,10 @@ def dppo(
 ) -> tuple[Tokens, dict[str, Tokens]]:
     """Computes `-A rho + kl_tau (log pi - log mu)^2`, without the first term for some tokens (DPPO, arXiv 2602.04879).
 
-    `rho = pi / mu`, where `mu` is the sampler's probability of the token. The term `-A rho` of a token is dropped if
-    `A > 0` and `pi - mu > dppo_mask_high`, or if `A <= 0` and `pi - mu < -dppo_mask_low`. These bounds are for the
-    difference of probabilities, not of log-probabilities. The quadratic term applies to every token.
+    `A` is the advantage. `rho = pi / mu`, where `pi` is the trainer's and `mu` the sampler's probability of the token.
+    The term `-A rho` of a token is dropped if `A > 0` and `pi - mu > dppo_mask_high`, or if `A <= 0` and
+    `pi - mu < -dppo_mask_low`. These bounds are for the difference of probabilities, not of log-probabilities. The
+    quadratic term applies to every token.
     """
     difference = log_ratio(logprobs, rollout_logprobs, mask)
     ratio = jnp.exp(difference)

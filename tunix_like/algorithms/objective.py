@@ -95,7 +95,7 @@ class Objective:
         return not any(map(is_own, self.functions))
 
     def key(self) -> Hashable:
-        """Returns a hashable key. Objectives with equal keys are traced to the same program."""
+        """Returns a hashable key of this objective. Objectives with equal keys are traced to the same program."""
         estimators = [(estimator.name, sorted(estimator.params.items())) for estimator in self.estimators]
         settings = repr((self.config, estimators, sorted(self.loss_params.items())))
         return tuple(map(ById, self.functions)), settings, self.max_tokens  # a function of the user may be unhashable
@@ -129,7 +129,7 @@ class Objective:
         return self.config.sampler_is is not None or loss.behaviour == "rollout"
 
     def estimator_ids(self, sources: Sequence[Any]) -> Int[np.ndarray, "P"]:
-        """Returns each group's index in `estimators`; `sources` are the data sources of the prompts (None: unknown)."""
+        """Returns the index in `estimators` of each group's estimator, given the prompts' `sources` (None: unknown)."""
         return np.array([self.sources.get(source, 0) if isinstance(source, str) else 0 for source in sources], np.int32)
 
     def kept_groups(self, scored: Bool[np.ndarray, "P G"], ids: Int[np.ndarray, "P"]) -> Bool[np.ndarray, "P"]:
@@ -238,7 +238,7 @@ class Objective:
 
 
 def trace_user_functions(objective: Objective, groups: int, group_size: int) -> None:
-    """Traces advantage estimators and a loss of the user with abstract shapes, to find errors before the first step.
+    """Traces the user's own estimators and policy loss with abstract shapes, to find errors before the first step.
 
     Raises:
       UserError: a function raises, or its result has a wrong form or shape.
@@ -275,7 +275,7 @@ def build_objective(
     updates_per_batch: int,
     source_estimators: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Objective:
-    """Builds the objective of a config from `resolve`, and checks its keys against the estimators and the loss.
+    """Builds the objective of `config`, a result of `resolve`. Checks its keys against the estimators and the loss.
 
     Args:
       max_tokens: `rollout.max_tokens_to_generate`.
@@ -377,8 +377,8 @@ def _check_combinations(objective: Objective, updates_per_batch: int) -> None:
 
 
 def check_accepts_negative(objective: Objective, cause: str, cure: str) -> None:
-    """Checks that all estimators accept the negative rewards that the setting `cause` produces, unless rewards are
-    binarized.
+    """Checks that all estimators accept negative rewards, which the setting `cause` produces. Does nothing if rewards
+    are binarized.
 
     Raises:
       UserError: an estimator rejects negative rewards. The message names the setting, the estimator and the remedy

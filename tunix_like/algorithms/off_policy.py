@@ -39,9 +39,10 @@ class SamplerCorrection:
       of `p(y) g(y)` over the other completions. With the same upper bound, masking removes at least as much probability
       as truncation does.
     - `token` truncates the ratio of each token by itself. If all ratios are within the bounds, the expected gradient is
-      `sum_s m(s) sum_a grad pi(a | s) Q_mu(s, a)`. The sum is over prefixes `s` and next tokens `a`. `Q_mu` is the
-      expected advantage if the sampler continues after `a`. This gradient is unbiased for completions of one token. For
-      longer completions its bias is of the order of `pi - mu`, even without bounds.
+      `sum_s m(s) sum_a grad pi(a | s) Q_mu(s, a)`. The sum is over prefixes `s`, which the sampler reaches with
+      probability `m(s)`, and next tokens `a`. `Q_mu` is the expected advantage if the sampler continues after `a`. This
+      gradient is unbiased for completions of one token. For longer completions its bias is of the order of `pi - mu`,
+      even without bounds.
     - `token_mask` gives weight 0 to tokens whose ratio is outside the bounds. Its bias is the bias of `token` without
       bounds; in addition, the gradient of the masked tokens is missing.
 
@@ -78,16 +79,16 @@ class SamplerCorrection:
         return jax.lax.stop_gradient(jnp.exp(difference))
 
     def weights(self, ratios: Tokens) -> Tokens:
-        """Truncates the ratios to the bounds. The `_mask` modes instead replace ratios outside the bounds by 0. A ratio
-        equal to a bound is inside."""
+        """Truncates the importance ratios to the bounds `lower` and `upper`. The `_mask` modes instead replace ratios
+        outside the bounds by 0. A ratio equal to a bound is kept."""
         if self.masks:
             return jnp.where((ratios < self.lower) | (ratios > self.upper), 0.0, ratios)
         upper = jnp.minimum(ratios, self.upper)
         return jnp.maximum(upper, self.lower) if self.lower else upper
 
     def metrics(self, ratios: Tokens, weights: Tokens, mask: Array) -> dict[str, Tokens]:
-        """Returns one value per token for each metric. `finish_metrics` computes the metrics from the means of these
-        values.
+        """Returns, for each metric of the importance weights, one value per token. `finish_metrics` computes the
+        metrics from the means of these values over the tokens.
 
         The metrics are means over tokens. In the `sequence` modes, they are means over completions: the value of a
         token is divided by the number of tokens of its completion, so that every completion counts once.
@@ -100,11 +101,11 @@ class SamplerCorrection:
 
 
 def finish_metrics(metrics: dict[str, Array]) -> dict[str, Array]:
-    """Computes the final metrics from the means of `SamplerCorrection.metrics` over the tokens of an update. Other
-    metrics are unchanged.
+    """Computes the metrics `sampler_is/...` from the means of the values of `SamplerCorrection.metrics` over the tokens
+    of an update. Other metrics are unchanged.
 
-    Let `w` be the weights of `n` tokens, or of `n` completions in the `sequence` modes. `sampler_is/mean` is the mean
-    weight. `sampler_is/ratio_mean` is the mean ratio before truncation or masking; its expectation is 1.
+    Let `w` be the importance weights of `n` tokens, or of `n` completions in the `sequence` modes. `sampler_is/mean` is
+    the mean weight. `sampler_is/ratio_mean` is the mean ratio before truncation or masking; its expectation is 1.
     `sampler_is/outside_frac` is the fraction of ratios outside the bounds. `sampler_is/ess` is the effective sample
     size as a fraction of `n`, `(sum w)^2 / (n sum w^2)`.
     """
@@ -118,8 +119,8 @@ def finish_metrics(metrics: dict[str, Array]) -> dict[str, Array]:
 
 
 def sampler_correction(config: AlgorithmConfig) -> SamplerCorrection | None:
-    """Returns the correction that `algorithm.sampler_is` selects, with defaults for unset bounds; None if the key is
-    unset."""
+    """Returns the importance weighting that `algorithm.sampler_is` selects, with defaults for unset bounds; None if the
+    key is unset."""
     if config.sampler_is is None:
         return None
     upper = DEFAULT_UPPER[config.sampler_is] if config.sampler_is_threshold is None else config.sampler_is_threshold

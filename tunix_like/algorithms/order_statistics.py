@@ -85,7 +85,7 @@ def marginal_contribution(rewards: Float[Array, "P G"], scored: Bool[Array, "P G
     """Computes, for each completion, how much it raises the maximum reward of `k - 1` other completions on average.
 
     The average is over all sets of `k - 1` other completions of the group; `k >= 2`. The result is never negative, and
-    it is exactly 0 for the smallest reward of a group. The docstring of `pkpo` calls the result `q_i - V_{k-1}(-i)`.
+    it is exactly 0 for the smallest reward of a group.
     """
     least = spread(rewards, scored).bottom
     out = _weighted(rewards, scored, _marginal_weights(rewards.shape[-1], k))
@@ -93,8 +93,8 @@ def marginal_contribution(rewards: Float[Array, "P G"], scored: Bool[Array, "P G
 
 
 def _sorted(rewards: Array, scored: Array) -> tuple[Array, Array, Spread]:
-    """Sorts the scored rewards of each group in ascending order and subtracts the largest reward. Returns the result,
-    padded with zeros, the sort order, and the `Spread`."""
+    """Sorts the scored rewards of each group in ascending order and subtracts the largest reward. Returns the
+    differences (padded with zeros), the sort order, and the statistics of the scored rewards."""
     group = spread(rewards, scored)
     order = jnp.argsort(jnp.where(scored, rewards, jnp.inf), axis=-1)
     shifted = jnp.take_along_axis(rewards, order, axis=-1) - group.top
@@ -119,7 +119,7 @@ def _weighted(rewards: Array, scored: Array, table: Float[np.ndarray, "N 3 G"]) 
 def _own_weights(n: int, orders: Int[np.ndarray, "K"]) -> Float[np.ndarray, "K n"]:
     """Computes the quotients of binomials `C(m-1, K-1) / C(n-1, K-1)` for each `K` of `orders` and `m = 1..n`.
 
-    The values are computed as a running product from `m = n` downwards, which cannot overflow.
+    The quotients are computed as a running product from `m = n` downwards. The binomials themselves could overflow.
     """
     m = np.arange(n, 1, -1, dtype=np.float64)
     ratios = np.maximum(m - orders[:, None], 0.0) / (m - 1)
@@ -143,9 +143,10 @@ def _leave_two_out_weights(size: int, mixture: Mixture) -> Float[np.ndarray, "N 
 
 @functools.lru_cache(maxsize=8)
 def _subset_weights(size: int, k: int) -> Float[np.ndarray, "N 3 G"]:
-    """Returns a table for `_weighted`: entry `n` has the vectors that give `q_i - V_k` for `n` scored rewards.
+    """Returns the table with which `_weighted` computes `q_i - V_k`. Entry `n` is for groups of `n` scored rewards.
 
-    `q_i` and `V_k` are defined in `above_average`. The entries for `n < k` are 0.
+    `V_k` is the mean of the maximum reward over all subsets of `k` completions, and `q_i` is this mean over the subsets
+    that contain completion `i`. The entries for `n < k` are 0.
     """
     table = np.zeros((size + 1, 3, size))
     for n in range(max(k, 2), size + 1):
@@ -158,11 +159,12 @@ def _subset_weights(size: int, k: int) -> Float[np.ndarray, "N 3 G"]:
 
 @functools.lru_cache(maxsize=8)
 def _marginal_weights(size: int, k: int) -> Float[np.ndarray, "N 3 G"]:
-    """Returns a table for `_weighted`: entry `n` has the vectors of `marginal_contribution` for `n` scored rewards.
+    """Returns the table with which `_weighted` computes `marginal_contribution`. Entry `n` is for groups of `n` scored
+    rewards.
 
-    For rewards `x` in ascending order, the contribution is `sum_{m < i} a_m (x_(i) - x_(m))` with
-    `a_m = C(m-1, k-2) / C(n-1, k-1)`. The three vectors are `t + a, a, a` with `t_i = C(i-1, k-1) / C(n-1, k-1)`. The
-    entries for `n < k` are 0.
+    For rewards `x` in ascending order, the contribution of completion `i` is `sum_{m < i} a_m (x_(i) - x_(m))` with
+    `a_m = C(m-1, k-2) / C(n-1, k-1)`. The three vectors of an entry are `t + a, a, a` with
+    `t_i = C(i-1, k-1) / C(n-1, k-1)`. The entries for `n < k` are 0.
     """
     table = np.zeros((size + 1, 3, size))
     for n in range(max(k, 2), size + 1):

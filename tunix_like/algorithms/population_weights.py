@@ -1,7 +1,8 @@
 """Computes the population weight of an estimator on 0/1 rewards, exactly for a finite group size G.
 
-With pass rate `p`, a gradient estimate `(1/G) sum_i A_i grad log pi(y_i | x)` over G independent completions has the
-expectation `w(p) grad p` (arXiv 2602.02710). `w(p)` is called the population weight of prompts with pass rate `p`.
+With pass rate `p`, a gradient estimate `(1/G) sum_i A_i grad log pi(y_i | x)` over G independent completions `y_i` with
+advantages `A_i` has the expectation `w(p) grad p` (arXiv 2602.02710). `w(p)` is called the population weight of prompts
+with pass rate `p`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def population_weights(
 def weights_of(
     estimators: Sequence[GroupEstimator], group_size: int, pass_rates: Float[np.ndarray, "N"]
 ) -> Float[np.ndarray, "E N"]:
-    """Computes the result of `population_weights` for several estimators in one compiled program."""
+    """Computes the population weights of several estimators (the factors `w(p)` in their expected gradients
+    `w(p) grad p`) at the pass rates `p`, in one compiled program."""
     rates = np.asarray(pass_rates, np.float64)
     if not np.all((rates >= 0) & (rates <= 1)):
         raise UserError(f"pass_rates: expected numbers from 0 to 1, got {rates.min():g} to {rates.max():g}.")
@@ -124,20 +126,21 @@ def _call(estimator: GroupEstimator, rewards: jax.Array, scored: jax.Array, leng
 
 
 def reinforcement_weight(pass_rates: Float[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
-    """Returns 1 for each pass rate `p`. Standard RL maximises the expected 0/1 reward `p`, whose gradient is
-    `1 * grad p`."""
+    """Returns the population weight of standard RL, which is 1 for each pass rate `p`. Standard RL maximises the
+    expected 0/1 reward `p`, whose gradient is `1 * grad p`."""
     return np.ones_like(pass_rates)
 
 
 def likelihood_weight(pass_rates: Float[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
-    """Returns `1/p` for each pass rate `p > 0`. The gradient of the log-likelihood of success is
-    `grad log p = (1/p) grad p`; the expected gradient of MaxRL tends to it for large groups."""
+    """Returns the population weight of maximum likelihood, which is `1/p` for each pass rate `p > 0`. The gradient of
+    the log-likelihood of success is `grad log p = (1/p) grad p`. The expected gradient of MaxRL tends to it for large
+    groups."""
     return 1.0 / pass_rates
 
 
 def binomial_pmf(trials: int, rates: Float[np.ndarray, "N"]) -> Float[np.ndarray, "N J"]:
-    """Computes `C(n, j) p^j (1-p)^(n-j)` for `j = 0..n`. The products are computed as sums of logarithms, because
-    `C(n, j)` overflows float64 from n = 1030."""
+    """Computes `C(n, j) p^j (1-p)^(n-j)` with `n = trials`, for each `p` of `rates` and `j = 0..n`. The products are
+    computed as sums of logarithms, because `C(n, j)` overflows float64 from n = 1030."""
     j = np.arange(trials + 1)
     log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, trials + 1)))])
     log_choose = log_factorial[-1] - log_factorial - log_factorial[::-1]

@@ -27,14 +27,16 @@ REWARD_KINDS = ("any", "non-negative", "binary")
 
 @dataclasses.dataclass(frozen=True)
 class Estimator:
-    """A registered estimator.
+    """An advantage estimator and the options of its registration.
 
     Attributes:
       function: maps rewards to advantages; see `types.AdvantageEstimator`.
-      zero_when_constant: given the parameters, returns whether a group of equal rewards gets zeros and can be skipped.
-      takes: given the parameters, returns which rewards the estimator accepts: one of `REWARD_KINDS`.
+      zero_when_constant: given the estimator's parameters, returns whether a group of equal rewards always gets
+        advantages 0, so that it can be skipped.
+      takes: given the estimator's parameters, returns which rewards it accepts: `any`, `non-negative` or `binary`.
       headroom: maps a parameter name to a number h. The parameter must be at most the group size minus h.
-      scored_beyond_k: a group with fewer than `k + scored_beyond_k` scored completions is dropped.
+      scored_beyond_k: if `headroom` contains the parameter `k`, a group with fewer than `k + scored_beyond_k` scored
+        completions is dropped.
       sparse: whether completions often get advantage 0 although the rewards of their group differ. If True, the
         advantages are computed before the update, to skip these completions.
     """
@@ -47,7 +49,7 @@ class Estimator:
     sparse: bool
 
     def parameters(self) -> dict[str, Any]:
-        """Returns the estimator's parameters, with their defaults."""
+        """Returns the names of the estimator's own parameters, with their defaults."""
         return own_parameters(self.function, frozenset({"scored", "lengths"}))
 
     def least_scored(self, params: Params) -> int:
@@ -75,13 +77,14 @@ def register_advantage_estimator(
     same name and from `algorithm.estimator_params`.
 
     Args:
-      zero_when_constant: whether a group with equal scored rewards always gets zeros. If True, such a group is not
-        passed through the model.
+      zero_when_constant: whether a group with equal scored rewards always gets advantages 0. If True, such a group is
+        not passed through the model.
       takes: the rewards that the estimator accepts: `any`, `non-negative` or `binary`. Other rewards are rejected
         before the training step.
       headroom: maps a parameter name to a number h: the parameter must be at most G - h, where G is the group size.
         `{"k": 1}` means `k <= G - 1`.
-      scored_beyond_k: a group with fewer than `k + scored_beyond_k` scored completions, or fewer than two, is dropped.
+      scored_beyond_k: if `headroom` contains the parameter `k`, a group with fewer than `k + scored_beyond_k` scored
+        completions is dropped. A group with fewer than two is always dropped.
       sparse: whether completions often get advantage 0 although the rewards of their group differ. If True, the
         advantages are computed before the update, to skip these completions.
 
@@ -126,7 +129,7 @@ def find_registered(name: str, registry: dict[str, Any], unknown: str, unregiste
     """Returns the registry entry for a registered name, or for the location of a function, such as `file.py:function`.
 
     Args:
-      unknown: beginning of the error message for an unknown name; it contains the config key and the kind of entry.
+      unknown: beginning of the error message for an unknown name, such as `algorithm.policy_loss_fn: unknown loss`.
       unregistered: called with a function that is not registered; returns the entry of this function.
     """
     if name not in registry and is_place(name):

@@ -114,7 +114,7 @@ def draw(request: Request, path: str) -> list[str]:
 
 
 def read_request(rewards: str, options: Sequence[str]) -> Request:
-    """Parses and checks the arguments of `show`."""
+    """Parses and checks the rewards and the `key=value` options of the command `advantages`."""
     groups = _groups("reward", rewards, _reward)
     words: dict[str, str] = {}
     for word in options:
@@ -209,7 +209,8 @@ def _candidates(request: Request) -> list[GroupEstimator]:
 
 
 def _cells(request: Request, named: Mapping[str, Float[np.ndarray, "P G"]]) -> tuple[int, list[list[str]]]:
-    """Returns the number of columns before the first estimator, and the rows of the table, starting with the header.
+    """Returns the number of columns before the first estimator, and the rows of the table of advantages, starting with
+    the header.
 
     Args:
       named: the advantages of each estimator, by column header.

@@ -47,8 +47,11 @@ class Game:
     Attributes:
       first: the first observation.
       answer: the observation that follows the first turn.
-      messages, turns, reward, failure: see `Episode` in `rollout/environments/episodes.py`.
+      messages: the turns so far and the observations that follow them, each with its role.
+      turns: number of turns so far.
+      reward: sum of the rewards of the environment so far.
       done: whether the environment has ended the episode.
+      failure: kind and reason of the failure of the environment; None if it did not fail.
     """
 
     first: Any = None
@@ -65,7 +68,7 @@ class Game:
 
 
 class Tried(NamedTuple):
-    """The episodes of one kind of script, one episode per training row.
+    """The episodes with scripted turns of one kind (such as gold answers), one episode per training row.
 
     `seconds` is the mean time between sending a turn to the environment and receiving the observation.
     """
@@ -117,7 +120,8 @@ def try_environment(config: Config) -> tuple[list[Problem], list[Tried], list[tu
 
 
 def _kinds(problems: Sequence[Problem]) -> dict[str, list[Script]]:
-    """Returns the scripts by kind (see `try_environment`). Each kind has one script per problem."""
+    """Returns the functions that write the turns of the policy, by the kind of these turns (such as gold answers). Each
+    kind has one function per problem."""
     kinds: dict[str, list[Script]] = {}
     answers = [str(problem.columns["answer"]) for problem in problems if isinstance(problem.columns.get("answer"), str)]
     if len(answers) == len(problems):
@@ -316,8 +320,9 @@ def _causes(each: Tried) -> dict[str, np.ndarray]:
 def _failures(tried: Sequence[Tried]) -> list[str]:
     """Returns messages on failures of the environment and of the reward functions.
 
-    For each kind of script, there is one message on the first timeout and one message on the first error. If several
-    failures have the same reason, only the first message on this reason is returned.
+    Each element of `tried` has the episodes with turns of one kind (such as gold answers). For each element, there is
+    one message on its first timeout and one message on its first error. If several failures have the same reason, only
+    the first message on this reason is returned.
     """
     lines: dict[str, str] = {}
     for each in tried:
@@ -332,8 +337,8 @@ def _failures(tried: Sequence[Tried]) -> list[str]:
 
 
 def _differing(tried: Sequence[Tried]) -> list[str]:
-    """Describes the first row whose episodes did not all begin with the same observation. A row has one episode per
-    kind of script."""
+    """Describes the first row whose episodes did not all begin with the same observation. Each element of `tried` has
+    one episode per row."""
     for row in range(len(tried[0].games)):
         seen = [each.games[row].first for each in tried if each.games[row].failure is None]
         if any(observation != seen[0] for observation in seen):
@@ -345,7 +350,8 @@ def _differing(tried: Sequence[Tried]) -> list[str]:
 
 
 def _cheap(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float) -> list[str]:
-    """Returns a message for each kind of script whose turns are wrong but succeed, with the first row where they do.
+    """Returns a message for each kind of wrong turns (such as an empty text) that succeeds, with the first row where it
+    does.
 
     An episode succeeds if its total reward is at least `threshold`. For the answers of other rows, there is a message
     only if they succeed in more than the fraction `SAME` of the rows.
@@ -363,10 +369,11 @@ def _cheap(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float
 
 
 def _gold(tried: Sequence[Tried], problems: Sequence[Problem], threshold: float) -> tuple[list[str], bool]:
-    """Returns notes on the episodes whose turns are gold answers, and whether all of these episodes fail.
+    """Returns notes on training rows whose gold answer (column `answer`) fails, and whether the gold answers of all
+    rows fail.
 
-    An episode fails if it is unscored or its total reward is below `threshold`. Failures of gold answers do not change
-    the exit status, because the column `answer` may hold a text that is not a valid turn.
+    A gold answer fails if no episode with it has a total reward of at least `threshold`. Such failures do not change
+    the exit status of the command, because the column `answer` may hold a text that is not a valid turn.
     """
     gold = [passed(each.scores, threshold) for each in tried if each.kind in (GOLD, WORDS)]
     if not gold:

@@ -42,7 +42,7 @@ PRINTED = 20
 
 
 class Tried(NamedTuple):
-    """Completions of one kind and their scores."""
+    """The completions of one kind (such as gold answers), one per training row, and their scores."""
 
     kind: str
     texts: list[str]
@@ -110,7 +110,7 @@ def few_lines() -> Iterator[None]:
 
 
 def problem_of(number: int, source: DataSource) -> Problem:
-    """Returns training row `number` as a `Problem` without tokens."""
+    """Returns training row `number` as a `Problem` whose prompt is not tokenised."""
     row: Mapping[str, Any] = source.train[number]
     prompt = row["prompt"]
     text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])  # there is no chat template here
@@ -125,8 +125,8 @@ def other_answer(answers: Sequence[str], number: int) -> str:
 
 
 def print_report(config: Config) -> int:
-    """Prints a table of the scores, and the suspicious results. Returns the exit status: 1 if a reward function is
-    probably wrong, else 0."""
+    """Scores gold answers and wrong answers, and prints a table of the scores and messages on suspicious results.
+    Returns the exit status: 1 if a reward function is probably wrong, else 0."""
     problems, tried, weights = try_rewards(config)
     threshold = config.rewards.success_threshold
     names = list(weights)
@@ -153,8 +153,8 @@ def print_report(config: Config) -> int:
 
 
 def _failures(tried: Sequence[Tried]) -> list[str]:
-    """Returns the message of the first failure of each kind of completion. If several messages differ only in the
-    prompt and the completion, only the first of them is returned."""
+    """Returns the messages of failed reward functions. Each element of `tried` gives the message of its first failure.
+    If several messages differ only in the prompt and the completion, only the first of them is returned."""
     failures: dict[str, str] = {}
     for kind in tried:
         if kind.scores.first_failure is not None:
@@ -163,10 +163,10 @@ def _failures(tried: Sequence[Tried]) -> list[str]:
 
 
 def _cheap(tried: Sequence[Tried], weights: Mapping[str, float]) -> list[str]:
-    """Describes the reward functions that give their highest reward to the nonsense sentence, at least in some rows.
+    """Describes the reward functions that give their highest reward to a nonsense completion, at least in some rows.
 
-    This can be intended, so it does not change the exit status. If there is only one reward function, the result is
-    empty.
+    This can be intended, so it does not change the exit status of the command. If there is only one reward function,
+    the result is empty.
     """
     lines = []
     nonsense = next(kind for kind in tried if NONSENSE in kind.kind)
@@ -200,8 +200,12 @@ def passed(scores: Scores, threshold: float) -> np.ndarray:
 
 
 def _suspicions(each: Tried, problems: Sequence[Problem], threshold: float) -> list[str]:
-    """Returns messages on failed, missing and unexpected scores of one kind of completion. Each message quotes the
-    first row where the problem occurs."""
+    """Returns messages on suspicious scores of `each`, which has either the gold answers of all rows or wrong
+    completions.
+
+    Suspicious are reward functions that fail or time out, gold answers that are not scored or do not succeed, and wrong
+    completions that succeed. Each message quotes the first row where the problem occurs.
+    """
     scores, gold = each.scores, each.kind == GOLD
     checks = [
         (scores.timeouts | scores.errors, "the function failed or timed out"),

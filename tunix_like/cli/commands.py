@@ -43,7 +43,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _add_training(command: AddCommand) -> None:
-    """Adds the commands that create and train a run."""
+    """Adds the commands that create and train a run: `init`, `train` and `sft`."""
     init = command(
         "init", "init:init", "write a commented YAML and a Python file to start from", "init mine --like gsm8k"
     )
@@ -66,7 +66,7 @@ def _add_training(command: AddCommand) -> None:
 
 
 def _add_inference(command: AddCommand) -> None:
-    """Adds the commands that use a trained model."""
+    """Adds the commands that use a trained model: `eval`, `generate`, `serve` and `export`."""
     source = "run folder, RUN/checkpoints/STEP, RUN/checkpoints/best, model folder or hub id"
     evaluate = command(
         "eval",
@@ -177,7 +177,7 @@ def _add_serve(command: AddCommand, source: str) -> argparse.ArgumentParser:
 
 
 def _add_analysis(command: AddCommand) -> None:
-    """Adds the commands that analyse runs and estimators."""
+    """Adds the commands that analyse runs and estimators: `report`, `replay` and `advantages`."""
     report = command(
         "report",
         "report:report",
@@ -218,7 +218,7 @@ def _add_analysis(command: AddCommand) -> None:
 
 
 def _add_checks(command: AddCommand) -> None:
-    """Adds the commands that check a config or a machine before training."""
+    """Adds the commands that check a config or a machine before training: `check-rewards` and `doctor`."""
     rewards = command(
         "check-rewards",
         "check_rewards:run",

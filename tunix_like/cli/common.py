@@ -19,8 +19,8 @@ def setup_jax() -> None:
 
 
 def chosen_source(source: str, best: bool) -> str:
-    """Returns the argument of `open_trained`: the path of the best checkpoint of the run folder `source` if `best` is
-    True, otherwise `source` itself.
+    """Returns the path or name of the model to open: the best checkpoint of the run folder `source` if `best` is True,
+    otherwise `source` itself.
 
     Raises:
       UserError: `best` is True and `source` is not a run folder with checkpoints.

@@ -27,7 +27,7 @@ QUIT = "/quit"
 
 def read_line(label: str) -> str | None:
     """Returns the next line of standard input without its line break; None at the end of the input or if the line is
-    `QUIT`.
+    `/quit`.
 
     On a terminal, prints `label` before the line.
     """
@@ -46,8 +46,8 @@ class Person:
 
     Args:
       bridge: converts a line to tokens.
-      conversation: a `Conversations`, and the `Conversation` that it renders at each turn; None unless
-        `environment.history=template` is set.
+      conversation: the object that renders the whole conversation with the chat template at each turn, and the
+        conversation; None unless `environment.history=template` is set.
     """
 
     lockstep = True
@@ -107,7 +107,7 @@ class Person:
 def talk(
     engine: Engine, trained: Trained, prompt: Any, sampling: SamplingParams, tools: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Lets a person answer the turns of the model, until the end of standard input, `QUIT` or the token limit.
+    """Lets a person answer the turns of the model, until the end of standard input, `/quit` or the token limit.
 
     The conversation stays in one row of the KV cache of the engine. Earlier tokens are computed again only if the chat
     template changes them (`environment.history=template`). If the prompt is a list of messages, each line of the person

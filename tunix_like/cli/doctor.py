@@ -47,7 +47,7 @@ HUB = ("huggingface_hub", "datasets")
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One line of the report.
+    """One line of the report of the command `doctor`.
 
     Attributes:
       name: what was checked.
@@ -63,7 +63,7 @@ class Check:
 
 
 def report() -> list[Check]:
-    """Runs all checks. A missing package or device is reported and raises no error."""
+    """Checks packages, devices, memory and the Hugging Face cache. A missing package or device raises no error."""
     checks = [Check("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
     checks += [_core(name, module) for name, module in CORE.items()]
     if all(check.works for check in checks):
@@ -72,7 +72,8 @@ def report() -> list[Check]:
 
 
 def print_report() -> int:
-    """Prints the report as a table. Returns the exit status: 0 if the required packages work, else 1."""
+    """Checks this machine and prints the results as a table. Returns the exit status: 0 if everything that training
+    needs works, else 1."""
     checks = report()
     console.table("tunix-like doctor", ("what", "found", "what to do"), [(c.name, c.found, c.advice) for c in checks])
     return 0 if all(check.works for check in checks) else 1

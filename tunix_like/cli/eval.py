@@ -41,8 +41,8 @@ class Measured(NamedTuple):
 
 
 def evaluate(source: str, overrides: Sequence[str], out: str | None) -> None:
-    """Evaluates a run, a checkpoint or a model and prints the table. If `out` is given, also writes the JSONL file
-    `out` and a summary file.
+    """Evaluates a run, a checkpoint or a model and prints a table of metrics. If `out` is given, also writes the JSONL
+    file `out` and a summary file.
 
     Raises:
       UserError: `source`, `overrides` or `out` is invalid. The error is raised before sampling.
@@ -169,7 +169,7 @@ def summary_of(found: Measured) -> dict[str, Any]:
 
 
 def out_files(file: Path) -> tuple[Path, Path]:
-    """Returns `file`, to which the problems are written, and the path of the summary file in the same folder.
+    """Returns two paths to write: `file`, for the results of the problems, and a summary file in the same folder.
 
     Raises:
       UserError: the name of `file` does not end in .jsonl, one of the files exists, or the folder cannot be written.

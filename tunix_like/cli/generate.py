@@ -38,7 +38,7 @@ def generate(arguments: argparse.Namespace) -> None:
     prints all turns.
 
     Raises:
-      UserError: the options conflict; also the errors of `play` and `talk`.
+      UserError: the options conflict, the prompt cannot be used, or the environment failed.
     """
     _check_options(arguments)
     overrides = _greedy(arguments.overrides) if arguments.greedy else arguments.overrides
@@ -89,7 +89,7 @@ def _prompt(config: Config, text: str | None) -> Any:
     """Returns the prompt: `text`, or a list of messages if the run uses the chat template.
 
     Args:
-      text: None reads the text from the first line of standard input.
+      text: text of the prompt; None reads it from the first line of standard input.
 
     Raises:
       UserError: standard input has no line.
@@ -108,7 +108,7 @@ def _prompt(config: Config, text: str | None) -> Any:
 
 
 def _row(config: Config, number: int) -> Mapping[str, Any]:
-    """Returns a held-out row, or a training row if there are no held-out rows; `number` counts from 1."""
+    """Returns row `number` (from 1) of the held-out data, or of the training data if there are no held-out rows."""
     from tunix_like.data import load_source
 
     source = load_source(config.data)

@@ -104,8 +104,8 @@ def _started_by_scheduler() -> bool:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the arguments. Accepts overrides before and after options. A plain argparse parser rejects overrides
-    after options."""
+    """Parses the arguments. Accepts config overrides (`key=value`) before and after options. A plain argparse parser
+    rejects overrides after options."""
     parser = build_parser()
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["advantages"]:  # the space keeps argparse from parsing a negative first reward as an option

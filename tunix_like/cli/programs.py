@@ -114,7 +114,7 @@ def find_target(text: str) -> Target:
     simulates the devices on the CPU.
 
     Raises:
-      UserError: see `parse_devices` and `pretend`.
+      UserError: `text` is invalid, or jax already runs with another number of CPU devices.
     """
     kind, number = accelerators.parse_devices(text)
     if kind is not None:
@@ -190,7 +190,9 @@ def print_report(config: Config, devices: str, file: str | None = None) -> int:
         the status is also 1 if the estimated memory exceeds the memory of a device.
 
     Raises:
-      UserError: see `find_target`, `make_plan` and `check_size`; also if the file cannot be written.
+      UserError: `config` or `devices` is invalid, the model is much too large for the devices, or the folder of `file`
+        does not exist.
+      NotSaved: the file cannot be written.
     """
     if file is not None and not Path(file).resolve().parent.is_dir():
         raise UserError(f"--json {file}: the folder {Path(file).resolve().parent} does not exist; create it.")
@@ -314,7 +316,8 @@ def notes_of(done: Sequence[Compiled], target: Target) -> list[str]:
 
 
 def write_json(file: Path, done: Sequence[Compiled], target: Target) -> None:
-    """Writes the report as JSON; unavailable values are null. Raises NotSaved if the file cannot be written."""
+    """Writes memory, costs and predicted times of the compiled programs as JSON; unavailable values are null. Raises
+    NotSaved if the file cannot be written."""
     content = {
         "devices": target.devices,
         "compiler": target.compiler,

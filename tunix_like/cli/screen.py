@@ -42,14 +42,14 @@ def announce(parts: Parts, folder: Path) -> None:
 
 
 def _both_ends(values: str | list[int], most: int) -> str:
-    """Formats a text or a list of ids. Omits the middle if there are more than `most` characters or ids. The start and
-    the end are kept, because they show what a chat template adds."""
+    """Formats a text or a list of token ids. Omits the middle if there are more than `most` characters or ids. The
+    start and the end are kept, because they show what a chat template adds."""
     half = most // 2
     return repr(values) if len(values) <= most else f"{values[:half]!r} ... {values[-half:]!r}"
 
 
 class StepLines:
-    """Prints a line for each RL step and for selected SFT steps. Prints the samples of a step below its line.
+    """Prints a line for each RL step and for selected SFT steps. Prints example completions of a step below its line.
 
     Attributes:
       phases: names of the phases (`sft`, `train`) that have produced a row of metrics. If a run is resumed, a phase
@@ -91,7 +91,8 @@ def show_samples(step: int, samples: Samples) -> None:
 
 
 def results(folder: Path, parts: Parts, learner: Learner, trained: bool) -> None:
-    """Prints what `train` shows at the end: the evaluations, the best checkpoint, the run folder and a drawing.
+    """Prints what `train` shows at the end: the evaluations, the best checkpoint, the run folder and, if the data
+    source can draw problems, a drawing of one problem.
 
     Args:
       trained: whether this call of `train` has logged a row of RL metrics. If False, a note says that the run was

@@ -37,8 +37,8 @@ def serve(arguments: argparse.Namespace) -> None:
     """Serves a model until SIGTERM or Ctrl-C.
 
     Raises:
-      UserError: an option is invalid, the port is in use, or the extra `serve` is not installed; also the errors of
-        `open_trained`.
+      UserError: an option is invalid, the port is in use, the extra `serve` is not installed, or the model cannot be
+        opened.
     """
     _check(arguments)
     key = _api_key(arguments.host)
@@ -80,8 +80,8 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _api_key(host: str) -> str | None:
-    """Returns the API key from the environment variable `KEY`, or None if the variable is not set. Raises UserError if
-    there is no key and `host` is not a loopback address."""
+    """Returns the API key from the environment variable `TUNIX_LIKE_API_KEY`, or None if the variable is not set.
+    Raises UserError if there is no key and `host` is not a loopback address."""
     key = os.environ.get(KEY, "").strip()
     if key:
         return key
@@ -98,7 +98,7 @@ def _api_key(host: str) -> str | None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound to the address and does not listen yet. Raises UserError if the socket cannot be
+    """Returns a socket that is bound to `host` and `port` and does not listen yet. Raises UserError if it cannot be
     bound."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -167,7 +167,7 @@ def _server(arguments: argparse.Namespace, settings: Settings, trained: Trained)
 
 
 async def _run(app: ASGIApp, server: Server, listener: socket.socket) -> None:
-    """Serves until a signal arrives, then finishes the running requests."""
+    """Serves HTTP requests until a stop signal arrives, then finishes the running requests."""
     import uvicorn
 
     class Stoppable(uvicorn.Server):

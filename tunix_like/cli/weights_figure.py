@@ -39,8 +39,8 @@ _LOWEST = 0.03  # lower end of the y axis; needed because the weight of max@k fa
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A curve of the figure: its label, family (`ml`, `rl`, `grpo`, `maxrl`, `max@k` or `other`), and its weight at
-    each pass rate."""
+    """A curve of the weight of a prompt as a function of its pass rate: its label, its family (`ml`, `rl`, `grpo`,
+    `maxrl`, `max@k` or `other`, which sets the line style), and the weight at each pass rate."""
 
     label: str
     family: str
@@ -48,8 +48,8 @@ class Curve:
 
 
 def pass_rates(group_size: int) -> Float[np.ndarray, "N"]:
-    """Returns the pass rates at which the curves are computed. The rates are dense near 0 and 1. The lowest
-    rate is below 1/G, where G is the group size: 1/G is the pass rate of one success in a group."""
+    """Returns the pass rates at which the curves of the figure are computed. The rates are dense near 0 and 1. The
+    lowest rate is below 1/G, where G is the group size: 1/G is the pass rate of one success in a group."""
     end = min(0.01, 0.1 / group_size)
     logits = np.linspace(np.log(end / (1 - end)), np.log(0.99 / 0.01), 400)
     return 1 / (1 + np.exp(-logits))
@@ -58,7 +58,8 @@ def pass_rates(group_size: int) -> Float[np.ndarray, "N"]:
 def drawn_estimators(
     group_size: int, k: int, truncation_order: int | None = None, ddof: int | None = None
 ) -> list[tuple[str, str, GroupEstimator]]:
-    """Returns the label, the family (see `Curve`) and the estimator of each curve that the group size allows.
+    """Returns the label, the family (which sets the line style) and the estimator of each curve that the group size
+    allows.
 
     MaxRL of order `G - 1`, where G is the group size, is Algorithm 1 of the MaxRL paper. A lower order
     truncates the Taylor series of the log-likelihood earlier.
@@ -78,8 +79,8 @@ def drawn_estimators(
 def curves_of(
     estimators: Sequence[tuple[str, str, GroupEstimator]], group_size: int, rates: Float[np.ndarray, "N"]
 ) -> list[Curve]:
-    """Computes the curves of maximum likelihood, plain RL and each `(label, family, estimator)`. Curves that coincide
-    are merged into one, whose label contains all names."""
+    """Computes the weight of a prompt at each pass rate as curves for maximum likelihood, for plain RL and for each
+    `(label, family, estimator)`. Curves that coincide are merged into one, whose label contains all names."""
     weights = weights_of([estimator for _, _, estimator in estimators], group_size, rates)
     curves = [Curve("ML, 1/p", "ml", likelihood_weight(rates)), Curve("RL", "rl", reinforcement_weight(rates))]
     for (label, family, _), values in zip(estimators, weights, strict=True):
@@ -93,8 +94,8 @@ def curves_of(
 
 
 def weights_figure(curves: Sequence[Curve], group_size: int, rates: Float[np.ndarray, "N"]) -> Figure:
-    """Draws the figure of the population weights. A PNG file of the figure has 1200 x 750 pixels. This function does
-    not use pyplot, so it changes no global state and needs no display."""
+    """Draws the weight of a prompt as a function of its pass rate. A PNG file of the figure has 1200 x 750 pixels. This
+    function does not use pyplot, so it changes no global state and needs no display."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained", facecolor="white")

@@ -96,7 +96,7 @@ def temporary_of(path: Path) -> Path:
 
 
 def read_yaml(path: str | Path) -> Mapping[Any, Any]:
-    """Reads the keys of a file that `save` wrote, with the YAML rules of `load` but without checks of keys and values.
+    """Reads a config file that `save` wrote. Parses YAML like `load`, but does not check the keys and values.
 
     Raises:
       UserError: the file cannot be read, is not valid YAML, or is empty.
@@ -112,8 +112,8 @@ def read_yaml(path: str | Path) -> Mapping[Any, Any]:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Returns the dotted keys whose values differ between two results of `as_dict`, each as `key: value in a -> value
-    in b`."""
+    """Returns the dotted keys whose values differ between the configs `a` and `b` (results of `as_dict`), each as the
+    text `key: value in a -> value in b`."""
     left, right = dict(flat(a)), dict(flat(b))
     return [
         f"{name}: {left.get(name, '(absent)')!r} -> {right.get(name, '(absent)')!r}"
@@ -185,9 +185,9 @@ def _optional(hint: Any) -> bool:
 
 
 def _defaults(section: Any) -> dict[str, Any]:
-    """Returns the defaults as nested dicts. The default of a key of type str, int, float or bool is returned as it is.
-    Any other default is wrapped in a `FieldReference` of type `object`, so that ml_collections does not check the type
-    of its key."""
+    """Returns the defaults of a config section as nested dicts. A default of a key of type str, int, float or bool is
+    returned as it is. Any other default is wrapped in a `FieldReference` of type `object`, so that ml_collections
+    accepts values of any type for its key."""
     hints, result = _hints(type(section)), {}
     for field in _fields(type(section)):
         value, hint = getattr(section, field.name), hints[field.name]

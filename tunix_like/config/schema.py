@@ -369,7 +369,7 @@ class EnvironmentConfig(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig(Checked):
-    """AdamW with linear warm-up and a learning-rate schedule."""
+    """Settings of AdamW with linear warm-up and a learning-rate schedule."""
 
     section = "optimizer"
     learning_rate: float = key(1e-6, doc="peak learning rate", above=0)

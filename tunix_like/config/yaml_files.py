@@ -133,7 +133,7 @@ def parse_override(text: str, name: str) -> Any:
 
 def text_of(text: str) -> str | None:
     """Parses the value that the command line gives for a config key of type text. Returns None for `null`, and a text
-    in YAML quotes without the quotes. Any other text is returned unchanged, so '{question}' needs no quotes."""
+    in YAML quotes without the quotes. Any other text is returned unchanged, so `{question}` needs no quotes."""
     try:
         value = yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError, RecursionError):

@@ -31,7 +31,8 @@ def load(config: DataConfig) -> DataSource:
     that finds any number.
 
     Raises:
-      UserError: `data.eval_size` is larger than the number of possible hidden numbers.
+      UserError: `data.eval_size` is larger than the number of possible hidden numbers, or the rows would take too much
+        memory.
     """
     eval_size = NUMBERS if config.eval_size is None else config.eval_size
     train_size = DEFAULT_TRAIN if config.train_size is None else config.train_size

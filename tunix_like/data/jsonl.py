@@ -223,7 +223,8 @@ def split_folder(
       reward: registered name of the default reward function.
 
     Raises:
-      UserError: see `load`.
+      UserError: a file is missing or empty, a row is invalid, there are fewer rows than requested, or the splits for
+        training and evaluation are the same.
     """
     rows: list[Sequence[Record]] = []
     for key, split in (("split", config.split), ("eval_split", config.eval_split)):
@@ -257,7 +258,7 @@ def check_hub_rows(
     held_out: Sequence[Record],
     check: Callable[[Record, str], None],
 ) -> None:
-    """Runs `check` on every row of both splits, because any value can be missing in a hub dataset."""
+    """Runs `check` on every training and held-out row, because any value can be missing in a hub dataset."""
     for split, rows in ((config.split, train), (config.eval_split, held_out)):
         with progress.task(f"checking {path}, {split}", len(rows)) as advance:
             for number, row in enumerate(rows, start=1):

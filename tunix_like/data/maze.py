@@ -93,7 +93,7 @@ def _log10_distinct(size: int) -> float:
 
 
 def _distinct(size: int, count: int, rng: random.Random, taken: set[str]) -> list[str]:
-    """Generates `count` distinct grids that are not in `taken`. This is slow if almost all possible grids are taken."""
+    """Generates `count` distinct mazes that are not in `taken`. This is slow if almost all possible mazes are taken."""
     grids: dict[str, None] = {}
     while len(grids) < count:
         grid = make(size, rng)
@@ -128,7 +128,8 @@ _NEIGHBOURS: dict[int, dict[int, list[tuple[int, int]]]] = {}
 
 
 def _neighbours(size: int) -> dict[int, list[tuple[int, int]]]:
-    """Returns the neighbours of each cell as pairs `(wall in between, neighbour)`. Positions are flat indices."""
+    """Returns the neighbours of each cell of a maze as pairs `(wall in between, neighbour)`. Cells and walls are
+    indices into the text of the grid without newlines."""
     if size not in _NEIGHBOURS:
         inside = range(1, size - 1, 2)
         _NEIGHBOURS[size] = {

@@ -270,7 +270,8 @@ def _tags(mix_entries: Sequence[Entry], sources: Sequence[DataSource]) -> list[_
 
 
 def _draw(parts: Mapping[str, DataSource]) -> Callable[[Record, str], str] | None:
-    """Returns a function that draws a row with the function `draw` of its source; None if a source has no `draw`."""
+    """Returns a function that draws a picture of a row and a completion with the function `draw` of the row's source.
+    Returns None if one of the sources has no `draw`."""
     draws = {label: part.draw for label, part in parts.items()}
     present = {label: draw for label, draw in draws.items() if draw is not None}
     return None if len(present) < len(draws) else lambda row, completion: present[row[SOURCE_COLUMN]](row, completion)

@@ -29,7 +29,8 @@ def load(config: DataConfig) -> DataSource:
     repeat, but no training string equals a held-out string.
 
     Raises:
-      UserError: `data.text_length` is below 2, or `data.eval_size` exceeds half of the possible strings.
+      UserError: `data.text_length` is below 2, `data.eval_size` exceeds half of the possible strings, or the rows would
+        take too much memory.
     """
     longest = DEFAULT_LONGEST if config.text_length is None else config.text_length
     if longest < SHORTEST:
@@ -62,7 +63,7 @@ def _draw(rng: random.Random, longest: int) -> str:
 
 
 def record(text: str) -> Record:
-    """Builds the row of a string: `prompt`, `answer` (the reversed string, for SFT and for the reward) and `text`."""
+    """Builds the row for the string `text`: `prompt`, `answer` (reversed, for SFT and for the reward) and `text`."""
     return {"prompt": f"{text}>", "answer": text[::-1], "text": text}
 
 

@@ -66,9 +66,10 @@ def warn_shared(train: Any, held_out: Any) -> None:
 
 @contextlib.contextmanager
 def compared_once(train: Any, held_out: Any) -> Iterator[None]:
-    """Context manager that calls `warn_shared` once, and disables `warn_shared` inside the block.
+    """Context manager that warns of held-out prompts in the training data (`warn_shared`), and disables this warning
+    inside the block.
 
-    SFT and RL use the same rows, so one call is enough for both phases.
+    SFT and RL use the same rows, so one warning is enough for both.
     """
     warn_shared(train, held_out)
     token = _compared.set(True)
@@ -79,8 +80,8 @@ def compared_once(train: Any, held_out: Any) -> Iterator[None]:
 
 
 def shared_prompts(train: Any, held_out: Any) -> Overlap | None:
-    """Counts the held-out rows that have the same prompt as a training row. If rows have the column `HIDDEN_COLUMN`,
-    this column must be the same too.
+    """Counts the held-out rows that have the same prompt as a training row. If rows have the column `hidden`, this
+    column must be the same too.
 
     Rows without a prompt, and rows that raise a UserError when they are read, are not counted.
 
@@ -104,8 +105,8 @@ def shared_prompts(train: Any, held_out: Any) -> Overlap | None:
 
 
 def _key(rows: Any, place: int) -> int | None:
-    """Returns a 64-bit hash of the columns `prompt` and `HIDDEN_COLUMN` of row `place`; None for a row without a
-    prompt."""
+    """Returns a 64-bit hash of the columns `prompt` and `hidden` of the row with index `place`; None for a row without
+    a prompt."""
     try:
         row = rows[place]
     except UserError:

@@ -36,7 +36,7 @@ exact length."""
 
 
 class Prompt(NamedTuple):
-    """A rendered and tokenised prompt. `source` is the column `prompt` of its row, and `columns` are the others."""
+    """A rendered and tokenised prompt. `source` is the column `prompt` of its row, `columns` are the other columns."""
 
     text: str
     tokens: list[int]
@@ -66,8 +66,8 @@ class Skipped(NamedTuple):
         return self.long + self.empty
 
     def fitting_batch(self, batch_size: int) -> int:
-        """Returns `batch_size`, or the number of rows with a usable prompt if this number is smaller than `batch_size`.
-        Logs a warning in the second case."""
+        """Returns `batch_size`, or the number of rows whose prompt is not skipped if this number is smaller than
+        `batch_size`. Logs a warning in the second case."""
         usable_rows = self.rows - self.prompts
         if usable_rows < batch_size:
             logger.warning(
@@ -100,19 +100,19 @@ def check_overlong(overlong: str) -> None:
 
 
 def tokens_to_count(overlong: str, max_prompt_length: int) -> int:
-    """Returns the number of tokens above which a prompt may be truncated (argument `most` of `render`). It can exceed
+    """Returns the number of tokens above which a prompt may be truncated before its tokens are counted. It can exceed
     `max_prompt_length` with `overlong="error"`, because the error message gives the length of the prompt."""
     return max(max_prompt_length, _COUNTED) if overlong == "error" else max_prompt_length
 
 
 def unusable(length: int, limit: int, row: str, most: int) -> UserError:
-    """Returns the error for an empty or overlong prompt if `data.overlong_prompts` is `error`.
+    """Returns the error for an empty or overlong prompt. It is raised if `data.overlong_prompts` is `error`.
 
     Args:
       length: number of tokens of the prompt: 0, or more than `limit`.
       row: the name of the row for the message.
-      most: the argument `most` of `render`. If `length` exceeds `2 * most`, the prompt may have been truncated before
-        its tokens were counted. The message then says only that it has over `2 * most` tokens.
+      most: limit for truncation. If `length` exceeds `2 * most`, the prompt may have been truncated before its tokens
+        were counted. The message then says only that it has over `2 * most` tokens.
     """
     count = f"over {2 * most}" if length > 2 * most else length
     too_long = f"has {count} tokens, but rollout.max_prompt_length is {limit}. Raise it"
@@ -137,7 +137,7 @@ def render(row: Any, tokenizer: Tokenizer, most: int | None = None) -> Prompt:
 
 
 def render_all(rows: Sequence[Any], tokenizer: Tokenizer, most: int | None = None) -> Iterator[Prompt | UserError]:
-    """Yields the rendered prompt or the error of each row. This is faster than one call of `render` per row."""
+    """Yields the tokenised prompt of each row, or its error. This is faster than one call of `render` per row."""
     problems = [_problem(row) for row in rows]
     good = [row["prompt"] for row, problem in zip(rows, problems, strict=True) if problem is None]
     encoded = tokenizer.encode_prompts(good, most)
@@ -236,7 +236,7 @@ def prompt_batches(
       forever: whether to start again after each epoch.
 
     Returns:
-      an iterator; it is `Resumable` unless `rows` is a plain iterable.
+      an iterator; its position can be saved (`Resumable`) unless `rows` is a plain iterable.
     """
     if isinstance(rows, Sequence | grain.MapDataset):
         source = rows if isinstance(rows, grain.MapDataset) else grain.MapDataset.source(rows)
@@ -254,8 +254,8 @@ def prompt_batches(
 
 
 def refusing(batches: Iterator[list[Prompt]], overlong: str) -> Iterator[list[Prompt]]:
-    """Makes `batches` raise an error for an unusable prompt if `overlong` is `error`, or else skip it; returns
-    `batches`. An iterator of another type than `SharedBatches` is not changed: it always skips unusable prompts."""
+    """Sets whether the iterator `batches` raises an error for an unusable prompt (if `overlong` is `error`) or skips
+    it; returns `batches`. Iterators of another type than `SharedBatches` always skip empty and overlong prompts."""
     if isinstance(batches, SharedBatches):
         batches.refuses = overlong == "error"
     return batches
@@ -275,8 +275,8 @@ class SharedBatches(Iterator[list[Prompt]]):
     themselves.
 
     The rows are candidates for the batches, in the order of `rows`. Each candidate is rendered by one process. The
-    saved position is the index of the next candidate, so it does not depend on the number of processes. A row that
-    cannot be rendered is skipped. The first such row is logged as a warning.
+    saved position is the index of the next candidate, so it does not depend on the number of processes. A prompt is
+    usable if it can be rendered and is neither empty nor overlong. The first row that cannot be rendered is logged.
 
     Args:
       rows: pairs `(number, row)`, with the index of the row in the data; None in place of a row that a filter removed.
@@ -322,8 +322,8 @@ class SharedBatches(Iterator[list[Prompt]]):
         return batch
 
     def next_epoch(self) -> None:
-        """Advances to the next epoch and skips the remaining candidates of the current epoch. Does nothing if the
-        candidates repeat without end."""
+        """Skips the remaining rows of the current epoch, so that the iterator continues with the next epoch. Does
+        nothing if the iterator repeats the rows without end."""
         if self.end is not None:
             self.next, self.end = self.end, self.end + self.epoch
 

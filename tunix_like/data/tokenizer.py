@@ -216,7 +216,7 @@ class Tokenizer:
         encoded as plain text. No special tokens are added.
 
         Raises:
-          UserError: see `encode`.
+          UserError: the text contains a lone surrogate.
         """
         beginning = self._enough(text, most)
         return self._encode_guarded(refer(beginning, self._control, everything=True), False, most)[1][:most]
@@ -269,14 +269,14 @@ class Tokenizer:
             yield next(rendered) if isinstance(turns, list) else turns
 
     def encode_guarded(self, text: str, most: int) -> list[int]:
-        """Encodes a text that `render_guarded` returned, or a part of such a text. Adds no special tokens.
+        """Encodes a text of `render_guarded`, or a part of such a text. The placeholders that stand for control tokens
+        in data are encoded as plain text. Adds no special tokens.
 
         Args:
-          most: if a text has more than `most` ids, the result may be truncated, but still has more than `most` ids.
-            This bounds the time.
+          most: if the text has more than `most` ids, the result may be truncated, but to more than `most` ids.
 
         Raises:
-          UserError: see `encode`.
+          UserError: the text contains a lone surrogate.
         """
         return self._encode_guarded(text, False, most)[1]
 
@@ -331,7 +331,7 @@ class Tokenizer:
             This bounds the time: 100,000 characters would take up to a second.
 
         Raises:
-          UserError: see `render` and `encode`.
+          UserError: messages cannot be rendered with the chat template, or a text contains a lone surrogate.
         """
         if isinstance(prompt, str) and not apply_chat_template:
             prompt = prompt if most is None else self._enough(prompt, most)
@@ -349,8 +349,8 @@ class Tokenizer:
     def encode_prompts(
         self, prompts: Sequence[str | Sequence[Message]], most: int | None = None
     ) -> Iterator[tuple[str, list[int]] | UserError]:
-        """Yields the result of `encode_prompt` for each prompt, or its error. Strings are encoded unchanged. Messages
-        are rendered.
+        """Yields the text and the token ids of each prompt, or its error. Strings are encoded unchanged. Messages are
+        rendered with the chat template.
 
         This is faster than one call of `encode_prompt` per prompt, because rendering and encoding overlap.
         """
@@ -393,10 +393,10 @@ class Tokenizer:
             return error
 
     def _encode_guarded(self, text: str, add_special_tokens: bool, most: int | None) -> tuple[str, list[int]]:
-        """Returns the text and the ids of a text that `render_guarded` returned.
+        """Returns the ids of a text with placeholders for control tokens, and the text without placeholders.
 
-        A placeholder of a control token is replaced by the characters of the token, which are encoded separately as
-        plain text. For `most`, see `encode_prompt`.
+        A placeholder is replaced by the characters of the token, which are encoded separately as plain text. If the
+        text has more than `most` ids, the result may be truncated, but still has more than `most` ids.
         """
         pieces = parts(text, self._control)
         if not any(literal for _, literal in pieces):

@@ -78,7 +78,8 @@ def _added_token(fields: Mapping[str, Any], special: bool) -> tokenizers.AddedTo
 
 
 def add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Sequence[str]) -> None:
-    """Adds to `backend` the special tokens `named` and the tokens that `config` (of tokenizer_config.json) declares.
+    """Adds tokens to the tokenizer `backend`: the special tokens `named`, and the tokens that `config` (the content of
+    tokenizer_config.json) declares.
 
     A token that is already an added token of `backend` (from tokenizer.json) is left unchanged.
     """

@@ -58,7 +58,8 @@ def load(config: DataConfig) -> DataSource:
 
 
 def settings_of(config: DataConfig) -> dict[str, Any]:
-    """Returns the settings for `VerifiersProcess`. Raises a UserError if `data.path` is unset or a missing file."""
+    """Returns the settings of the process that runs an environment. Raises a UserError if `data.path` is unset or a
+    missing file."""
     if config.path is None:
         raise UserError(
             "data.path: data.name=verifiers needs the id of an installed environment, or a Python file with one."

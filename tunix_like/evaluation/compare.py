@@ -1,4 +1,4 @@
-"""Compares two evaluations of the same problems: the paired difference of every metric, with its interval.
+"""Compares two evaluations of the same problems: the paired difference of every metric, with its confidence interval.
 
 This module reads files that `tunix-like eval --out` wrote. It does not sample completions.
 """
@@ -171,7 +171,8 @@ def differences(
 
 
 def cells(rows: Sequence[Difference]) -> list[tuple[str, str, str, str, str]]:
-    """Formats differences as rows of a table: metric, A, B, B - A, problems won and lost."""
+    """Formats the differences between two evaluations A and B as rows of a table: metric, A, B, B - A, and the numbers
+    of problems with a higher and with a lower value in B."""
     return [
         (
             row.name,

@@ -169,8 +169,9 @@ class Evaluator:
           step: number of the training step after which the weights are evaluated; 0 before training or without a run.
 
         Raises:
-          UserError: `step` is 0, and the scoring of each completion of the first batch had a timeout or an error, or no
-            completion could be scored. At a later step, the reward metrics are NaN instead, and the run continues.
+          UserError: `step` is 0, and either no completion could be scored, or the scoring of every completion of the
+            first batch had a timeout or an error. At a later step, the reward metrics are NaN instead, and the run
+            continues.
         """
         with progress.task("evaluation", len(self.problems)) as advance:
             return self._summary(self._sampled(self.engine.place(params), advance, rollouts, step))
@@ -215,7 +216,8 @@ class Evaluator:
             self.player.environments.close()
 
     def objectives(self) -> list[str]:
-        """Returns the names of the metrics for which a higher value is better. Does not sample completions."""
+        """Returns the names of the metrics of an evaluation for which a higher value is better. Does not sample
+        completions."""
         has_answers = any(_answer_function(self.rewards, problem) is not None for problem in self.problems)
         samples = self.config.samples
         none = np.zeros((1, samples))

@@ -1,4 +1,4 @@
-"""Computes pass@k, majority votes and confidence intervals from counts.
+"""Computes pass@k, majority votes and confidence intervals of evaluations.
 
 Axes: `N` problems, `n` completions, `M` metrics.
 """
@@ -86,7 +86,7 @@ def problem_values(
     votes: Sequence[Sequence[Hashable] | None],
     ks: Sequence[int],
 ) -> dict[str, Float[np.ndarray, "N"]]:
-    """Computes `pass@k` and `maj@k` for each k, and `avg@n` (the mean reward), of each problem.
+    """Computes `pass@k` and `maj@k` for each k of `ks`, and `avg@n` (the mean reward), of each problem.
 
     Unscored completions (reward NaN) are excluded. pass@k and maj@k are NaN if fewer than k completions of a problem
     are scored. avg@n is NaN if no completion is scored.
@@ -120,12 +120,13 @@ def mean_known(values: Float[np.ndarray, "N"]) -> float:
 
 
 def value_ranges(names: Iterable[str], rewards: Sequence[Any]) -> dict[str, tuple[float, float]]:
-    """Returns the smallest and the largest possible value of a problem for each metric of `problem_values`.
+    """Returns for each metric the smallest and the largest possible value of a problem.
 
     Args:
       names: names of the metrics. The range of pass@k and maj@k is 0 to 1.
-      rewards: arrays of any shape; NaN is ignored. The range of avg@n runs from the smallest to the largest
-        number among these rewards and 0. The caller includes `rewards.success_threshold`, which is a possible reward.
+      rewards: arrays of any shape; NaN is ignored. The range of avg@n (the mean reward) runs from the smallest to the
+        largest number among these rewards and 0. The caller includes `rewards.success_threshold`, which is a possible
+        reward.
     """
     flat = np.concatenate([[0.0], *(np.ravel(array) for array in rewards)])
     seen = float(np.nanmin(flat)), float(np.nanmax(flat))
@@ -148,11 +149,11 @@ def intervals(
     above. The tests check the coverage by simulation.
 
     Args:
-      values: value of each problem, by name; NaN is ignored.
-      ranges: the smallest and the largest possible value of a problem, by name.
+      values: for each metric, the value of each problem; NaN is ignored.
+      ranges: for each metric, the smallest and the largest possible value of a problem.
 
     Returns:
-      the low and the high end, by name. Both are NaN if fewer than two problems have a value.
+      for each metric, the low and the high end. Both are NaN if fewer than two problems have a value.
     """
     out: dict[str, tuple[float, float]] = {}
     for name, per_problem in values.items():
@@ -171,7 +172,8 @@ def intervals(
 
 
 def _weighted_quantiles(table: Float[np.ndarray, "N M"], ends: Float[np.ndarray, "2 M"]) -> Float[np.ndarray, "2 M"]:
-    """Computes the low and high ends of the confidence intervals of `M` metrics from `DRAWS` random weight vectors.
+    """Computes the low and high ends of the confidence intervals of `M` metrics (see `intervals`), with `DRAWS` random
+    vectors of problem weights.
 
     `table` has the value of each problem and metric. `ends` has the lowest and the highest possible value of each
     metric.

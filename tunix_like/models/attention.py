@@ -77,11 +77,11 @@ def _splash_lacks(device: Any) -> str | None:
 
 
 def _implementation(kind: str, q: Float[Array, "*B H h"], parts: tuple[Part, ...], cap: float | None) -> Any:
-    """Selects the attention implementation of a call. Returns None for the plain implementation.
+    """Selects the attention implementation of one call. Returns None for the plain implementation.
 
-    If the mask of a part is an array, the result is None. (Decoding uses such masks, with one query per completion.)
-    Kernels do not support a cap of the scores, and splash attention does not support windows. If `kind` is a kernel
-    that does not support the call, the number of scores selects the implementation, as for "auto".
+    If the mask of one of `parts` is an array, the result is None. (Decoding uses such masks, with one query per
+    completion.) Kernels do not support a cap of the scores, and splash attention does not support windows. If `kind` is
+    a kernel that does not support the call, the number of scores selects the implementation, as for "auto".
     """
     if kind == "plain" or not all(part.described for part in parts):
         return None
@@ -98,11 +98,11 @@ def _implementation(kind: str, q: Float[Array, "*B H h"], parts: tuple[Part, ...
 def attention(
     q: Float[Array, "B N H h"], part: Part, kind: str = "auto", cap: float | None = None
 ) -> Float[Array, "B N H h"]:
-    """Computes `softmax(q k^T / sqrt(h)) v` with the keys and values of `part`. Query head `i` uses key head
-    `i // (H // K)`.
+    """Computes `softmax(q k^T / sqrt(h)) v` with the keys, values and mask of `part`, and head width `h`. Of H query
+    heads, head `i` uses key head `i // (H // K)` of K key heads.
 
-    `kind` is a result of `resolve_attention`. With `cap`, scores become `cap tanh(scores / cap)` (Gemma 2,
-    arXiv 2408.00118).
+    `kind` names the implementation, as `resolve_attention` returns it. With `cap`, scores become
+    `cap tanh(scores / cap)` (Gemma 2, arXiv 2408.00118).
     """
     if (implementation := _implementation(kind, q, (part,), cap)) is not None:
         return implementation(q, (part,)) if cap is None else implementation(q, (part,), cap=cap)
@@ -118,16 +118,17 @@ def group_attention(
     """Computes attention of completions over the keys of their prompt and over their own keys, in one softmax.
 
     Args:
-      q: queries of every completion of every prompt.
-      prompt: keys and values of the prompts, `B = P`. The mask has `G * T` queries per prompt, or is broadcast over the
+      q: T queries for each of G completions of each of P prompts.
+      prompt: keys and values of the P prompts. The mask has `G * T` queries per prompt, or is broadcast over the
         queries.
-      own: keys and values of the completions, `B = P * G`.
-      kind: a result of `resolve_attention`.
-      cap: as in `attention`.
+      own: keys and values of the `P * G` completions.
+      kind: name of the implementation, as `resolve_attention` returns it.
+      cap: scores become `cap tanh(scores / cap)`; None: no cap.
 
-    The plain implementation combines the parts through the common maximum of their scores and the common sum of
-    exponentials, so no `[T, S + T]` array is built. Gradients flow through all parts. The parts are not combined
-    through the log-sum-exp that `jax.nn.dot_product_attention` returns, because it has no gradient.
+    The plain implementation combines the keys of the prompt and the own keys through the common maximum of their scores
+    and the common sum of exponentials, so their scores are not concatenated. The log-sum-exp that
+    `jax.nn.dot_product_attention` returns is not used for this, because it has no gradient. Gradients flow through all
+    keys and values.
     """
     if (implementation := _implementation(kind, q, (prompt, *own), cap)) is not None:
         return implementation(q, (prompt, *own)) if cap is None else implementation(q, (prompt, *own), cap=cap)
@@ -159,10 +160,10 @@ def group_attention(
 
 
 def _scores(q: Float[Array, "B N H h"], part: Part, cap: float | None) -> Float[Array, "B K R N U"]:
-    """Computes scaled, capped and masked scores; `R = H / K` query heads share a key head.
+    """Computes scaled, capped and masked attention scores. In the result, each of K key heads has R query heads.
 
-    In the result, heads precede positions, so one plain batched matrix product computes the scores. If batch axes were
-    between other axes, the gradient of the product would take twice as long on the CPU.
+    Heads precede positions, so one plain batched matrix product computes the scores. If batch axes were between other
+    axes, the gradient of the product would take twice as long on the CPU.
     """
     batch, count, heads, width = q.shape
     key_heads = part.k.shape[1]

@@ -33,13 +33,14 @@ NOTHING = -1e30
 def joined_attention(
     q: Float[Array, "*B H h"], parts: Sequence[Part], cap: float | None = None
 ) -> Float[Array, "*B H h"]:
-    """Computes attention of the queries over the keys of all parts in one softmax.
+    """Computes attention of the queries over the keys of all parts (keys and values with a mask) in one softmax.
 
     The result is `softmax([q k_1^T, q k_2^T, ...] / sqrt(h)) [v_1; v_2; ...]`, where `k_i` and `v_i` are the keys and
     values of part `i`. The mask of a part must not be an array.
 
     Args:
-      q: queries with any leading axes. For a part with `B` batch entries, the queries are reshaped to `[B, N, H, h]`.
+      q: queries of H heads of width h, with any leading axes. For a part with `B` batch entries, the queries are
+        reshaped to `[B, N, H, h]`: N queries per entry.
       cap: scores become `cap tanh(scores / cap)`.
 
     Returns:
@@ -70,8 +71,8 @@ def _joined_forward(cap: float | None, q: Array, parts: tuple[Part, ...]) -> tup
 def _joined_backward(cap: float | None, saved: Any, cotangent: Array) -> tuple[Array, tuple[Part, ...]]:
     """Computes the gradients with respect to queries, keys and values.
 
-    For scores S, output O and values V, the gradient of the scores is `dS = P * (dO V^T - rowsum(dO * O))` with the
-    attention weights `P = exp(S - lse)`. S and P are recomputed for each block.
+    For scores S with the log-sum-exp `lse`, values V and output O, the attention weights are `P = exp(S - lse)`, and
+    the gradient of the scores is `dS = P * (dO V^T - rowsum(dO * O))`. S and P are recomputed for each block.
     """
     q, parts, out, lse = saved
     total, gradients = jnp.zeros(q.shape, jnp.float32), []
@@ -92,12 +93,12 @@ def _rows(x: Float[Array, "*B H h"], part: Part) -> Float[Array, "B N H h"]:
 
 
 class _Work(NamedTuple):
-    """Queries, keys and values of a part, padded to whole blocks, and the pairs of query and key blocks to compute.
+    """Queries, keys and values, padded to whole blocks, and the pairs of query and key blocks that are computed.
 
     Attributes:
-      query_ids, key_ids: segment of each query and key. A query sees keys of its own segment only.
-      positions: position of each key, for comparison with `starts`.
-      starts: the first position that each query sees; None if the mask has no windows.
+      query_ids, key_ids: segment number of each query and key. A query sees only keys with its own number.
+      positions: position of each key.
+      starts: for each query, the first key position that it sees; None if the mask has no windows.
       order: for each of the n query blocks, the indices of all m key blocks. The key blocks to compute come first.
       number: for each query block, the number of key blocks to compute.
     """
@@ -116,8 +117,8 @@ class _Work(NamedTuple):
 def part_forward(
     q: Float[Array, "B N H h"], part: Part, cap: float | None = None
 ) -> tuple[Float[Array, "B N H h"], Float[Array, "B N H"]]:
-    """Computes the output and log-sum-exp of one part by an online softmax over the key blocks. For a query without
-    visible keys, the output is 0 and the log-sum-exp is `NOTHING`."""
+    """Computes attention over one part (keys and values with a mask), by an online softmax over blocks of keys. Returns
+    the output and the log-sum-exp. For a query without visible keys, they are 0 and `NOTHING` (-1e30)."""
     work, blocks = _plan(q, part, cap)
 
     def of_queries(i: Array) -> tuple[Array, Array]:
@@ -151,8 +152,9 @@ def part_backward(
     part: Part,
     cap: float | None = None,
 ) -> tuple[Float[Array, "B N H h"], Float[Array, "B K h U"], Float[Array, "B K U h"]]:
-    """Computes the gradients (float32) with respect to `q` and to the keys and values of `part`. `cotangent` is the
-    gradient with respect to `out`. `out` and `lse` are the output and log-sum-exp of the softmax over all parts."""
+    """Computes the gradients (float32) of attention with respect to the queries `q` and to the keys and values of
+    `part`. `out` and `lse` are the attention output and the log-sum-exp over the keys of all parts. `cotangent` is the
+    gradient with respect to `out`."""
     work, blocks = _plan(q, part, cap)
     delta = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     cotangent, lse, delta = (
@@ -188,7 +190,7 @@ def part_backward(
 
 
 class _Blocks(NamedTuple):
-    """Sizes of the query and key blocks of a part, whether its mask is causal, and the cap of scores."""
+    """Sizes of the blocks of queries and of keys, whether the attention mask is causal, and the cap of the scores."""
 
     query: int
     key: int
@@ -210,7 +212,8 @@ class _Blocks(NamedTuple):
         return jax.lax.dynamic_update_slice_in_dim(x, self.keys(x, j, axis) + block, j * self.key, axis)
 
     def scores(self, work: _Work, queries: Array, i: Array, j: Array) -> tuple[Array, Bool[Array, "B 1 1 b c"]]:
-        """Computes the scores `[B K R b c]` of query block `i` with key block `j`, and the mask of the visible keys."""
+        """Computes the attention scores of query block `i` with key block `j`, and the mask of the visible keys. The
+        scores are `[B K R b c]`: batch, key heads, query heads per key head, queries, keys."""
         query_ids = jax.lax.dynamic_slice_in_dim(work.query_ids, i * self.query, self.query, axis=1)
         seen = query_ids[:, :, None] == self.keys(work.key_ids, j, 1)[:, None]
         if work.starts is not None:
@@ -243,11 +246,12 @@ def _meetings(
     positions: Int[Array, "#B U"],
     starts: Int[Array, "B N"] | None,
 ) -> tuple[Int[Array, "n m"], Int[Array, "n"]]:
-    """Selects the key blocks to compute for each query block; returns `order` and `number` of `_Work`.
+    """Selects the key blocks that are computed for each query block. Returns for each query block the indices of all
+    key blocks, with the selected blocks first, and the number of selected blocks.
 
-    A key block is selected if the range of its segments overlaps the range of the segments of the query block in some
-    batch entry. With a `Causal` mask, key blocks entirely after the query block are skipped. With windows, key blocks
-    entirely before the first visible position of the query block are skipped.
+    A query sees only keys with its own segment number. A key block is selected if its range of segment numbers overlaps
+    the range of the query block in some batch entry. With a `Causal` mask, key blocks entirely after the query block
+    are skipped. With windows, key blocks entirely before the first visible position of the query block are skipped.
     """
 
     def ranges(ids: Array, size: int) -> tuple[Array, Array]:
@@ -286,12 +290,12 @@ def _from_blocks(x: Float[Array, "n B K R b x"], count: int) -> Float[Array, "B 
 
 
 def _product(x: Float[Array, "B K R b c"], y: Float[Array, "B K c d"]) -> Float[Array, "B K R b d"]:
-    """Multiplies `x` of each query head by `y` of its key head. Accumulates in float32."""
+    """Multiplies the matrix `x` of each query head by the matrix `y` of its key head. Accumulates in float32."""
     flat = x.reshape(*x.shape[:2], -1, x.shape[-1])
     return jnp.matmul(flat, y, preferred_element_type=jnp.float32).reshape(*x.shape[:-1], y.shape[-1])
 
 
 def _over_queries(x: Float[Array, "B K R b c"], y: Float[Array, "B K R b d"]) -> Float[Array, "B K c d"]:
-    """Computes `x^T y` in float32. The product sums over the queries of all query heads that share a key head."""
+    """Computes `x^T y` in float32 for each key head. The rows of `x` and `y` are the queries of all its query heads."""
     x, y = (array.reshape(*array.shape[:2], -1, array.shape[-1]) for array in (x, y))
     return jnp.matmul(x.swapaxes(2, 3), y, preferred_element_type=jnp.float32)

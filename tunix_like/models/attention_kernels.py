@@ -33,12 +33,13 @@ _LANES = 128
 
 
 def cudnn_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Float[Array, "*B H h"]:
-    """Computes attention with cuDNN. The mask of every part must be a `Lengths`, `Positions` or `Causal`, not an array.
+    """Computes attention over several parts (keys and values with a mask) with cuDNN. The mask of every part must be a
+    `Lengths`, `Positions` or `Causal`, not an array.
 
     Only float16 and bfloat16 are supported. A single part with a causal mask, without segments or a window, needs no
     mask array. Otherwise, the parts are concatenated and their masks are materialised as one array. This array takes
-    `2 H` times less memory than the scores would. If it would have more than `MASK_ELEMENTS` elements, the blocked
-    implementation is used instead.
+    `2 H` times less memory than the scores of the H query heads would. If it would have more than `MASK_ELEMENTS`
+    elements, the blocked implementation is used instead.
 
     The parts are not computed one by one, for two reasons. The public interface of cuDNN
     (`jax.nn.dot_product_attention`) has no argument for segments. This interface also rounds the log-sum-exp to the
@@ -63,11 +64,11 @@ def cudnn_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Float
 
 
 def splash_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Float[Array, "*B H h"]:
-    """Computes attention with the splash attention kernel. The mask of every part must be a `Lengths`, `Positions` or
-    `Causal` without windows.
+    """Computes attention over several parts (keys and values with a mask) with the splash attention kernel. The mask of
+    every part must be a `Lengths`, `Positions` or `Causal` without windows.
 
     The kernel returns the log-sum-exp in float32, so the outputs and gradients of the parts are computed one by one and
-    then combined. The keys and values of a prompt are repeated for each row of queries of the prompt. The results of
+    then combined. The keys and values of a prompt are repeated for each row of queries that uses them. The results of
     all parts then have the same shape.
     """
     rows = q.reshape(max(part.k.shape[0] for part in parts), -1, *q.shape[-2:])
@@ -137,20 +138,21 @@ def _heads_first(q: Float[Array, "B N H h"]) -> Float[Array, "B H M h"]:
 
 
 def _tiled(k: Float[Array, "B K h U"], v: Float[Array, "B K U h"]) -> tuple[Array, Array]:
-    """Returns keys and values in the layout `[B K W h]`, where W is U rounded up to a multiple of `_LANES`."""
+    """Returns keys and values in the layout `[B K W h]` of the splash kernel: batch, heads, positions (padded to a
+    multiple of 128, `_LANES`) and head width."""
     return padded(k.swapaxes(2, 3), 2, _LANES), padded(v, 2, _LANES)
 
 
 def _repeated(x: Shaped[Array, "B ..."], rows: int) -> Shaped[Array, "R ..."]:
-    """Repeats each batch entry `rows // B` times; copies of an entry are consecutive. `jnp.repeat` would give the same
-    result, but its gradient is a scatter."""
+    """Repeats each entry of the first axis, so that the axis has length `rows`; copies of an entry are consecutive.
+    `jnp.repeat` would give the same result, but its gradient is a scatter."""
     wide = jnp.broadcast_to(x[:, None], (x.shape[0], rows // x.shape[0], *x.shape[1:]))
     return wide.reshape(rows, *x.shape[1:])
 
 
 def _splash_ids(part: Part, rows: int, count: int) -> Any:
-    """Returns the segments of the queries and keys of each row, padded to a multiple of `_LANES`; None for a causal
-    mask without segments."""
+    """Returns the segment numbers of the queries and keys of each row, padded to a multiple of 128 (`_LANES`). A query
+    sees only keys with its own number. Returns None for a causal mask without segments."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     if part.only_causal:  # a causal mask already hides the trailing padding of the keys
@@ -174,12 +176,16 @@ def _splash_kernel(causal: bool, q: Float[Array, "B H M h"], width: int, residua
 
 
 def _over_mesh(function: Any, q: Float[Array, "B N H h"], keys: Any, ids: Any, *more: Any, results: Any) -> Any:
-    """Calls `function(q, keys, ids, *more)` on each device, with the rows and heads of that device.
+    """Calls `function(q, keys, ids, *more)`, which runs an attention kernel, on each device with the rows and heads of
+    that device.
 
     The compiler itself cannot partition a kernel over a mesh. If the mesh axes do not divide the number of rows, every
-    device computes all rows. The same holds for heads. `more` is empty, or contains arrays `[B H ...]` followed by the
-    cotangent in the layout of `q`. `results` names the layout of each result: "queries" for `[B N H h]`, "heads" for
-    `[B H ...]`.
+    device computes all rows. The same holds for heads.
+
+    Args:
+      ids: segment numbers of queries and keys.
+      more: empty, or arrays `[B H ...]` (rows, heads) followed by the gradient of the output in the layout of `q`.
+      results: the layout of each result: "queries" for the layout `[B N H h]` of `q`, "heads" for `[B H ...]`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -210,8 +216,8 @@ def _positions_first(part: Part) -> tuple[Float[Array, "B U K h"], Float[Array, 
 
 
 def _mask(part: Part, batch: int, count: int) -> Bool[Array, "R #N U"]:
-    """Returns the mask of a part for `batch` rows of `count` queries. If the part has fewer batch entries than `batch`,
-    consecutive rows use the same entry."""
+    """Returns the mask of `part` as an array for `batch` rows of `count` queries. If the part has fewer batch entries
+    (prompts) than `batch`, consecutive rows (completions of a prompt) use the same entry."""
     mask = dense_mask(part, batch * count // part.k.shape[0])
     if isinstance(part.mask, Lengths | Positions) and part.mask.starts is not None:
         return mask.reshape(batch, count, -1)
@@ -219,5 +225,5 @@ def _mask(part: Part, batch: int, count: int) -> Bool[Array, "R #N U"]:
 
 
 def _repeat(x: Shaped[Array, "B ..."], batch: int) -> Shaped[Array, "R ..."]:
-    """Repeats each batch entry of a part `batch // B` times; copies of an entry are consecutive."""
+    """Repeats each entry of the first axis, so that the axis has length `batch`; copies of an entry are consecutive."""
     return jnp.repeat(x, batch // x.shape[0], axis=0)

@@ -32,9 +32,10 @@ class Positions(NamedTuple):
 class Causal(NamedTuple):
     """A causal mask: each position sees itself and earlier positions.
 
-    With `segments`, a position sees its own segment only. Positions in segment -1 are padding; padding sees nothing and
-    is not seen. With `window`, a query sees at most `window` positions, including its own. Padding on the right needs
-    no segments: real positions never see later positions, and the outputs of padding are not used.
+    With `segments`, the segment number of each position, a position sees only positions with its own number. Positions
+    with the number -1 are padding; padding sees nothing and is not seen. With `window`, a query sees at most `window`
+    positions, including its own. Padding on the right needs no segments: real positions never see later positions, and
+    the outputs of padding are not used.
     """
 
     segments: Int[Array, "B U"] | None = None
@@ -49,9 +50,9 @@ class Part(NamedTuple):
     """Keys and values of each batch entry, with a mask that defines which of the keys each query sees.
 
     Attributes:
-      k, v: keys and values, one row per batch entry. The two matrix products of attention read this layout, so a cache
-        in this layout is never transposed.
-      mask: whether query n sees key u; an array must be broadcastable to `[B, N, U]`.
+      k, v: keys `[B, K, h, U]` and values `[B, K, U, h]` of B batch entries, K heads of width h and U keys. The two
+        matrix products of attention read these layouts, so a cache in these layouts is never transposed.
+      mask: which keys each query sees; an array must be broadcastable to `[B, N, U]` for N queries.
     """
 
     k: Float[Array, "B K h U"]
@@ -60,13 +61,13 @@ class Part(NamedTuple):
 
     @property
     def described(self) -> bool:
-        """Whether the mask is a `Lengths`, `Positions` or `Causal`. The blocked implementation and the kernels do not
-        support an array."""
+        """Whether the mask is a `Lengths`, `Positions` or `Causal`, and not an array. The blocked implementation of
+        attention and the attention kernels do not support an array."""
         return isinstance(self.mask, Lengths | Positions | Causal)
 
     @property
     def only_causal(self) -> bool:
-        """Whether the mask is causal without segments or a window. Every kernel supports such a mask."""
+        """Whether the mask is causal, without segments or a window. Every attention kernel supports such a mask."""
         return isinstance(self.mask, Causal) and self.mask.segments is None and self.mask.window is None
 
     @property
@@ -78,17 +79,17 @@ class Part(NamedTuple):
 
 
 def part_of(k: Float[Array, "... U K h"], v: Float[Array, "... U K h"], mask: Mask) -> Part:
-    """Builds a part from keys and values in the layout of the projections, in which positions precede heads."""
+    """Builds a `Part` from a mask and from keys and values whose axis of positions precedes the axis of heads."""
     return Part(*laid_out(k, v), mask)
 
 
 def laid_out(k: Float[Array, "*B U K h"], v: Float[Array, "*B U K h"]) -> tuple[Array, Array]:
-    """Transposes keys to `[*B K h U]` and values to `[*B K U h]`."""
+    """Transposes keys and values `[*B U K h]` (positions, heads, head width) to `[*B K h U]` and `[*B K U h]`."""
     return jnp.moveaxis(k, -3, -1), v.swapaxes(-3, -2)
 
 
 def segment_ids(part: Part, count: int) -> tuple[Int[Array, "B N"], Int[Array, "B U"]]:
-    """Returns the segment numbers of the `count` queries and of the keys. The mask must not be an array.
+    """Returns the segment numbers of `count` queries and of the keys of `part`. Its mask must not be an array.
 
     A query sees only keys with its own segment number. The causal order and windows hide further keys; the segment
     numbers do not show this. Queries that are padding have segment -2. Keys that are padding, or that the mask hides
@@ -107,8 +108,7 @@ def segment_ids(part: Part, count: int) -> tuple[Int[Array, "B N"], Int[Array, "
 
 
 def first_keys(part: Part, count: int) -> Int[Array, "B N"] | None:
-    """Returns the first position that each of the `count` queries sees; None if the mask has neither `starts` nor
-    `window`."""
+    """Returns, for each of `count` queries, the first position in its window; None if the mask has no windows."""
     if isinstance(part.mask, Lengths | Positions):
         return part.mask.starts
     if not isinstance(part.mask, Causal) or part.mask.window is None:
@@ -117,13 +117,13 @@ def first_keys(part: Part, count: int) -> Int[Array, "B N"] | None:
 
 
 def key_positions(part: Part) -> Int[Array, "#B U"]:
-    """Returns the positions of the keys, for comparison with the result of `first_keys`. If the mask is not
-    `Positions`, the position of a key is its index."""
+    """Returns the position of each key, for comparison with the first position that a query sees (`first_keys`). If the
+    mask is not a `Positions`, the position of a key is its index."""
     return part.mask.positions if isinstance(part.mask, Positions) else jnp.arange(part.k.shape[-1])[None]
 
 
 def dense_mask(part: Part, count: int) -> Bool[Array, "#B #N U"]:
-    """Returns the mask of a part as an array, for `count` queries."""
+    """Returns the attention mask of `part` as a boolean array, for `count` queries."""
     if not part.described:
         return part.mask  # type: ignore[return-value]
     if isinstance(part.mask, Lengths | Positions):

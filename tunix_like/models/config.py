@@ -160,9 +160,9 @@ class DecoderConfig:
     ) -> dict[str, Any]:
         """Returns the fields of a `config.json` with which transformers loads this decoder.
 
-        Fields of `source` that do not define the model are kept. All other fields come from this config. If `eos_ids`,
-        `bos_id` or `pad_id` is None, the value in `source` is kept. The result has no `torch_dtype`;
-        `loading.save_description` adds this field.
+        `source` is the HF config from which this config was read. Its fields that do not define the model are kept.
+        All other fields come from this config. If `eos_ids`, `bos_id` or `pad_id` is None, the value in `source` is
+        kept. The result has no `torch_dtype`; `loading.save_description` adds this field.
 
         Raises:
           UserError: no Hugging Face family has this combination of options.

@@ -31,9 +31,9 @@ class Decoder(nnx.Module):
 
     Args:
       config: the configuration; it contains no family name.
-      rngs: random keys of the initial weights. The weights are normal. Their standard deviation is `inputs ** -0.5` or,
-        for the embedding, `hidden_size ** -0.5`. (The common constant 0.02 suits widths near 2,500, and is too small
-        for tiny models that are trained from scratch.)
+      rngs: random keys of the initial weights. The weights are normal. Their standard deviation is `inputs ** -0.5` for
+        a matrix `[inputs, outputs]`, and `hidden_size ** -0.5` for the embedding. (The common constant 0.02 suits
+        widths near 2,500, and is too small for tiny models that are trained from scratch.)
       dtype: compute dtype of matrix products; norms, softmax and logits are always float32.
       param_dtype: dtype of the stored weights.
       attention: attention implementation, one of `schema.ATTENTIONS`; `decode` always uses the plain implementation.
@@ -96,7 +96,7 @@ class Decoder(nnx.Module):
         remat: bool = False,
     ) -> tuple[Float[Array, "B L D"], list[KeyValue]]:
         """Runs all layers with causal attention; returns the hidden states, and the keys and values of every layer. The
-        real tokens of a row must be contiguous, because windows count columns of the row instead of positions."""
+        real tokens of a sequence must be contiguous, because windows count columns of `tokens` instead of positions."""
         ropes = self._ropes(positions)
 
         def run(layer: Layer, x: Array, _: None, index: int) -> tuple[Array, KeyValue]:
@@ -115,7 +115,8 @@ class Decoder(nnx.Module):
         inputs: list[Any] | None,
         remat: bool,
     ) -> tuple[Array, list[Any]]:
-        """Applies `run(layer, x, input, index) -> (x, output)` to all layers, in order.
+        """Applies `run(layer, x, input, index) -> (x, output)` to all layers, in order. `x` is the hidden state, and
+        `index` is the index of the layer (with stacked layers, of the first layer of the stack).
 
         Args:
           inputs: one input per layer. If layers are stacked (`layer_stack.py`), one input per stack of layers; the
@@ -172,8 +173,8 @@ class Decoder(nnx.Module):
         return self.scores(hidden, self.head())
 
     def scores(self, hidden: Float[Array, "... D"], head: Float[Array, "D V"]) -> Float[Array, "... V"]:
-        """Computes logits (float32) from normalised hidden states and the result of `head()`, which several calls can
-        share."""
+        """Computes logits (float32) from normalised hidden states and the output matrix `head` (the result of the
+        method `head`), which several calls can share."""
         logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
         return soft_cap(logits, self.config.logits_cap)
 
@@ -208,8 +209,8 @@ class Decoder(nnx.Module):
         self, tokens: Int[Array, "P S"], lengths: Int[Array, "P"], remat: bool = False
     ) -> tuple[Float[Array, "P D"], list[KeyValue]]:
         """Processes prompts, which are padded on the right. Returns the normalised hidden state of the last token of
-        each prompt, and the keys `[P K h S]` and values `[P K S h]` of every layer. With `remat`, each layer is
-        recomputed in the backward pass."""
+        each prompt, and the keys `[P K h S]` and values `[P K S h]` of every layer: P prompts of S tokens, K key heads
+        of width h. With `remat`, each layer is recomputed in the backward pass."""
         # Padding is on the right, so causal attention needs no other mask.
         hidden, cache = self._causal(tokens, jnp.arange(tokens.shape[1])[None], remat=remat)
         return self.norm(hidden[jnp.arange(tokens.shape[0]), lengths - 1]), cache
@@ -230,11 +231,12 @@ class Decoder(nnx.Module):
           positions: position of each token in its sequence, which begins with the prompt. The result of a completion
             with position -1 is undefined.
           prompt_cache: the keys and values that `prefill` returned, which all completions of a prompt share.
-          cache: keys `[R K h U]` and values `[R K U h]` of the completions per layer, `R = P G`.
-          column: index along `U` at which the keys and values of the new token are written; the same for all
+          cache: keys `[R K h U]` and values `[R K U h]` per layer: R completions, K key heads of width h, U columns.
+          column: index of the column to which the keys and values of the new token are written; the same for all
             completions.
           columns: for each column of the cache, the position of the token in this column. The entry at index `column`
-            is the position of the new token. A completion attends to the columns with a position of at least 0.
+            is the position of the new token. A completion attends to the columns with a position of at least 0, except
+            those before the window of a layer.
 
         Returns:
           normalised hidden states that predict the next token, and the cache, which contains the new token at `column`.
@@ -268,9 +270,9 @@ class Decoder(nnx.Module):
         Args:
           tokens: padded on the left.
           positions: position of each token in its sequence, which begins with the prompt; -1 for padding.
-          prompt_cache: as in `decode`.
-          cache: as in `decode`.
-          column: index along `U` of the first of the `N` columns to which keys and values are written.
+          prompt_cache: the keys and values that `prefill` returned, which all completions of a prompt share.
+          cache: keys `[R K h U]` and values `[R K U h]` per layer: R completions, K key heads of width h, U columns.
+          column: index of the first column to which keys and values are written; there is one column per new token.
           columns: for each column of the cache, the position of the earlier token in this column; -1 for a column
             without an earlier token.
 
@@ -373,11 +375,11 @@ def to_rows(x: Shaped[Array, "P G ..."]) -> Shaped[Array, "R ..."]:
 def cached_attend(
     prompt: Part, own: KeyValue, column: Array, seen: Array, filled: list[KeyValue], cap: float | None
 ) -> Attend:
-    """Returns the function that computes attention for one new token per completion.
+    """Returns a function that computes attention for one new token per completion.
 
-    The returned function writes the keys and values of the new token to the cache `own` at `column`, and appends the
-    new cache to `filled`. The new token then attends to `prompt`, and to the columns of the new cache where `seen` is
-    True.
+    The function writes the keys and values of the new token to column `column` of the completions' cache `own`, and
+    appends the updated cache to the list `filled`. The new token then attends to the prompt's keys and values, and to
+    the columns of the updated cache for which `seen` is True.
     """
 
     def attend(q: Array, k: Array, v: Array) -> Array:

@@ -165,7 +165,8 @@ NOT_COPIED = frozenset(HF_NAMES.values()) | ROPE_FIELDS | _SPECIAL | _REWRITTEN
 
 
 def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of the text decoder: all fields, or for a multimodal model the fields of its `text_config`."""
+    """Returns the config.json fields of the text decoder: all fields, or for a multimodal model those of its
+    `text_config`, with defaults for absent fields and with some outer fields (such as the ids of special tokens)."""
     inner = _MULTIMODAL.get(str(fields.get("model_type")))
     if inner is None:
         return dict(fields)
@@ -180,7 +181,7 @@ def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Converts HF fields to fields of `DecoderConfig`. As in transformers, a field with the value null counts as
-    absent. A null field in `Family.named` counts as present.
+    absent. A required field can be null only if it is in `Family.named`.
 
     Raises:
       UserError: the family is unknown, or a field is missing, unknown, unsupported or of the wrong type.
@@ -206,7 +207,8 @@ def numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(fields: Mapping[str, Any], family: Family, name: str, count: int) -> dict[str, Any]:
-    """Returns the per-layer fields of `DecoderConfig` that the family has: windows, rotary positions and experts."""
+    """Reads the fields of `DecoderConfig` that have one value per layer (windows, rotary positions, experts) from HF
+    fields, if models of the family can have them."""
     result: dict[str, Any] = {}
     if name in _WINDOWED:
         result["windows"] = windows_of(fields, count, _WINDOWED[name])
@@ -218,8 +220,8 @@ def _layers(fields: Mapping[str, Any], family: Family, name: str, count: int) ->
 
 
 def family_of(switches: Mapping[str, Any], options: frozenset[str], preferred: str | None) -> str:
-    """Returns the name of a family that has exactly the fixed settings `switches` and allows all of `options`. If there
-    are several such families and `preferred` is one of them, `preferred` is returned.
+    """Returns the name of a family whose models all have exactly the settings `switches` and may set all fields in
+    `options`. If there are several such families and `preferred` is one of them, `preferred` is returned.
 
     Raises:
       UserError: there is no such family.

@@ -67,9 +67,9 @@ class Adapters:
 def windows_of(fields: Mapping[str, Any], count: int, pattern: int) -> tuple[int | None, ...]:
     """Returns the window of every layer, in positions; None for a layer without a window.
 
-    The field `layer_types` defines which layers have a window. Without this field, every n-th layer has no window, and
-    all other layers have a window; n is the field `sliding_window_pattern`, or else `pattern`. With `pattern` 0, these
-    fields are not read, and all layers have the same window.
+    In config.json, the field `layer_types` defines which layers have a window. Without this field, every n-th layer has
+    no window, and all other layers have a window; n is the field `sliding_window_pattern`, or else `pattern`. With
+    `pattern` 0, these fields are not read, and all layers have the same window.
     """
     size = fields.get("sliding_window")
     if not pattern:
@@ -90,8 +90,9 @@ def _window(size: Any) -> int:
 def rotary_of(fields: Mapping[str, Any], count: int) -> tuple[bool, ...]:
     """Returns which layers have rotary positions.
 
-    Contrary to its name, the field `no_rope_layers` has a 1 for each layer with rotary positions. Without this field,
-    every `no_rope_layer_interval`-th layer (by default every fourth) has no rotary positions.
+    Contrary to its name, the field `no_rope_layers` of config.json has a 1 for each layer with rotary positions, and a
+    0 for each other layer. Without this field, every `no_rope_layer_interval`-th layer (by default every fourth) has no
+    rotary positions.
     """
     kinds = fields.get("no_rope_layers")
     if kinds is None:
@@ -108,10 +109,10 @@ def nope_fields(rotary: Sequence[bool]) -> dict[str, Any]:
 
 
 def experts_of(fields: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Returns the fields `experts` and `expert_layers` of `DecoderConfig`.
+    """Reads the fields `experts` and `expert_layers` of `DecoderConfig` from the fields of a config.json.
 
     Every `decoder_sparse_step`-th layer has experts, except the layers in `mlp_only_layers`. The number of experts is
-    in the field `num_experts`, or in `num_local_experts` if transformers 5 wrote the file.
+    in the field `num_experts`, or in `num_local_experts` if transformers 5 wrote the config.json.
     """
     names = [name for name in ("num_experts", "num_local_experts") if fields.get(name) is not None]
     if not names:

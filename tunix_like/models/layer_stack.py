@@ -31,7 +31,8 @@ class Segment(NamedTuple):
     repeats: int
 
     def layers(self, offset: int) -> range:
-        """Returns the indices of the layers at position `offset` of the pattern, one layer per repetition."""
+        """Returns the indices of the model's layers at position `offset` of the pattern of layers, one per repetition
+        of the pattern."""
         end = self.start + self.period * self.repeats
         return range(self.start + offset, end, self.period)
 
@@ -57,18 +58,19 @@ def longest_period(config: DecoderConfig) -> int:
 
 
 def single_segments(layers: int) -> tuple[Segment, ...]:
-    """Returns `layers` segments of one layer each."""
+    """Returns one segment (pattern of layers) per layer, for a model of `layers` layers that are not stacked."""
     return tuple(Segment(index, 1, 1) for index in range(layers))
 
 
 def _covered(segment: Segment) -> int:
-    """Returns the number of layers of a segment if its pattern occurs at least twice. If the pattern occurs once,
-    returns 1 for a pattern of one layer and 0 for a longer pattern."""
+    """Rates a segment, which is a pattern of layers and its repetitions. Returns the number of its layers if the
+    pattern occurs at least twice; otherwise 1 for a pattern of one layer, and 0 for a longer pattern."""
     return segment.period * segment.repeats if segment.repeats > 1 else int(segment.period == 1)
 
 
 def _repeats(kinds: Sequence[Any], period: int) -> int:
-    """Returns how many times in a row the first `period` entries of `kinds` occur at the beginning of `kinds`."""
+    """Counts the consecutive copies of a pattern with which `kinds` begins. The pattern is the first `period` entries
+    of `kinds`. For `a b a b c` and `period` 2, the result is 2."""
     repeats = 1
     while list(kinds[repeats * period : (repeats + 1) * period]) == list(kinds[:period]):
         repeats += 1
@@ -77,7 +79,7 @@ def _repeats(kinds: Sequence[Any], period: int) -> int:
 
 def stack_layers(layers: Mapping[int, Any], segments: Sequence[Segment]) -> dict[int, Any]:
     """Stacks the parameters of layers. A segment is a pattern of layers and its repetitions. For each segment, the
-    result has one entry per layer of the pattern. The first axis of an array runs over the repetitions."""
+    result has one entry per layer of the pattern. The first axis of the stacked arrays runs over the repetitions."""
     stacked = [
         jax.tree.map(lambda *arrays: jnp.stack(arrays), *(layers[i] for i in segment.layers(offset)))
         for segment in segments
@@ -99,15 +101,16 @@ def unstack_layers(stacked: Mapping[int, Any], segments: Sequence[Segment]) -> d
 
 
 def with_stacked_layers(tree: Any, segments: Sequence[Segment] | None) -> Any:
-    """Applies `stack_layers` to the entry `layers` of a parameter tree, or of all such trees in an optimizer state.
+    """Stacks the parameters of layers (`stack_layers`) in a parameter tree, or in all parameter trees of an optimizer
+    state.
 
-    If `segments` is None, the tree is returned unchanged.
+    `segments` defines which layers are stacked. If it is None, the tree is returned unchanged.
     """
     return _map_layers(tree, segments, stack_layers)
 
 
 def with_single_layers(tree: Any, segments: Sequence[Segment] | None) -> Any:
-    """Splits the stacked layers that `with_stacked_layers` returns into single layers."""
+    """Splits stacked parameters into the parameters of single layers, in a parameter tree or an optimizer state."""
     return _map_layers(tree, segments, unstack_layers)
 
 

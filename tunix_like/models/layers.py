@@ -77,8 +77,8 @@ def rotate(x: Float[Array, "... N h"], tables: Tables) -> Float[Array, "... N h"
 def _rotate_by_product(
     x: Float[Array, "... N h"], cosine: Float[Array, "... k"], sine: Float[Array, "... k"]
 ) -> Float[Array, "... N h"]:
-    """Computes the same as `_rotate`, but exchanges the halves of each head through a product with a permutation
-    matrix. On a TPU, moving the halves without a product would take twice as long."""
+    """Applies the rotary embedding, and exchanges the halves of each head through a product with a permutation matrix.
+    On a TPU, moving the halves without a product would take twice as long."""
     width = x.shape[-1]
     exchange = jnp.roll(jnp.eye(width, dtype=x.dtype), width // 2, axis=1)
     other = jnp.matmul(x, exchange, preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST)
@@ -95,7 +95,8 @@ def _rotate(x: Float[Array, "... N h"], *tables: Float[Array, "... k"]) -> Float
 
 
 class Linear(nnx.Module):
-    """Computes `x W + b`. With an adapter (`lora.py`), `(x A) B * lora_scale` is added.
+    """Computes `x W + b`. An adapter (`lora.py`) with the matrices A and B adds `(x A) B * lora_scale`, where
+    `lora_scale` is `alpha / rank`.
 
     W is stored in `kernel`. A quantised W is frozen and stored in `kernel_codes` and `kernel_scale`
     (`quantization.py`).

@@ -21,14 +21,14 @@ def token_logprobs(
     entropy_gradient: bool = False,
     cap: float | None = None,
 ) -> tuple[Float[Array, "A N"], Float[Array, "A N"]]:
-    """Computes `log_softmax(hidden @ head / temperature)` at `targets`, and the entropy of the distribution at each
-    token, in nats.
+    """Computes the log-probabilities `log_softmax(hidden @ head / temperature)` of the tokens `targets`, and the
+    entropy of the distribution at each token, in nats. `hidden` are hidden states, and `head` is the output matrix.
 
     The entropy has a gradient only if `entropy_gradient` is set. With `cap`, logits become `cap tanh(logits / cap)`
     before the temperature.
 
     Tokens are processed in pieces of about `chunk` tokens. The backward pass computes the logits of each piece again,
-    so the full `[A, N, V]` array is never materialised. If a mesh splits the vocabulary into n parts, a piece has
+    so the array of all logits is never materialised. If a mesh splits the vocabulary into n parts, a piece has
     `n * chunk` tokens. Each device then holds as many logits as a single device without a mesh.
     """
     parts = vocabulary_parts(head.shape[-1])
@@ -50,7 +50,8 @@ def token_logprobs(
 
 
 class _Options(NamedTuple):
-    """Options of `_piece`. `split` is True if each device holds only a part of the vocabulary."""
+    """Options of the computation of log-probabilities and entropies. `split` is True if each device holds only a part
+    of the vocabulary."""
 
     temperature: float
     entropy_gradient: bool
@@ -60,7 +61,7 @@ class _Options(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _piece(options: _Options, hidden: Array, head: Array, targets: Array) -> tuple[Array, Array]:
-    """Computes log-probabilities and entropies of one piece of the tokens (`token_logprobs`).
+    """Computes log-probabilities and entropies of some of the tokens that `token_logprobs` processes piece by piece.
 
     The gradient is defined explicitly, and needs one pass over the recomputed logits. Automatic differentiation would
     need three passes. The forward pass stores the log-sum-exp `lse`, so the backward pass computes the probabilities
@@ -88,14 +89,14 @@ def _piece_forward(options: _Options, hidden: Array, head: Array, targets: Array
 
 
 def _piece_forward_with_zeros(options: _Options, hidden: Any, head: Any, targets: Any) -> tuple[Any, Any]:
-    """Runs `_piece_forward`, and also stores whether the output matrix is trained. `_piece_backward` computes no
-    gradient for a frozen matrix."""
+    """Computes log-probabilities and entropies. Saves for the backward pass whether the output matrix is trained,
+    because no gradient is computed for a frozen matrix."""
     out, saved = _piece_forward(options, hidden.value, head.value, targets.value)
     return out, (saved, () if head.perturbed else None)
 
 
 def _piece_backward(options: _Options, saved: Any, cotangents: Any) -> tuple[Array, Array | None, None]:
-    """Computes the gradients with respect to the hidden states and the output matrix.
+    """Computes the gradients of log-probabilities and entropies with respect to hidden states and output matrix.
 
     For logits `l`, `p = softmax(l)`, target `t`, entropy `H` and `mean = sum(p * l)`, the derivatives are
     `d log p_t / dl = onehot(t) - p` and `dH / dl = p * (mean - l)`.
@@ -124,7 +125,8 @@ _piece.defvjp(_piece_forward_with_zeros, _piece_backward, symbolic_zeros=True)
 
 
 def _logits(options: _Options, hidden: Array, head: Array) -> tuple[Float[Array, "A N V"], Array | float]:
-    """Returns the logits (float32) after cap and temperature, and the derivative of the cap function."""
+    """Computes logits (float32) from hidden states and the output matrix `head`, and applies cap and temperature. Also
+    returns the derivative of the cap function at each logit; 1 without a cap."""
     logits = jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
     logits = split_vocabulary(logits) if options.split else logits
     if options.cap is None:

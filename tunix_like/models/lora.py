@@ -57,8 +57,8 @@ _NOT_READ = (
 def add_lora(model: Decoder, config: LoraConfig, seed: int = 0) -> Decoder:
     """Returns the model with adapters on its projections.
 
-    The output of a new adapter is 0. B is 0, and A is uniform between `-inputs ** -0.5` and `inputs ** -0.5`, as in
-    PEFT.
+    An adapter adds `x A B * alpha / rank` to the output of a projection. In a new adapter, B is 0, so this term is 0.
+    A `[inputs, rank]` is uniform between `-inputs ** -0.5` and `inputs ** -0.5`, as in PEFT.
 
     Args:
       model: the decoder, which is not changed. The result shares its arrays, which may be abstract (shapes only).
@@ -169,7 +169,7 @@ def _parted(tree: Mapping[Any, Any]) -> tuple[Params, Params]:
 
 
 def join_params(trained: Params, frozen: Params) -> Params:
-    """Joins the two trees that `split_params` returns."""
+    """Joins the trained and the frozen parameters, which `split_params` separated, to one tree."""
     joined = dict(frozen)
     for name, value in trained.items():
         joined[name] = join_params(value, joined[name]) if name in joined else value
@@ -198,8 +198,8 @@ def fingerprint(config: DecoderConfig, frozen: Params, mesh: Mesh | None) -> dic
 
 @jax.jit
 def _bit_sum(x: jax.Array) -> jax.Array:
-    """Returns the sum of the bit patterns of all elements modulo 2 ** 32. The order of summation does not change the
-    result. For NF4 codes, the two codes of neighbouring inputs form one bit pattern."""
+    """Returns the sum of the bit patterns of all elements of an array, modulo 2 ** 32. The order of summation does not
+    change the result. NF4 codes are summed as if each byte held the codes of two neighbouring inputs."""
     if x.dtype == jnp.uint8:  # nf4: earlier versions stored two neighbouring inputs per byte; this sum equals theirs
         codes = (x & 15).astype(jnp.uint32) + (x >> 4).astype(jnp.uint32)
         return codes[::2].sum(dtype=jnp.uint32) + 16 * codes[1::2].sum(dtype=jnp.uint32)
@@ -233,8 +233,8 @@ def check_base(folder: Path, held: Mapping[str, Any], now: Mapping[str, Any]) ->
 
 
 def without_adapters(graphdef: Any) -> Any:
-    """Returns the graph definition of the same model without adapters. The parameters that belong to the result are the
-    frozen parameters of `split_params`."""
+    """Removes the adapters from the graph definition of a model. The parameters that belong to the result are the
+    frozen parameters that `split_params` returns."""
     model: Decoder = nnx.merge(graphdef, [None] * graphdef.num_leaves)
     _take_out(model)
     return nnx.split(model)[0]
@@ -250,8 +250,9 @@ def _take_out(model: Decoder) -> None:
 def merge_lora(model: Decoder) -> Decoder:
     """Returns a model without adapters and with merged weights.
 
-    `W + A B * alpha / rank` is computed in float32 and rounded once to the dtype of the weights. Quantised weights are
-    dequantised, even if the model has no adapters. The model itself is not changed.
+    For weights W and an adapter with the matrices A and B, `W + A B * alpha / rank` is computed in float32 and rounded
+    once to the dtype of the weights. Quantised weights are dequantised, even if the model has no adapters. The model
+    itself is not changed.
     """
     check_decoder("model", model)
     merged = nnx.merge(*nnx.split(model))
@@ -308,7 +309,7 @@ def save_adapter_config(model: Decoder, folder: str | Path, **further: str | Non
     fields.
 
     Raises:
-      UserError: as in `save_adapter`.
+      UserError: the model has no adapters, or the file cannot be written.
     """
     check_decoder("model", model)
     if (adapters := model.adapters) is None:

@@ -32,8 +32,8 @@ class Kernel(nnx.Module):
 
 
 class ExpertMLPs(nnx.Module):
-    """The gated MLPs of all experts. For experts of width i, the gate and up kernels are `[E, D, i]`, and the down
-    kernel is `[E, i, D]`."""
+    """The gated MLPs of all experts. For E experts of width i and model width D, the gate and up kernels are
+    `[E, D, i]`, and the down kernel is `[E, i, D]`."""
 
     def __init__(self, width: int, experts: Experts, activation: Activation, **kinds: Any):
         self.gate_proj = Kernel(width, experts.intermediate_size, experts.number, **kinds)

@@ -79,8 +79,8 @@ def check_kind(kind: str) -> None:
 
 @functools.partial(jax.jit, static_argnames="kind")
 def quantize(kernel: Float[Array, "I O"], kind: str) -> tuple[Codes, Float[Array, "B O"]]:
-    """Replaces each weight of a matrix by the nearest code; returns codes and scales. `B` is 1 for int8 and `I / 64`
-    for nf4."""
+    """Replaces each weight of a matrix `[I, O]` by the nearest code. Returns codes and scales. The scales are `[1, O]`
+    for int8 and `[I / 64, O]` for nf4."""
     inputs, outputs = kernel.shape
     wide = kernel.astype(jnp.float32)
     if kind == "int8":
@@ -133,12 +133,12 @@ def _rows_per_device(x: Float[Array, "... I"]) -> int:
 
 
 def plain_product(dtype: Any, x: Array, codes: Array, scale: Array) -> Array:
-    """Dequantises the whole matrix, then multiplies `x` by the matrix."""
+    """Dequantises the whole matrix of `codes` and `scale`, then multiplies `x` by the matrix."""
     return x @ dequantize(codes, scale).astype(dtype)
 
 
 def fused_product(dtype: Any, x: Array, codes: Array, scale: Array) -> Array:
-    """Computes the result of `plain_product` in a form whose dequantisation XLA:TPU fuses into the product.
+    """Multiplies `x` by the matrix of `codes` and `scale` so that XLA:TPU fuses the dequantisation into the product.
 
     If `x` has few rows, the dequantised matrix is then not stored. For int8, `x` is multiplied by the codes, which are
     exact in bfloat16, and the product is multiplied by the scales. For nf4, one product takes the first half of the
@@ -156,8 +156,8 @@ def fused_product(dtype: Any, x: Array, codes: Array, scale: Array) -> Array:
 
 
 def _half_weights(codes: UInt8[Array, "J O"], scale: Float[Array, "B O"]) -> tuple[Array, Array]:
-    """Returns the dequantised NF4 weights of the first and of the second half of the inputs of each block, both
-    `[J, O]` in float32."""
+    """Returns the dequantised NF4 weights of the first and of the second half of the inputs of each block of 64. For a
+    matrix of I inputs and O outputs, both arrays are `[I / 2, O]` in float32."""
     outputs = codes.shape[1]
     scales = jnp.broadcast_to(scale[:, None], (len(scale), BLOCK // 2, outputs)).reshape(-1, outputs)
     return _nf4(codes & 15) * scales, _nf4(codes >> 4) * scales
@@ -195,7 +195,7 @@ def check_blocks(name: str, shape: tuple[int, ...], kind: str) -> None:
 
 
 def _nf4(codes: Array) -> Array:
-    """Looks up codes in the table `NF4`. Each of the four bits of a code halves the number of candidate values. A
+    """Looks up 4-bit codes in the table `NF4` of 16 values. Each bit of a code halves the number of possible values. A
     gather would be slow on accelerators."""
     values: list[Any] = [jnp.float32(value) for value in NF4]
     for bit in (1, 2, 4, 8):

@@ -106,8 +106,8 @@ def read_two_ropes(fields: Mapping[str, Any]) -> dict[str, Any]:
     has one entry per kind of layer.
 
     Returns:
-      the result of `read_rope` for the layers without a window, and `local_rope_theta` if the fields contain the theta
-        of the layers with a window.
+      `rope_theta` and `rope_scaling` of the layers without a window, and `local_rope_theta`, the theta of the layers
+        with a window. An absent value has no entry.
 
     Raises:
       UserError: as in `read_rope`, or the layers with a window have a scaling.

@@ -89,7 +89,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
 
 
 def layout_mesh(mesh: Mesh, shape: Sequence[int]) -> Mesh:
-    """Returns a mesh of the same devices in the same order; `shape` gives the sizes of `data`, `fsdp` and `tp`."""
+    """Returns a mesh of the devices of `mesh` in the same order; `shape` has the sizes of `data`, `fsdp` and `tp`."""
     return Mesh(mesh.devices.reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -133,8 +133,8 @@ def _spec(path: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Parti
 
 
 def place_params(params: Any, mesh: Mesh | None) -> Any:
-    """Shards parameters by `PARAMETER_AXES`. Without a mesh, parameters stay on their device, but are committed to it.
-    The outputs of a training step are committed too, so the second step is not compiled again."""
+    """Shards parameters over a mesh by the table `PARAMETER_AXES`. Without a mesh, parameters stay on their device, but
+    are committed to it. The outputs of a training step are committed too, so the second step is not compiled again."""
     if mesh is None:
         return jax.device_put(params, jax.tree.map(lambda x: x.sharding, params))
     return jax.tree.map(_put, params, parameter_shardings(params, mesh))
@@ -159,8 +159,8 @@ def _is_own(x: Any) -> bool:
 
 
 def check_divides(mesh: Mesh | None, config: DecoderConfig) -> None:
-    """Raises a UserError if the devices along `tp` do not divide the heads of a model, or if there are several
-    processes but no mesh."""
+    """Raises a UserError if the size of the mesh axis `tp` does not divide the numbers of query and key heads of a
+    model, or if there are several processes but no mesh."""
     if mesh is not None:
         check_type("mesh", mesh, Mesh, "give a jax.sharding.Mesh, e.g. tunix_like.models.sharding.build_mesh(...)")
     if mesh is None and jax.process_count() > 1:
@@ -198,8 +198,8 @@ def prompt_parts(mesh: Mesh | None) -> int:
 
 
 def place_prompts(tree: Any, mesh: Mesh | None, axis: int) -> Any:
-    """Shards dimension `axis` (prompts) of arrays over `data` and `fsdp`. An array is replicated if these axes do not
-    divide the dimension."""
+    """Shards dimension `axis` (prompts) of arrays over the mesh axes `data` and `fsdp`. An array is replicated if these
+    axes do not divide the dimension."""
     if mesh is None:
         return tree
     arrays = jax.tree.map(np.asarray, tree)
@@ -214,9 +214,9 @@ def place_replicated(tree: Any, mesh: Mesh | None) -> Any:
 def place_slots(tree: Any, mesh: Mesh | None) -> Any:
     """Places the arrays of the sampler on the mesh.
 
-    The first dimension (prompts in slots, or their completions) is sharded over `data` and `fsdp`. An array of four
-    dimensions is a cache `[R K ...]`, and its heads K are sharded over `tp`. A dimension is replicated if the mesh axes
-    do not divide it. An array that already has the resulting sharding is not moved.
+    The first dimension (prompts or completions) is sharded over the mesh axes `data` and `fsdp`. An array of four
+    dimensions is a cache of keys or values, and its second dimension (heads) is sharded over `tp`. A dimension is
+    replicated if the mesh axes do not divide it. An array that already has the resulting sharding is not moved.
     """
     if mesh is None:
         return tree
@@ -241,7 +241,7 @@ def scope(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def split_batch(x: jax.Array) -> jax.Array:
-    """Shards the first dimension over `data` and `fsdp` inside a compiled function.
+    """Shards the first dimension of an array over the mesh axes `data` and `fsdp` inside a compiled function.
 
     Without this constraint, the compiler would shard the vectors of the tokens over the model width, like the embedding
     table. Every device would then hold a part of every token.
@@ -250,10 +250,11 @@ def split_batch(x: jax.Array) -> jax.Array:
 
 
 def split_vocabulary(x: jax.Array) -> jax.Array:
-    """Shards the last dimension, the vocabulary, over all axes of the mesh inside a compiled function.
+    """Shards the last dimension of an array, the vocabulary, over all mesh axes inside a compiled function.
 
     Each device then holds its part of the output matrix, of its gradient and of the logits. Devices exchange hidden
-    states, which are smaller than the matrix. If all axes together do not divide the vocabulary, only `tp` splits it.
+    states, which are smaller than the output matrix. If all axes together do not divide the vocabulary, only `tp`
+    splits it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -297,7 +298,7 @@ def per_device(function: Callable[[Any, jax.Array], jax.Array], params: Any, row
     If parameters are split along `tp`, each device computes a partial result, and the partial results are added up.
 
     Args:
-      params: gathered parameters or their shapes (`gather_layer`).
+      params: parameters that are not split over `fsdp` (`gather_layer`), or their shapes.
       rows: length of the first dimension of `x`.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -376,22 +377,22 @@ def _slots(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
 
 
 def param_shapes(params: Any, mesh: Mesh | None) -> Any:
-    """Returns the shapes and shardings that `place_params` would give, as `jax.ShapeDtypeStruct`s."""
+    """Returns the shapes and shardings that `params` would have after `place_params`, as `jax.ShapeDtypeStruct`s."""
     return params if mesh is None else jax.tree.map(_placed, params, parameter_shardings(params, mesh))
 
 
 def replicated_shapes(tree: Any, mesh: Mesh | None) -> Any:
-    """Returns the shapes and shardings that `place_replicated` would give, as `jax.ShapeDtypeStruct`s."""
+    """Returns the shapes and shardings that arrays would have after `place_replicated`, as `jax.ShapeDtypeStruct`s."""
     return tree if mesh is None else jax.tree.map(lambda x: _placed(x, NamedSharding(mesh, PartitionSpec())), tree)
 
 
 def prompt_shapes(tree: Any, mesh: Mesh | None, axis: int) -> Any:
-    """Returns the shapes and shardings that `place_prompts` would give, as `jax.ShapeDtypeStruct`s."""
+    """Returns the shapes and shardings that arrays would have after `place_prompts`, as `jax.ShapeDtypeStruct`s."""
     return tree if mesh is None else jax.tree.map(lambda x: _placed(x, _prompts(x.shape, mesh, axis)), tree)
 
 
 def slot_shapes(tree: Any, mesh: Mesh | None) -> Any:
-    """Returns the shapes and shardings that `place_slots` would give, as `jax.ShapeDtypeStruct`s."""
+    """Returns the shapes and shardings that arrays would have after `place_slots`, as `jax.ShapeDtypeStruct`s."""
     return tree if mesh is None else jax.tree.map(lambda x: _placed(x, _slots(x.shape, mesh)), tree)
 
 

@@ -60,7 +60,7 @@ def parameter_shapes(
 
 
 def share_of(params: Any, mesh: Mesh | None) -> Share:
-    """Returns the sizes of the parameters that one device holds after `place_params`.
+    """Returns the sizes of the parameters that one device holds when the parameters are sharded over a mesh.
 
     `params` is a tree of arrays or shapes. A parameter is replicated along a mesh axis that does not shard it.
 

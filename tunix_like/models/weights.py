@@ -113,7 +113,7 @@ def load_weights(
 
 
 def _is_projection(path: tuple[Any, ...]) -> bool:
-    """Returns whether a parameter is the kernel of one of `Decoder.projections`."""
+    """Returns whether a parameter is the kernel of a projection of attention or of an MLP without experts."""
     return path[-1] == "kernel" and path[-2] in LORA_TARGETS and _EXPERTS not in path
 
 
@@ -147,8 +147,8 @@ def check_weights(folder: str | Path, abstract_params: Params, config: DecoderCo
 def _compared(
     folder: Path, abstract_params: Params, config: DecoderConfig, stack: contextlib.ExitStack
 ) -> tuple[list[tuple[tuple[Any, ...], Any, list[str]]], dict[str, Stored]]:
-    """Opens the weight files and checks their headers against the parameters. Returns path, leaf and tensor names of
-    every parameter, and the open tensors by name."""
+    """Opens the weight files and checks their headers against the abstract parameters. Returns for every parameter its
+    path in the tree, its abstract array and the names of its tensors; and all open tensors by name."""
     _check_head(abstract_params, config)
     wanted = [(path, leaf, _names(path, leaf)) for path, leaf in _leaves(abstract_params)]
     stored = open_tensors(folder, stack)
@@ -220,8 +220,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _publish(folder: Path, temporary: Mapping[str, str], files: Mapping[str, list[str]], total: int) -> None:
-    """Renames the finished temporary files to their final names. If there are several, the old single file and the old
-    index are removed first."""
+    """Renames the finished temporary weight files to their final names, and removes old weight files. If there are
+    several new files, the old single file and the old index are removed first, and a new index is written last."""
     stale = [path for path in folder.iterdir() if _SHARD.fullmatch(path.name) and path.name not in files]
     if SINGLE in files:
         (folder / temporary[SINGLE]).replace(folder / SINGLE)
@@ -239,7 +239,7 @@ def _publish(folder: Path, temporary: Mapping[str, str], files: Mapping[str, lis
 
 def _plan(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
     """Assigns tensors to files in the order of `sizes`; returns file name -> tensor names. A file has at most `limit`
-    bytes, or one larger tensor."""
+    bytes, or only one tensor, which is larger."""
     groups: list[list[str]] = [[]]
     used = 0
     for name, size in sizes.items():

@@ -16,11 +16,12 @@ ENDS = 10
 
 
 class Curve(NamedTuple):
-    """One chart: a metric over the steps of a phase (`rl`, `sft`).
+    """One chart: a metric over the steps of RL or SFT.
 
     Attributes:
       unit: unit of the vertical axis; `%` for fractions, which are shown as percentages.
       log: whether the axis is initially logarithmic.
+      phase: `rl` or `sft`.
     """
 
     key: str

@@ -35,7 +35,7 @@ _WINDOWS = 48
 
 
 def save_figures(runs: Sequence[Run], folder: Path, gradients: Sequence[Gradients] = ()) -> list[Path]:
-    """Draws and writes all figures, and returns the paths of their files.
+    """Draws and writes all figures of a report, and returns the paths of their files.
 
     Raises:
       UserError: the folder or a file in it cannot be written.
@@ -124,7 +124,8 @@ def _colours(count: int) -> list[str]:
 
 
 def windows(table: Table, name: str, count: int = _WINDOWS) -> tuple[Float[np.ndarray, "W"], Float[np.ndarray, "W B"]]:
-    """Divides the steps of a run into at most `count` windows, and adds up the histogram `name` over each window.
+    """Divides the steps of a run into at most `count` windows, and adds up the histogram `name` over the steps of each
+    window.
 
     Returns:
       the last step of each window, and the sums `[windows, bins]`.

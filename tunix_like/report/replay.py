@@ -33,7 +33,8 @@ SHOWN = 10
 
 
 class Losses(NamedTuple):
-    """Loss and gradient norm of the whole update, and `(group, sample, loss, norm)` of each single completion."""
+    """Loss and gradient norm of a whole optimizer update, and `(group, sample, loss, norm)` of each single completion.
+    `group` is the index of its prompt, and `sample` its index among the completions of the prompt."""
 
     loss: float
     norm: float
@@ -41,7 +42,7 @@ class Losses(NamedTuple):
 
     @property
     def non_finite(self) -> list[tuple[int, int, float, float]]:
-        """The entries of `by_completion` whose loss or gradient norm is non-finite."""
+        """The single completions whose loss or gradient norm is non-finite, as entries of `by_completion`."""
         return [row for row in self.by_completion if not np.isfinite(row[2:]).all()]
 
 
@@ -86,7 +87,8 @@ def replay(skipped: UpdateInputs, trained: Trained, on_progress: Callable[[int],
 
 
 def program_of(trained: Trained, objective: Objective) -> Any:
-    """Returns a jitted function `(parameters, frozen parameters, StepInputs) -> (loss, gradient norm)`."""
+    """Returns a jitted function `(parameters, frozen parameters, StepInputs) -> (loss, gradient norm)` for an optimizer
+    update."""
     config, _ = check_config(trained.config)
     options = forward_options(config.rollout, config.training, config.algorithm)
     spec = StepSpec(trained.graphdef, objective, optax.identity(), options)

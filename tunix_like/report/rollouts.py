@@ -1,5 +1,4 @@
-"""Reads the completions of a run (`rollouts/step_*.jsonl`) for the report page, up to a maximum size. A group has all
-completions of one prompt."""
+"""Reads the completions of a run (`rollouts/step_*.jsonl`) for the report page, up to a maximum size."""
 
 from __future__ import annotations
 
@@ -96,7 +95,8 @@ def _group(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _completion(row: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a row of `step_*.jsonl` to the page's format. Keys with a missing or default value are left out.
+    """Converts a completion, given as a row of `step_*.jsonl`, to the format of the report page. Keys with a missing or
+    default value are left out.
 
     The result has `turns` instead of `text` if the row has `turns`.
     """
@@ -127,14 +127,14 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _parts(row: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
-    """Yields the name and the reward of each reward function (None: unscored)."""
+    """Yields the name of each reward function and the reward that it gave to a completion (None: unscored)."""
     for name, value in row.items():
         if name.startswith("reward/"):
             yield name.removeprefix("reward/"), _number(value)
 
 
 def _path(grid: str, completion: str) -> str:
-    """Returns the moves of a completion inside its maze, one letter each (U, D, L, R)."""
+    """Returns the moves of a completion in the maze of its prompt, one letter each (U, D, L, R)."""
     cells = walk(grid, completion).cells
     steps = ((b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(cells))
     return "".join(_LETTERS[step] for step in steps)

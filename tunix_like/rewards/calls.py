@@ -43,8 +43,8 @@ class Failure(NamedTuple):
     """The reason why a reward function failed for a completion, or why an environment failed.
 
     Attributes:
-      kind: `unavailable` and `misconfigured` are only for environments (see `EnvironmentUnavailable` and
-        `EnvironmentMisconfigured` in `tunix_like.errors`).
+      kind: `timeout` or `error`. An environment can also be `unavailable` or `misconfigured` (see
+        `EnvironmentUnavailable` and `EnvironmentMisconfigured` in `tunix_like.errors`).
     """
 
     kind: FailureKind
@@ -167,7 +167,7 @@ def _number(value: Any) -> tuple[float, str | None]:
 def call_in_process(
     name: str, function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
 ) -> FunctionRewards:
-    """Scores `count` completions in this process and finds the completions for which the function fails.
+    """Scores `count` completions with a reward function in this process. Finds the completions for which it fails.
 
     The function is called once with all completions. If this call fails, the function is called once per group. If the
     call of a group fails, the function is called once per completion of the group. Only completions that fail in a call
@@ -195,13 +195,13 @@ def call_in_process(
 
 
 def copy_rewards(results: FunctionRewards, rows: range, part: FunctionRewards) -> None:
-    """Copies the results `part`, which belong to the completions with the indices `rows`, into `results`."""
+    """Copies the results `part`, which are those of the completions with the indices `rows`, into `results`."""
     results.rewards[rows.start : rows.stop] = part.rewards
     results.failures.update({rows[i]: failure for i, failure in part.failures.items()})
 
 
 def slices(arguments: Mapping[str, Sequence[Any]], rows: range) -> dict[str, Sequence[Any]]:
-    """Returns the part of every column that belongs to the given rows."""
+    """Returns, of every column in `arguments`, the values of the completions with the indices `rows`."""
     return {key: column[rows.start : rows.stop] for key, column in arguments.items()}
 
 

@@ -35,13 +35,14 @@ def gsm8k(prompts: list[str], completions: list[str], gold: list[Any], **_: Any)
 
 
 def gsm8k_lenient(prompts: list[str], completions: list[str], gold: list[Any], **_: Any) -> list[float | None]:
-    """Scores like `gsm8k`, but also accepts an answer that math-verify evaluates to the number in `gold` (`2*9` for
-    18)."""
+    """Returns 1 for each completion whose final answer is correct, else 0. Scores like `gsm8k`, but also accepts an
+    answer that math-verify evaluates to the number in `gold` (`2*9` for 18)."""
     return [grade(completion, str(right), lenient=True) for completion, right in zip(completions, gold, strict=True)]
 
 
 def grade(completion: str, gold: str, lenient: bool = False) -> float | None:
-    """Returns the reward of one completion: 1, 0, or None if `gold` is a formula that math-verify cannot compare.
+    """Returns the reward of one completion for the correct answer `gold`: 1 or 0, or None if `gold` is a formula that
+    math-verify cannot compare with the completion's answer.
 
     Args:
       lenient: applies if `gold` is a plain number and the answer is a formula. True: the formula is evaluated, and gets
@@ -69,8 +70,8 @@ def grade(completion: str, gold: str, lenient: bool = False) -> float | None:
 
 
 def _readings(number: Number) -> set[Fraction]:
-    """Returns the values for which a number is accepted. `25%` is accepted for 25 and for 0.25, because some problems
-    ask for a percentage and some for a fraction."""
+    """Returns the values that a number can stand for. `25%` can stand for 25 and for 0.25, because some problems ask
+    for a percentage and some for a fraction."""
     return {number.value, number.value / 100} if number.percent else {number.value}
 
 
@@ -116,7 +117,7 @@ def vote(completion: str) -> Fraction | str | None:
 
 def _braced(text: str, start: int) -> str | None:
     """Returns the text from `start`, just after an open brace, to the matching closing brace. Returns None if the
-    closing brace is missing or more than `2 * LONGEST` characters away."""
+    closing brace is missing or more than `2 * LONGEST` (400) characters away."""
     depth = 1
     for i in range(start, min(len(text), start + 2 * LONGEST)):
         if text[i] in "{}" and text[i - 1] != "\\":

@@ -16,7 +16,7 @@ class Walk(NamedTuple):
     """The path of a completion through its maze.
 
     Attributes:
-      cells: the visited cells, as (row, column), beginning with START.
+      cells: the visited cells, as (row, column), beginning with the start cell (1, 1).
       reached: whether the completion solves the maze.
     """
 
@@ -28,8 +28,8 @@ def walk(grid: str, completion: str) -> Walk:
     """Follows the moves of a completion through its maze.
 
     The completion solves the maze if and only if it contains the word DONE, every word before DONE is a move, no move
-    enters a wall, and GOAL is reached. Moves after GOAL are ignored, and cells may be visited again. `Walk.cells` ends
-    at GOAL, before the first wall, or before the first word that is not a move.
+    enters a wall, and the goal cell is reached. Moves after the goal are ignored, and cells may be visited again.
+    `Walk.cells` ends at the goal, before the first wall, or before the first word that is not a move.
     """
     rows = grid.split("\n")
     words = completion.split()

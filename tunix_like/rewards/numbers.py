@@ -144,7 +144,7 @@ def _folded(character: str) -> str:
 
 
 def _bare(text: str) -> str:
-    """Strips Markdown emphasis marks, brackets around the whole text, and a leading currency sign."""
+    """Strips Markdown emphasis marks, brackets around the whole text, and a leading currency sign from a number."""
     text = text.strip(" \t\r\n*_`")
     while len(text) > 1 and _BRACKETS.get(text[0]) == text[-1]:
         text = text[1:-1].strip(" \t\r\n*_`")

@@ -46,8 +46,8 @@ class PooledFunction:
     def score_groups(
         self, name: str, arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
     ) -> FunctionRewards:
-        """Scores `count` completions with one call of the function per group. If the call for a group fails, the
-        function is called once per completion of the group."""
+        """Scores `count` completions with one call of the reward function per group of `group_size` completions. If the
+        call for a group fails, the function is called once per completion of the group."""
         return self.pool.score_groups(self.place, name, arguments, count, group_size)
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
@@ -66,8 +66,8 @@ def pooled(
 ) -> dict[str, PooledFunction]:
     """Wraps reward functions so that they run in `workers` separate processes. Returns the wrapped functions by name.
 
-    Workers start at the first call. A worker imports each function by name, so a function must be defined at the top
-    level of a module, or of a file that was given as `FILE.py:function`.
+    The processes (workers) start at the first call of a function. A worker imports each function by name, so a function
+    must be defined at the top level of a module, or of a file that was given as `FILE.py:function`.
 
     Args:
       functions: a mapping of names to functions, or a sequence of functions (their names are then their `__name__`).
@@ -90,7 +90,8 @@ def pooled(
 
 
 def close_pools(functions: Iterable[Callable[..., Any]]) -> None:
-    """Stops the workers of the pooled functions among `functions`. The next call of a function starts new workers."""
+    """Stops the worker processes of those `functions` that `pooled` returned. The next call of such a function starts
+    new processes."""
     for function in functions:
         if isinstance(function, PooledFunction):
             function.pool.close()
@@ -131,7 +132,8 @@ def place_of(
 
 @dataclasses.dataclass
 class _Call:
-    """The completions of one call, and the `time.monotonic` values of the call's start (`given`) and deadline."""
+    """One call of a reward function: the indices of the completions that it scores (`rows`), and the `time.monotonic`
+    values of its start (`given`) and of its deadline."""
 
     rows: range
     given: float = 0.0
@@ -139,8 +141,8 @@ class _Call:
 
 
 class _Slot:
-    """A place for one worker process of the pool. `worker` is None if no worker is running; `call` is its current call
-    of a reward function, or None."""
+    """The state of one of the pool's worker processes. `worker` is None if the process is not running. `ready` is True
+    when it has loaded the functions. `call` is the call of a reward function that it executes, or None."""
 
     worker: WorkerProcess | None = None
     ready = False
@@ -184,7 +186,7 @@ class Pool:
 
 
 class _Batch:
-    """The calls of one reward function for one batch of completions."""
+    """Scores one batch of completions with one reward function, in calls that the pool's worker processes execute."""
 
     def __init__(self, pool: Pool, place: str, name: str, arguments: Mapping[str, Sequence[Any]], count: int):
         self.pool, self.place, self.name, self.arguments = pool, place, name, arguments
@@ -239,8 +241,8 @@ class _Batch:
             ) from error
 
     def _wait(self, busy: list[_Slot]) -> None:
-        """Waits until a busy worker sends or can receive data, a deadline passes, or `POLL_SECONDS` pass. Then checks
-        every busy worker."""
+        """Waits until a worker process that executes a call sends or can receive data, until the deadline of a call, or
+        for `POLL_SECONDS`. Then checks all worker processes that execute a call."""
         nearest = min(slot.call.deadline for slot in busy if slot.call) - time.monotonic()
         with selectors.DefaultSelector() as selector:
             for slot in busy:
@@ -283,8 +285,8 @@ class _Batch:
             self._failed(call, "timeout", f"Reward function '{self.name}' {what}.", now)
 
     def _replace(self, slot: _Slot) -> str:
-        """Kills the worker of a slot. The next call in this slot starts a new worker. Returns a description of how the
-        worker ended."""
+        """Kills a worker process of the pool and returns a description of how it ended. A later call starts a new
+        worker process in its place."""
         assert slot.worker is not None
         how = slot.worker.kill()
         slot.worker, slot.call = None, None
@@ -293,8 +295,8 @@ class _Batch:
     def _failed(
         self, call: _Call, kind: Literal["timeout", "error"], reason: str, now: float, of_all: bool = False
     ) -> None:
-        """Handles a failed call. Records the failure if the call had a single completion, or if the failure concerns
-        all completions of the call (`of_all`). Otherwise appends one call per completion to the queue."""
+        """Handles a failed call of the reward function. Records the failure if the call had a single completion, or if
+        the failure concerns all completions of the call (`of_all`). Otherwise schedules one call per completion."""
         self.wasted += now - call.given
         if of_all or len(call.rows) == 1:
             self.results.failures.update(dict.fromkeys(call.rows, Failure(kind, reason)))

@@ -26,7 +26,7 @@ _READ = 1 << 20
 
 
 class WorkerProcess:
-    """One worker process.
+    """A separate process that calls functions of the user on request, and the socket to it.
 
     Attributes:
       gone: whether the process has exited, or has closed its end of the socket.
@@ -36,9 +36,9 @@ class WorkerProcess:
         """Starts the worker process.
 
         Args:
-          places: locations of the user's functions; the code in `start` receives them.
-          start: code that the new interpreter runs. The code must read its settings in the same way as `START` does.
-          label: printed before each forwarded line of output.
+          places: locations of the user's functions, such as `FILE.py:function`; passed to the code `start`.
+          start: Python code that the process runs. The code must read its settings like `worker.START` does.
+          label: printed before each line of the worker's output that is forwarded to stderr.
         """
         self.label = label
         self.channel, theirs = socket.socketpair()
@@ -71,7 +71,7 @@ class WorkerProcess:
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Registers the socket and the output of the worker with a selector. A `select` then returns as soon as `pump`
-        has work to do."""
+        can send or read data."""
         selector.register(self.channel, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0))
         if not self.output.closed:
             selector.register(self.output, selectors.EVENT_READ)
@@ -130,7 +130,8 @@ class WorkerProcess:
         self._line = b""
 
     def _show(self, lines: Sequence[bytes]) -> None:
-        """Writes the lines to stderr in one call, so that no lines of other processes appear between them.
+        """Writes lines of the worker's output to stderr in one call, so that no lines of other processes appear between
+        them.
 
         The lines are dropped if stderr is closed, missing or cannot be written.
         """
@@ -185,5 +186,6 @@ class WorkerProcess:
 
 
 def _decoded(printed: bytes) -> str:
-    """Decodes UTF-8, with escapes for invalid bytes, and converts Windows line ends to Unix line ends."""
+    """Decodes the printed output of a worker from UTF-8, with escapes for invalid bytes, and converts Windows line ends
+    to Unix line ends."""
     return printed.decode(errors="backslashreplace").replace("\r\n", "\n").removesuffix("\r")

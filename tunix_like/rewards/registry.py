@@ -27,8 +27,8 @@ def register_reward_fn(name: str, answer: Callable[[str], Hashable | None] | Non
     """Returns a decorator that registers a reward function under `name`.
 
     Args:
-      answer: function that extracts the answer of a completion for maj@k (see `ANSWERS`). None: maj@k is not reported
-        for this reward function.
+      answer: function that returns the answer of a completion as a hashable value for majority votes (maj@k), or None
+        if there is no answer. If `answer` is None, maj@k is not reported for this reward function.
 
     Raises:
       UserError: the name is already registered, or contains a colon (reserved for files and modules).

@@ -24,7 +24,7 @@ class Scores:
     """The rewards of n completions.
 
     Attributes:
-      total: [n] weighted sum over the functions; NaN where unscored.
+      total: [n] weighted sum over the reward functions; NaN if one of these returned None or NaN, or failed.
       by_function: function name -> [n] unweighted rewards; NaN where the function returned None or NaN, or failed.
       timeouts: [n] True where a function did not return in time.
       errors: [n] True where a function raised, returned an invalid reward, or crashed its worker.
@@ -39,11 +39,11 @@ class Scores:
 
     @property
     def scored(self) -> NDArray[np.bool_]:
-        """Mask of shape [n]: False where any function returned None or NaN, or failed."""
+        """Mask of shape [n]: False for completions for which a reward function returned None or NaN, or failed."""
         return ~np.isnan(self.total)
 
     def pick(self, rows: NDArray[np.int_]) -> Scores:
-        """Returns the scores of the given completions, in the given order."""
+        """Returns the scores of the completions with the indices `rows`, in the order of `rows`."""
         by_function = {name: values[rows] for name, values in self.by_function.items()}
         return Scores(self.total[rows], by_function, self.timeouts[rows], self.errors[rows], self.first_failure)
 

@@ -92,7 +92,7 @@ def go_first() -> None:
 
 
 def process_control(option: int, value: int) -> None:
-    """Calls `prctl` of Linux."""
+    """Calls the function `prctl` of Linux, which changes a setting of this process."""
     _libc().prctl(option, value)
 
 
@@ -102,8 +102,8 @@ def _libc() -> ctypes.CDLL:
 
 
 def _load(place: str) -> Callable[..., Any] | str:
-    """Loads the reward function at `place`. Returns the function, or a text with the reason why it could not be
-    loaded."""
+    """Loads the reward function at `place`, such as `FILE.py:function`. Returns the function, or a text with the reason
+    why it could not be loaded."""
     try:
         return load_function(place, "Reward")
     except BaseException as error:  # includes SystemExit

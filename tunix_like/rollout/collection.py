@@ -1,7 +1,7 @@
-"""Collects the scored groups of a training step: takes prompts, samples completions, scores the completions and shapes
-the rewards. A group has all completions of one prompt.
+"""Collects the data of a training step: takes prompts, samples completions, scores the completions and adjusts the
+rewards (overlong penalty, binarization).
 
-With dynamic sampling, further batches are sampled until enough groups have completions with different rewards.
+With dynamic sampling, further batches are sampled until enough prompts have completions with different rewards.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ EXTRA_BATCHES = 4
 
 
 class Collected(NamedTuple):
-    """The groups of one training step.
+    """The prompts and completions of one training step. A group has all completions of one prompt.
 
     Attributes:
       rollout: the groups to train on.
-      batch: `rollout` with its shaped rewards, as the arrays of the training step.
+      batch: `rollout` with its rewards after `shape_rewards`, as the arrays of the training step.
       metrics: metrics of all groups that were sampled for the step, including groups that are not trained on.
       tokens: number of completion tokens that were sampled for the step, including groups that are not trained on.
     """
@@ -71,18 +71,21 @@ class Collected(NamedTuple):
 
 @dataclasses.dataclass
 class Collector:
-    """Takes prompts, samples a group of completions for each prompt, scores the groups and shapes the rewards.
+    """Takes prompts, samples completions of each prompt, scores the completions and adjusts the rewards (see
+    `shape_rewards`).
 
-    A collector is called once per step.
+    An instance is called once per training step.
 
     Attributes:
+      batches: iterator over the batches of prompts of the run.
       key: random key from which the random keys of all completions of the run are derived.
       rollouts: folder for the completions of a batch whose scoring raises an error, and for the text of the first
         failure of a reward function. If None, nothing is written.
-      player: plays trajectories of several turns; None if completions have a single turn.
+      player: passes the turns of completions to environments; None if completions have a single turn.
       drawn: number of prompts taken from `batches` so far. The next prompt gets this value as its `Problem.number`, so
         these numbers are unique in a run.
-      started: whether the run has drawn a batch. For a resumed run, batches drawn before the checkpoint count too.
+      started: whether the run has taken a batch from `batches`. For a resumed run, batches taken before the checkpoint
+        count too.
     """
 
     task: Task
@@ -100,7 +103,7 @@ class Collector:
     _warned: bool = False
 
     def __call__(self, step: int, params: Any, lap: Callable[[str], None]) -> Collected | None:
-        """Returns the groups of the training step `step`, or None if the data has no further batch.
+        """Samples and scores the completions of training step `step`. Returns None if the data has no further batch.
 
         Args:
           params: the weights, from `Engine.place`.
@@ -108,8 +111,8 @@ class Collector:
 
         Raises:
           UserError: no completion of the first batch could be scored, the advantage estimator does not accept the
-            rewards, or the data has fewer prompts than one batch. In the first two cases the completions are written
-            to the folder `rollouts`.
+            rewards, or the data has fewer prompts than one batch. In the first two cases the completions are written to
+            the folder `rollouts`.
         """
         algo, lengths = self.task.algo, self.task.rollout_config
         metrics: dict[str, Any] = {}
@@ -138,8 +141,8 @@ class Collector:
         rewards: Float[np.ndarray, "P G"],
         lap: Callable[[str], None],
     ) -> tuple[Rollout, Float[np.ndarray, "N G"], dict[str, float]]:
-        """Samples extra batches until `batch_size` groups have a training signal (see `_has_signal`), the maximum
-        number of extra batches is reached, or the data has no further batch.
+        """Samples extra batches until `batch_size` prompts have a training signal (roughly: different rewards; see
+        `_has_signal`), the maximum number of extra batches is reached, or the data has no further batch.
 
         This is dynamic sampling (DAPO, arXiv 2503.14476). `rollout` and `rewards` are the results of the first batch.
         Returns the rollout and the rewards of all batches, the first batch included, and the metrics
@@ -167,8 +170,8 @@ class Collector:
         return rollout, rewards, {f"dynamic_sampling/{name}": float(count) for name, count in counts.items()}
 
     def _has_signal(self, rollout: Rollout, rewards: Float[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
-        """Returns for each group whether it has a training signal: its rewards differ, and it has as many scored
-        completions as its advantage estimator needs."""
+        """Returns for each prompt whether it has a training signal: the rewards of its completions differ, and it has
+        as many scored completions as its advantage estimator needs."""
         scored = ~np.isnan(rewards)
         return mixed_groups(rewards, scored) & self.objective.kept_groups(
             scored, estimator_ids(self.objective, rollout)
@@ -215,8 +218,8 @@ class Collector:
         return sampled, rewards
 
     def _rewards(self, rollout: Rollout) -> Float[np.ndarray, "P G"]:
-        """Returns the shaped rewards of a rollout (see `shape_rewards`). Raises UserError if an advantage estimator
-        does not accept the rewards of its groups."""
+        """Returns the rewards of a rollout after the overlong penalty and the binarization (see `shape_rewards`).
+        Raises UserError if an advantage estimator does not accept one of its rewards."""
         lengths, algo = rollout.completions.lengths, self.task.algo
         total = rollout.scores.total.reshape(lengths.shape)
         rewards = shape_rewards(
@@ -240,15 +243,15 @@ class Collector:
 
 
 def estimator_ids(objective: Objective, rollout: Rollout) -> Int[np.ndarray, "P"]:
-    """Returns for each group the index of its advantage estimator in `objective.estimators`."""
+    """Returns for each prompt of a rollout the index of its advantage estimator in `objective.estimators`."""
     return objective.estimator_ids([problem.columns.get(SOURCE_COLUMN) for problem in rollout.problems])
 
 
 def training_batch(
     rollout: Rollout, rewards: Float[np.ndarray, "P G"], objective: Objective, lengths: RolloutConfig
 ) -> GroupBatch:
-    """Converts a rollout with its shaped rewards to the batch of a training step. `lengths` has the maximum lengths of
-    prompts and completions."""
+    """Converts a rollout and its rewards (after `shape_rewards`) to the batch of a training step. `lengths` has the
+    maximum lengths of prompts and completions."""
     batch = to_batch(rollout, rewards, lengths.max_prompt_length, lengths.max_tokens_to_generate)
     trained = rollout.completions.finished if objective.config.overlong == "mask" else None
     return batch._replace(estimator_ids=estimator_ids(objective, rollout), trained=trained)

@@ -1,14 +1,14 @@
 """Defines the compiled programs for sampling: the prefill, the decode loop, and functions that start, move and restart
-rows.
+completions.
 
-There are `A` slots. A slot holds one prompt and `g` rows, and a row holds one completion. The keys and values of a row
-are stored in a ring buffer with `U` columns. In each decode step all rows write to the same column, so the write is a
-single slice even if the rows have different lengths. `Rows.positions` stores for each row the positions of the tokens
-in its columns. A row attends only to columns that hold one of its tokens.
+There are `A` slots. A slot holds one prompt and `g` rows, and a row holds one completion of this prompt. The keys and
+values of a row are stored in a ring buffer with `U` columns, one per token. In each decode step all rows write to the
+same column, so the write is a single slice even if the rows have different lengths. `Rows.positions` stores for each
+row the positions of the tokens in its columns. A row attends only to columns that hold one of its tokens.
 
-If completions have several turns, a row can wait for a reply while other rows are decoded. In a column that is written
-while a row waits, this row has no token. When the buffer is full, `compact_columns` removes the columns without a token
-from each row. A row can also be restarted: its tokens are removed from the cache, and its next tokens follow the prompt
+If completions have several turns, a row can wait for a reply while other rows are decoded. The columns that are written
+during this time are empty in the waiting row. When the buffer is full, `compact_columns` removes the empty columns of
+each row. A row can also be restarted: its tokens are removed from the cache, and its next tokens follow the prompt
 directly. `schedule.py` and `turns.py` call the programs of this file.
 """
 
@@ -31,7 +31,8 @@ TOKENS = "tokens"
 
 
 class Prompts(NamedTuple):
-    """Prefilled prompts, one per slot: keys and values, and the hidden state that predicts the first token."""
+    """Prefilled prompts: their keys and values, and the hidden states from which the first tokens of completions are
+    predicted."""
 
     lengths: Int[Array, "A"]
     hidden: Float[Array, "A D"]
@@ -39,17 +40,19 @@ class Prompts(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The state of the completions that are being sampled.
+    """The state of the completions that are being sampled. Each row of the arrays holds one completion.
+
+    The keys and values of a row are stored in a ring buffer, the cache. A column of the cache holds one token of the
+    row or is empty.
 
     Attributes:
       column: index of the cache column for the next keys and values.
-      positions: position of the token in each column, counted from the start of the prompt; -1 if the column has no
-        token of the row.
+      positions: position of the token in each column, counted from the start of the prompt; -1 if the column is empty.
       span: number of columns, counted back from the most recently written one, that contain all tokens of the row.
       steps: number of decode steps so far. A step computes all rows, including rows that are not live.
       age: number of completion tokens of each row.
-      first: number of completion tokens of each row at its last restart; 0 for a row that was never restarted. The
-        tokens before the last restart are not in the cache.
+      first: number of completion tokens of each row at its last restart; 0 for a row that was never restarted. A
+        restart removes the earlier tokens of the completion from the cache.
       live: whether a row is being sampled; False after it has `ended` or reached the length limit.
       ended: whether the row ended with an end-of-sequence token.
       held: whether the completion of a row can still get tokens, for example after a reply. The columns of a held row
@@ -74,12 +77,12 @@ class Rows(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Number of columns of the cache."""
+        """Number of tokens per completion for which the cache has space."""
         return self.cache[0][1].shape[2]
 
     @property
     def cached(self) -> Int[Array, "A g"]:
-        """Number of tokens of each row in the cache."""
+        """Number of tokens of each completion whose keys and values are in the cache."""
         return self.age - self.first
 
 
@@ -111,10 +114,11 @@ def cast_params(graphdef: Any, params: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnames=("size", "max_tokens", "room", "key_words"))
 def empty_rows(prompts: Prompts, size: int, max_tokens: int, room: int, key_words: int) -> Rows:
-    """Allocates `size` rows for each prompt. Each row has a cache of `room` columns. No row is live (being sampled).
+    """Allocates the arrays for `size` completions of each prompt, with a cache for `room` tokens per completion. No
+    completion is started.
 
     Args:
-      max_tokens: length of the last axis of `Rows.tokens` and `Rows.logprobs`.
+      max_tokens: length of the last axis of `Rows.tokens` and `Rows.logprobs`, which get the sampled tokens.
       key_words: number of 32-bit words of a random key.
     """
     shape = (prompts.hidden.shape[0], size)
@@ -152,13 +156,14 @@ def fill(
     samples: UInt32[Array, "A g"],
     key: Array,
 ) -> Rows:
-    """Starts new completions in the rows for which `take` is True. Each completion follows the prompt of its slot.
+    """Starts a new completion in each row for which `take` is True. A slot holds one prompt and several rows, and a row
+    holds one completion of this prompt.
 
     The random numbers of a completion depend on `key`, `numbers` and `samples`, and not on the slot.
 
     Args:
       numbers: `Request.number` of the prompt in each slot.
-      samples: index of each row's completion in its group.
+      samples: index of each row's completion among the completions of its prompt.
     """
     row_key = lambda number, sample: jax.random.fold_in(jax.random.fold_in(key, number), sample)  # noqa: E731
     fresh = jax.vmap(jax.vmap(row_key, (None, 0)))(numbers, samples)
@@ -173,14 +178,14 @@ def fill(
 
 
 def without_columns(rows: Rows, chosen: Bool[Array, "A g"]) -> Rows:
-    """Removes from the cache all tokens of the rows for which `chosen` is True."""
+    """Removes from the cache all tokens of the completions for which `chosen` is True."""
     positions = jnp.where(chosen[..., None], -1, rows.positions)
     return rows._replace(positions=positions, span=jnp.where(chosen, 0, rows.span))
 
 
 @jax.jit
 def pick_prompts(prompts: Prompts, source: Int[Array, "B"]) -> Prompts:
-    """Copies prompts to new slots: new slot `b` gets the prompt of old slot `source[b]`."""
+    """Copies prefilled prompts: prompt `b` of the result is prompt `source[b]` of `prompts`."""
     return jax.tree.map(lambda x: x[source], prompts)
 
 
@@ -188,11 +193,11 @@ def pick_prompts(prompts: Prompts, source: Int[Array, "B"]) -> Prompts:
 def replace_prompts(
     prompts: Prompts, slots: Int[Array, "N"], source: Int[Array, "N"], fresh: Prompts | None
 ) -> Prompts:
-    """Replaces prompts: slot `slots[i]` gets prompt `source[i]`.
+    """Replaces prefilled prompts: prompt `slots[i]` of `prompts` becomes a copy of prompt `source[i]`.
 
-    If `source[i]` is less than the number of slots `A`, it is the index of a slot, and the prompt that this slot has
-    before the call is copied. Otherwise prompt `source[i] - A` of `fresh`, the newly prefilled prompts, is copied.
-    Entries of `slots` that are out of range are ignored.
+    If `source[i]` is less than the number `A` of `prompts`, prompt `source[i]` of `prompts` is copied, as it was before
+    the call. Otherwise prompt `source[i] - A` of `fresh` is copied. `fresh` has newly prefilled prompts. Values of
+    `slots` that are out of range are ignored.
     """
 
     def moved(old: Array, new: Array | None = None) -> Array:
@@ -216,8 +221,9 @@ def advance(
     sampling: SamplingParams,
     eos_ids: tuple[int, ...],
 ) -> Rows:
-    """Samples tokens of the live rows until at most `stop_at` rows are live, or until the cache is full. The cache is
-    full if the next step would overwrite a column of a row that is live or held (see `Rows`)."""
+    """Samples tokens of the live rows (completions that are being sampled) until at most `stop_at` rows are live, or
+    until the cache is full. The cache is a ring buffer. It is full if the next tokens would overwrite a token of a
+    completion that can still get tokens."""
     model = _merge(graphdef, params)
     head = model.head()  # outside the loop, because a tied head must be transposed
     (slots, size), limit = rows.live.shape, rows.tokens.shape[-1]
@@ -248,15 +254,16 @@ def advance(
 
 
 def decode(model: Decoder, prompts: Prompts, rows: Rows, mask: Array, tokens: Int[Array, "A g"]) -> Rows:
-    """Runs the model on the next token of every row, and writes one column of the cache.
+    """Runs the model on the next token of every completion, and writes the keys and values of these tokens to the
+    cache.
 
     Args:
       mask: attention mask of the prompts, from `prompt_mask`.
-      tokens: the next token of each row; has no effect on rows that are not live.
+      tokens: the next token of each completion; has no effect on completions for which `Rows.live` is False.
 
     Returns:
-      the updated rows. Each live row has one more token in the cache, and the hidden state of this token. `Rows.tokens`
-      is not changed.
+      the updated rows. Each completion that is being sampled has one more token in the cache, and the hidden state of
+      this token. `Rows.tokens` is not changed.
     """
     new = jnp.where(rows.live, prompts.lengths[:, None] + rows.cached, -1)
     positions = jax.lax.dynamic_update_slice_in_dim(rows.positions, new[..., None], rows.column, axis=2)
@@ -273,8 +280,8 @@ def decode(model: Decoder, prompts: Prompts, rows: Rows, mask: Array, tokens: In
 
 
 def compact_columns(rows: Rows) -> Rows:
-    """Removes the empty columns between the tokens of each row: moves the tokens of the row to the last columns of the
-    cache.
+    """Removes the empty columns between the tokens of each completion in the cache: moves the keys and values of these
+    tokens to the last columns.
 
     The cache arrays of `rows` are donated. The cache of each layer is moved by a separate program call, because a
     single program for all layers would need memory for a second cache.
@@ -286,8 +293,9 @@ def compact_columns(rows: Rows) -> Rows:
 
 @jax.jit
 def _order(positions: Int[Array, "A g U"]) -> tuple[Int[Array, "A g U"], Int[Array, "R U"]]:
-    """Sorts the columns of each row by position. Returns the sorted positions, and the old index of each column for the
-    `R = A * g` rows."""
+    """Sorts the cache columns of each completion by the position of their token. Empty columns come first (position
+    -1). Returns the sorted positions, and the old index of each column. The latter has one row per completion
+    (`R = A * g`)."""
     return jnp.sort(positions, axis=-1), to_rows(jnp.argsort(positions, axis=-1))
 
 
@@ -303,7 +311,8 @@ def _row_index(rows: Rows) -> tuple[Int[Array, "A 1"], Int[Array, "1 g"]]:
 
 @functools.partial(jax.jit, static_argnames=("room",))
 def grow(rows: Rows, room: int) -> Rows:
-    """Enlarges the cache to `room` columns: unrolls the ring buffer (oldest column first) and appends empty columns."""
+    """Enlarges the cache of keys and values, a ring buffer, to `room` columns: moves the oldest column to the front and
+    appends empty columns."""
 
     def wider(x: Array, axis: int, empty: int = 0) -> Array:
         width = [(0, 0)] * x.ndim
@@ -316,8 +325,8 @@ def grow(rows: Rows, room: int) -> Rows:
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
 def restart(rows: Rows, prompts: Prompts, chosen: Bool[Array, "A g"]) -> Rows:
-    """Restarts the rows for which `chosen` is True: removes their tokens from the cache. The next tokens of these rows
-    follow the prompt directly."""
+    """Removes from the cache the tokens of the completions for which `chosen` is True. The model computes the next
+    tokens of these completions as if they followed the prompt directly."""
     return without_columns(rows, chosen)._replace(
         first=jnp.where(chosen, rows.age, rows.first),
         hidden=jnp.where(chosen[..., None], prompts.hidden[:, None], rows.hidden),
@@ -328,11 +337,12 @@ def restart(rows: Rows, prompts: Prompts, chosen: Bool[Array, "A g"]) -> Rows:
 def regroup(
     prompts: Prompts, rows: Rows, source: Int[Array, "B"], picked: Int[Array, "B c"], real: Bool[Array, "B c"]
 ) -> tuple[Prompts, Rows]:
-    """Copies rows and prompts to new slots.
+    """Copies completions and their prompts to new arrays. A slot holds one prompt and several rows, and a row holds one
+    completion of this prompt.
 
-    New slot `b` gets the prompt of old slot `source[b]`, and the old rows with the indices `picked[b]`. The index of
-    row `i` of slot `a` is `a * g + i`. A new row for which `real` is False is padding and is not live. Several new
-    slots can get the same prompt.
+    New slot `b` gets the prompt of old slot `source[b]`, and the old rows with the indices `picked[b]`. Row `i` of old
+    slot `a` has the index `a * g + i`, where `g` is the number of rows per old slot. A new row for which `real` is
+    False is padding and is not sampled. Several new slots can get the same prompt.
     """
     moved = {
         name: (x := getattr(rows, name)).reshape(-1, *x.shape[2:])[picked]
@@ -348,14 +358,14 @@ def regroup(
 def append(
     graphdef: Any, params: Any, prompts: Prompts, rows: Rows, tokens: Int[Array, "A g N"], counts: Int[Array, "A g"]
 ) -> Rows:
-    """Appends given tokens to rows, e.g. the tokens of a reply. One forward pass computes the appended tokens; the
-    earlier tokens are not computed again.
+    """Appends tokens that were not sampled, e.g. the tokens of a reply, to completions. One forward pass computes the
+    appended tokens; the earlier tokens are not computed again.
 
     Args:
-      rows: the rows. The next `N` columns (from `rows.column` on) must exist in the cache, and must not contain a token
-        of a row that continues.
+      rows: the completions. The next `N` columns (from `rows.column` on) must exist in the cache, and must not contain
+        a token of a completion that continues.
       tokens: the tokens to append, padded on the left.
-      counts: number of tokens to append to each row; can be 0.
+      counts: number of tokens to append to each completion; can be 0.
     """
     model, width = _merge(graphdef, params), tokens.shape[-1]
     number = jnp.arange(width)[None, None] - (width - counts[..., None])

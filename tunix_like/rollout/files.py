@@ -27,12 +27,12 @@ def write_rollouts(
 ) -> Path:
     """Writes one line of JSON per completion to `folder/step_<n>.jsonl`, and returns the path of the file.
 
-    Each line has the step, `Problem.number`, the index of the completion in its group, the data source (if the problem
-    has one), the prompt, the completion and its value of each column.
+    Each line has the step, `Problem.number`, the index of the completion among the completions of its prompt, the data
+    source (if the problem has one), the prompt, the completion and its value of each entry of `columns`.
 
     Args:
       columns: further values of the completions, by name: a list or an array of `P * G` values, or an array of shape
-        `[P, G]`.
+        `[P, G]`, for `P` prompts with `G` completions each.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"step_{step:06d}.jsonl"
@@ -153,7 +153,7 @@ def nothing_scored_message(scores: Scores) -> str:
 
 
 def remove_steps_after(folder: Path, last: int) -> None:
-    """Removes the files of the steps after `last` (`step_<n>.jsonl`, `step_<n>_<more>`).
+    """Removes the files of the steps after `last`: `step_<n>.jsonl` and other files whose name begins with `step_<n>_`.
 
     A resumed run repeats these steps and writes their files again.
     """

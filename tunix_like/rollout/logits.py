@@ -1,4 +1,4 @@
-"""Samples tokens from logits with temperature, top-k and top-p. Each row needs one uniform random number.
+"""Samples tokens from logits with temperature, top-k and top-p. Each sampled token needs one uniform random number.
 
 The algorithm needs no sort over the vocabulary, and no random number for each vocabulary entry.
 """
@@ -32,7 +32,7 @@ differences below -87.3 would give denormal numbers, which make the sums several
 def choose(
     logits: Float[Array, "N V"], uniform: Float[Array, "N"], params: SamplingParams
 ) -> tuple[Int[Array, "N"], Float[Array, "N"]]:
-    """Samples one token per row by inverse CDF.
+    """Samples one token per row of `logits` by inverse CDF.
 
     Args:
       logits: float32 logits.
@@ -63,7 +63,7 @@ def choose(
 
 
 class RowSampling(NamedTuple):
-    """Sampling parameters of each row. The values have the same meaning as in `SamplingParams`.
+    """Sampling parameters of each row of the logits. The values have the same meaning as in `SamplingParams`.
 
     Attributes:
       top_k: number of most probable tokens to keep; the vocabulary size means that every token is kept.
@@ -77,7 +77,7 @@ class RowSampling(NamedTuple):
 def choose_each(
     logits: Float[Array, "N V"], uniform: Float[Array, "N"], sampling: RowSampling
 ) -> tuple[Int[Array, "N"], Float[Array, "N"]]:
-    """Samples one token per row like `choose`, with separate sampling parameters for each row.
+    """Samples one token per row of `logits` like `choose`, but with separate sampling parameters for each row.
 
     The token of a row does not depend on the other rows.
     """
@@ -104,7 +104,8 @@ def choose_each(
 
 
 def _exponentials(scaled: Float[Array, "N V"], largest: Float[Array, "N"]) -> tuple[Array, Array]:
-    """Returns the differences `scaled - largest`, and their exponentials (0 for differences up to `LOWEST_LOGIT`)."""
+    """Returns the differences of the logits `scaled` and their maximum `largest`, and the exponentials of the
+    differences. The exponential is 0 if the difference is at most `LOWEST_LOGIT`."""
     shifted = scaled - largest[:, None]
     return shifted, jnp.where(shifted > LOWEST_LOGIT, jnp.exp(shifted), 0.0)
 
@@ -150,7 +151,8 @@ def keep_top_k(probs: Float[Array, "N V"], k: int) -> Float[Array, "N V"]:
 
 
 def keep_each_top_k(probs: Float[Array, "N V"], k: Int[Array, "N"]) -> Float[Array, "N V"]:
-    """Does the same as `keep_top_k`, with a separate `k` for each row."""
+    """Keeps the probabilities of the `k` most probable tokens, and sets all other probabilities to 0; `k` differs
+    between rows. Tokens with the same probability as the `k`-th token are kept too."""
     return _keep_enough(probs, lambda kept: (kept > 0).sum(axis=-1) >= k)
 
 
@@ -205,8 +207,8 @@ def _block_sums(weights: Float[Array, "N V"]) -> tuple[Float[Array, "N B"], Floa
 
 
 def _token_at(sums: Float[Array, "N B"], blocks: Float[Array, "N B 256"], target: Float[Array, "N"]) -> Array:
-    """Returns the first token at which the running sum of the weights exceeds `target`. `sums` and `blocks` are the
-    results of `_block_sums`."""
+    """Returns the first token at which the running sum of the weights exceeds `target`. `blocks` has the weights in
+    blocks of 256 tokens, and `sums` has the sum of each block."""
     block, rest = _first_above(sums, target)
     inner, _ = _first_above(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], rest)
     return block * BLOCK + inner

@@ -1,4 +1,5 @@
-"""Converts problems to requests for an engine, samples of an engine to arrays, and arrays to samples."""
+"""Converts problems to requests for an engine, which samples completions. Converts the sampled completions to arrays,
+and arrays to single completions."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def requests_of(problems: Sequence[Problem], size: int) -> list[Request]:
 
 
 def opening_of(responder: Responder, group: int, limit: int) -> Sequence[int]:
-    """Returns the tokens that precede the first turn of a group's completions.
+    """Returns the tokens that precede the first turn of the completions of prompt `group`.
 
     Raises:
       UserError: there are `limit` tokens or more, so a completion of at most `limit` tokens has no space for a turn.

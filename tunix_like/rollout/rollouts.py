@@ -75,10 +75,10 @@ class Task(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """Sampled and scored groups. A group has all completions of one prompt.
+    """Sampled and scored completions: `G` for each of `P` prompts.
 
-    `texts` has the texts of the `P * G` completions, group after group. `episodes` has the turns of each completion; it
-    is None without an environment.
+    `texts` has the texts of the `P * G` completions, prompt after prompt. `episodes` has the turns of each completion;
+    it is None without an environment.
     """
 
     problems: list[Problem]
@@ -101,8 +101,9 @@ def with_width(completions: Completions, width: int, segments: bool = False) -> 
     An engine may return narrower arrays (as wide as its longest completion) and may omit the mask.
 
     Args:
-      segments: whether to add a `segment_start` of zeros if the completions have none. An engine omits `segment_start`
-        if each completion is a single segment.
+      segments: whether to add a `segment_start` of zeros if the completions have none. A segment is a part of a
+        completion whose tokens do not see the earlier parts. An engine omits `segment_start` if each completion is a
+        single segment.
     """
 
     def fit(values: np.ndarray) -> np.ndarray:
@@ -123,7 +124,7 @@ def with_width(completions: Completions, width: int, segments: bool = False) -> 
 
 
 def join_rollouts(first: Rollout, second: Rollout) -> Rollout:
-    """Concatenates the groups of two rollouts."""
+    """Concatenates two rollouts: the prompts and completions of `first`, then those of `second`."""
     scores = first.scores.join(second.scores)
     parts = zip(first.completions, second.completions, strict=True)
     completions = Completions(*(None if part[0] is None else np.concatenate(part) for part in parts))  # type: ignore[arg-type]
@@ -132,7 +133,7 @@ def join_rollouts(first: Rollout, second: Rollout) -> Rollout:
 
 
 def pick_groups(rollout: Rollout, groups: Int[np.ndarray, "N"]) -> Rollout:
-    """Returns the given groups of a rollout, in the given order."""
+    """Returns the rollout of the prompts with the indices `groups`, in the order of these indices."""
     size = rollout.completions.lengths.shape[1]
     rows = (groups[:, None] * size + np.arange(size)).reshape(-1)
     scores = rollout.scores.pick(rows)
@@ -143,12 +144,12 @@ def pick_groups(rollout: Rollout, groups: Int[np.ndarray, "N"]) -> Rollout:
 
 
 def first_axis(completions: Completions, index: Any) -> Completions:
-    """Returns the groups of completions that `index` selects on the first axis."""
+    """Selects prompts: applies `index` to the first axis of all arrays of `completions`."""
     return Completions(*(None if values is None else values[index] for values in completions))  # type: ignore[arg-type]
 
 
 def segment_starts(completions: Completions) -> list[list[int]]:
-    """Returns one list per completion, group after group: the index of the first token of each segment. A new segment
+    """Returns one list per completion, prompt after prompt: the index of the first token of each segment. A new segment
     begins where the history of a conversation was replaced."""
     assert completions.segment_start is not None
     rows, lengths = completions.segment_start.reshape(-1, completions.tokens.shape[-1]), completions.lengths.reshape(-1)
@@ -156,7 +157,7 @@ def segment_starts(completions: Completions) -> list[list[int]]:
 
 
 def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str]:
-    """Decodes completions to text without special tokens, group after group. With several processes, each process
+    """Decodes completions to text without special tokens, prompt after prompt. With several processes, each process
     decodes a share of the completions, and all processes get all texts.
 
     A new segment begins where the history of a conversation was replaced. If a completion has several segments, only
@@ -181,13 +182,15 @@ def score_completions(
 ) -> Scores:
     """Computes the rewards of all completions.
 
-    The columns of a problem are repeated for the `size` completions of the problem.
+    Each problem has `size` consecutive completions in `texts`. The reward functions get the data columns of the problem
+    for each of them.
 
     With several processes, each process scores all completions of a share of the problems, and all processes get all
     scores.
 
     Raises:
-      UserError: a reward function needs a column that the data does not have, or a column cannot be sent to workers.
+      UserError: a reward function needs a column that the data does not have, or a column cannot be sent to worker
+        processes.
     """
     names = [name for name, _, _ in functions]
     columns = {name for problem in problems for name in problem.columns}  # including columns that a share lacks
@@ -211,7 +214,7 @@ def score_completions(
 def repeat_columns(
     problems: Sequence[Problem], size: int, among: Collection[str] = ()
 ) -> tuple[list[str], dict[str, list[Any]]]:
-    """Repeats prompts and columns for the `size` completions of each problem.
+    """Repeats the prompt and the data columns of each problem `size` times, once for each completion.
 
     Returns the prompts, and a mapping of column names to values. The mapping has the columns of all problems and the
     columns named in `among`. A value that a problem lacks is None.
@@ -224,7 +227,7 @@ def repeat_columns(
 def to_batch(
     rollout: Rollout, rewards: Float[np.ndarray, "P G"], max_prompt_length: int, max_tokens: int
 ) -> GroupBatch:
-    """Converts a rollout with its shaped rewards to arrays.
+    """Converts a rollout and its rewards (after `shape_rewards`) to arrays.
 
     The length of the prompt axis is the length of the longest prompt, rounded up by `length_bucket`. The length of the
     completion axis is the length of the longest completion, rounded up in the same way.
@@ -250,8 +253,8 @@ def to_batch(
 def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, Any]:
     """Computes the metrics of a rollout: rewards, lengths, pass-rate histogram and fraction of mixed groups.
 
-    A group is mixed if its rewards differ. If the data has several sources, the result also has `pass@1/<source>` and
-    `rewards/mean/<source>`.
+    A group has all completions of one prompt. It is mixed if its rewards differ. If the data has several sources, the
+    result also has `pass@1/<source>` and `rewards/mean/<source>`.
     """
     completions, scores = rollout.completions, rollout.scores
     shape = completions.lengths.shape
@@ -286,8 +289,8 @@ def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, Any]:
 
 
 def pass_rate_bins(rollout: Rollout, threshold: float) -> Int[np.ndarray, "P"]:
-    """Returns for each group the index of its pass rate in `pass_rates.PASS_RATES`; -1 for a group without a scored
-    completion."""
+    """Returns for each prompt the index of its pass-rate bin in `pass_rates.PASS_RATES`; -1 for a prompt without a
+    scored completion. The pass rate is the fraction of the scored completions whose reward reaches `threshold`."""
     shape = rollout.completions.lengths.shape
     passed = succeeds(rollout.scores.total, threshold)
     return bins_of(passed.reshape(shape), rollout.scores.scored.reshape(shape))
@@ -313,7 +316,7 @@ def succeeds(rewards: np.ndarray, threshold: float) -> np.ndarray:
 
 
 def mixed_groups(rewards: Float[np.ndarray, "P G"], scored: Bool[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
-    """Returns for each group whether at least two of its scored completions have different rewards."""
+    """Returns for each prompt whether at least two of its scored completions have different rewards."""
     top = np.where(scored, rewards, -np.inf).max(axis=1)
     return top > np.where(scored, rewards, np.inf).min(axis=1)
 

@@ -2,13 +2,15 @@
 
 The cost of sampling is about proportional to the number of sampled tokens.
 
-A prompt is prefilled once and placed in one or more slots. The rows of a slot are completions of its prompt. A free row
-gets a waiting completion of the same prompt, and an empty slot gets the next prompt. When no completion waits, the live
-rows are compacted: the sampler moves the live rows to arrays with fewer rows. The cache is a ring buffer that grows by
-powers of two. The random numbers of a completion are derived from the key, the number of the request, the index of the
-completion in its group and the position of the token. The tokens are therefore the same for every schedule. The weights
-are an argument of `generate`, so the sampler keeps no copy that must be synchronised with the trainer. On a mesh,
-`place` converts the weights to the layout of the sampler once for several calls of `generate`.
+A prompt is prefilled once and placed in one or more slots of the arrays. Each row of a slot holds one completion of its
+prompt. A free row gets a waiting completion of the same prompt, and an empty slot gets the next prompt. When no
+completion waits, the sampler moves the unfinished completions to arrays with fewer rows. The cache is a ring buffer
+that grows by powers of two.
+
+The random numbers of a completion are derived from the key, the number of the request, the index of the completion in
+its group and the position of the token. The tokens thus do not depend on the rows in which completions are sampled. The
+weights are an argument of `generate`, so the sampler keeps no copy that must be synchronised with the trainer. On a
+mesh, `place` converts the weights to the layout of the sampler once for several calls of `generate`.
 """
 
 from __future__ import annotations
@@ -30,19 +32,22 @@ from tunix_like.types import Request, Responder, Sample, SamplingParams
 
 
 def jit_place(graphdef: Any, params: Any, mesh: Mesh) -> Any:
-    """Returns the jitted function `(graphdef, params) -> params` that `Sampler.place` calls.
+    """Returns the jitted function `(graphdef, params) -> params` with which `Sampler.place` converts the weights for
+    sampling.
 
-    The function casts the matrices and shards the weights over `mesh`. The argument `params` of `jit_place` may contain
-    arrays or shapes.
+    The function casts the matrices to the compute dtype and shards the weights over `mesh`. The argument `params` of
+    `jit_place` may contain arrays or shapes.
     """
     shapes = jax.eval_shape(functools.partial(decoding.cast_params, graphdef), params)
     return jax.jit(decoding.cast_params, static_argnums=0, out_shardings=parameter_shardings(shapes, mesh))
 
 
 def _copy_to(graphdef: Any, params: Any, mesh: Mesh) -> Any:
-    """Returns a function like the one that `jit_place` returns, for weights that are not on the devices of `mesh`.
+    """Returns a function `(graphdef, params) -> params` that converts weights for sampling, if they are not on the
+    devices of `mesh`.
 
-    The function casts the weights on the devices that hold them, and then copies the result to `mesh`.
+    The function casts the matrices to the compute dtype on the devices that hold them, and then copies the weights to
+    `mesh`.
     """
     cast = jax.jit(decoding.cast_params, static_argnums=0)
     shardings = parameter_shardings(jax.eval_shape(functools.partial(decoding.cast_params, graphdef), params), mesh)
@@ -62,9 +67,9 @@ class Sampler:
         None means a single device.
 
     Attributes:
-      row_steps: number of token positions of completions that were computed so far, including unused positions. The
-        fraction of useful work in a rollout is the number of its sampled tokens divided by the increase of `row_steps`
-        during the rollout.
+      row_steps: number of completion tokens that the model has computed so far, including tokens that are not used
+        (e.g. after the end of a completion). The fraction of useful work in a rollout is the number of its sampled
+        tokens divided by the increase of `row_steps` during the rollout.
     """
 
     def __init__(
@@ -109,8 +114,8 @@ class Sampler:
         sampling: SamplingParams,
         responder: Responder | None = None,
     ) -> Iterator[Sample]:
-        """Samples the completions of all requests; see `types.Engine.generate`. All requests must have the same number
-        of samples."""
+        """Samples the completions of all requests; see `types.Engine.generate`. All requests must ask for the same
+        number of completions."""
         # The key is copied to the host, because it may be on the trainer's mesh.
         data, kind = jax.device_get(jax.random.key_data(key)), jax.random.key_impl(key)
         with progress.task("sampling", sum(request.samples for request in requests)) as advance:

@@ -1,8 +1,8 @@
-"""Schedules one call of `Sampler.generate`: decides which completion is in which row, when free rows are filled and
-when live rows are compacted.
+"""Schedules one call of `Sampler.generate`: decides which completion is in which row of the arrays, when waiting
+completions are started in free rows, and when the arrays shrink.
 
-A slot holds one prompt and several rows, and a row holds one completion. Compaction moves the live rows to arrays with
-fewer rows.
+A slot holds one prompt and several rows, and a row holds one completion. When no completion waits, the unfinished
+completions are moved to arrays with fewer rows.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ if TYPE_CHECKING:
 class Schedule:
     """The state of one call of `Sampler.generate` in which each completion has a single turn.
 
-    A schedule records which completion is in which row, and which completions wait. A completion waits until it is
-    started in a free row.
+    A slot holds one prompt and several rows, and a row holds one completion of this prompt or is free. A completion
+    waits until it is started in a free row.
 
     Attributes:
       slot_prompt: `[a]`, index of the prompt in slot `a`.
-      row_sample: `[a, i]`, index in its group of the completion in row `i` of slot `a`; -1 if the row is free.
+      row_sample: `[a, i]`, index of the completion in row `i` of slot `a` among the completions of its prompt; -1 if
+        the row is free.
       ages: `[a, i]`, number of tokens of the completion in row `i` of slot `a`.
       next_sample: `[p]`, index of the first completion of prompt `p` that has not been started.
       done: whether all completions are finished.
@@ -78,8 +79,8 @@ class Schedule:
         self._fill()
 
     def step(self) -> list[Sample]:
-        """Samples tokens, then starts waiting completions in free rows. If no completion waits, may move the live rows
-        to smaller arrays. Returns the completions that finished in this step."""
+        """Samples tokens, then starts waiting completions in the places of finished ones. If no completion waits, may
+        move the unfinished completions to smaller arrays. Returns the completions that finished in this step."""
         self._make_room()
         rows = decoding.advance(
             self.sampler.graphdef,
@@ -99,7 +100,7 @@ class Schedule:
         return samples
 
     def _make_room(self) -> None:
-        """Enlarges the cache of keys and values if a row has filled the cache."""
+        """Enlarges the cache of keys and values if a completion has filled it."""
         if self.rows.room <= int(self.ages.max()):
             self._grow()
 
@@ -116,7 +117,7 @@ class Schedule:
         return np.pad(chosen, (0, -len(chosen) % prompt_parts(self.sampler.mesh)), mode="edge")
 
     def _placed(self, tree: Any) -> Any:
-        """Reshards the result of a program to the layout that the next program was compiled for."""
+        """Reshards the result of a compiled program to the layout that the next program was compiled for."""
         return place_slots(tree, self.sampler.mesh)
 
     def _waiting(self) -> bool:
@@ -124,11 +125,13 @@ class Schedule:
         return bool((self.next_sample < self.size).any())
 
     def _stop_at(self, live: int) -> int:
-        """Returns the number of live rows at which the decode loop should stop. `live` is the current number.
+        """Returns the number of unfinished completions at which the decode loop should stop. `live` is the current
+        number.
 
-        While completions wait, the loop stops when an eighth of the rows has ended. If no completion waits, the loop
-        stops when the live rows may fit into arrays with half of the rows. If moving the live rows to smaller arrays is
-        not worth its cost, the loop stops when no row is live.
+        While further completions wait to be started, the loop stops when completions in an eighth of the rows have
+        ended. (A row of the arrays holds one completion.) If no completion waits, the loop stops when the unfinished
+        completions may fit into arrays with half of the rows. If the arrays cannot be halved, or the move is not worth
+        its cost, the loop stops when all completions have ended.
         """
         if self._waiting():
             return max(0, live - max(1, self.row_sample.size // 8))
@@ -139,14 +142,15 @@ class Schedule:
         return target if live > target else max(0, live - max(1, target // 8))
 
     def _collect(self) -> list[Sample]:
-        """Returns finished completions and frees their rows."""
+        """Returns the finished completions, and frees their rows in the arrays for other completions."""
         live, ended, ages = self._state()
         self.ages = np.where(live, ages, 0)
         return self._take((self.row_sample >= 0) & ~live, ages, ended)
 
     def _state(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns `live`, `ended` and `age` of the rows. Also adds the decode steps since the last call, times the
-        number of rows, to `Sampler.row_steps`."""
+        """Returns `live`, `ended` and `age` of the completions (see `decoding.Rows`). Also increases
+        `Sampler.row_steps` by the number of decode steps since the last call times the number of rows, each of which
+        holds one completion or is free."""
         rows = self.rows
         live, ended, ages, steps = fetch((rows.live, rows.ended, rows.age, rows.steps), self.sampler.mesh)
         self.sampler.row_steps += (int(steps) - self.steps) * self.row_sample.size
@@ -156,7 +160,7 @@ class Schedule:
     def _take(
         self, done: Bool[np.ndarray, "A g"], ages: Int[np.ndarray, "A g"], finished: Bool[np.ndarray, "A g"]
     ) -> list[Sample]:
-        """Returns the completions of the rows for which `done` is True, and frees these rows."""
+        """Returns the completions in the rows of the arrays for which `done` is True, and frees these rows."""
         if not done.any():
             return []
         tokens, logprobs = fetch((self.rows.tokens, self.rows.logprobs), self.sampler.mesh)
@@ -176,7 +180,8 @@ class Schedule:
         return samples
 
     def _fill(self) -> None:
-        """Starts waiting completions in free rows.
+        """Starts waiting completions in free rows. A slot holds one prompt and several rows, and a row holds one
+        completion of this prompt or is free.
 
         A slot takes waiting completions of its own prompt. If its prompt has no waiting completion and the slot is
         empty, the slot takes completions of the first prompt that has waiting completions.
@@ -198,18 +203,21 @@ class Schedule:
             self.rows = self._placed(decoding.fill(self.rows, self.prompts, take, numbers, samples, self.key))
 
     def _start(self, slot: int, prompt: int, take: np.ndarray, samples: np.ndarray) -> None:
-        """Assigns waiting completions of a prompt to the free rows of a slot. For each of these rows, sets `take` to
-        True and `samples` to the index of the completion in its group."""
+        """Assigns waiting completions of a prompt to the free rows of a slot, which holds the prompt and one completion
+        per row. For each of these rows, sets `take` to True and `samples` to the index of the completion among those of
+        the prompt."""
         free = np.flatnonzero(self.row_sample[slot] < 0)[: self.size - self.next_sample[prompt]]
         take[slot, free] = True
         samples[slot, free] = self.row_sample[slot, free] = self.next_sample[prompt] + np.arange(len(free))
         self.next_sample[prompt] += len(free)
 
     def _replace_prompts(self, held: Int[np.ndarray, "A"]) -> None:
-        """Writes prompts into the slots whose prompt has changed. `held` has the previous prompt of each slot.
+        """Writes prefilled prompts into the slots of the arrays whose prompt has changed. A slot holds one prompt;
+        `held` has the previous prompt of each slot.
 
-        A prompt is copied from another slot if possible; otherwise it is prefilled once. The number of replaced prompts
-        and the number of prefilled prompts are rounded up to powers of two, so that few shapes are compiled.
+        If a slot held the new prompt before, the prompt is copied from this slot; otherwise it is prefilled once. The
+        number of replaced prompts and the number of prefilled prompts are rounded up to powers of two, so that few
+        shapes are compiled.
         """
         slots = np.flatnonzero(self.slot_prompt != held)
         if not len(slots):
@@ -223,8 +231,9 @@ class Schedule:
         self.prompts = self._placed(decoding.replace_prompts(self.prompts, targets, sources, new))
 
     def _smaller_shapes(self) -> list[tuple[int, int]]:
-        """Returns the shapes (slots, rows per slot) of smaller arrays to which the live rows may be moved. The largest
-        shape is first: half, a quarter, ... of the rows.
+        """Returns the shapes `(slots, rows per slot)` of smaller arrays to which the unfinished completions may be
+        moved. A slot holds one prompt, and each of its rows holds one completion. The shapes have about half, a
+        quarter, ... of the current number of rows.
 
         The list is short, because programs are compiled for each shape. The number of slots stays divisible by the
         number of devices over which slots are sharded.
@@ -239,9 +248,9 @@ class Schedule:
         return shapes
 
     def _compact(self) -> None:
-        """Moves the live rows to arrays of the smallest shape from `_smaller_shapes` that can hold them. Does nothing
-        if there is no such shape, or if the move is not worth its cost. Afterwards several slots can have the same
-        prompt."""
+        """Moves the unfinished completions to the smallest arrays, among those of `_smaller_shapes`, that can hold
+        them. Does nothing if there are no such arrays, or if the move is not worth its cost. Afterwards the arrays can
+        contain a prompt several times, each time with other completions."""
         if not self._worth_compacting():
             return
         live, prompts = self.row_sample >= 0, dict.fromkeys(self.slot_prompt.tolist())

@@ -1,4 +1,5 @@
-"""Chooses the array shapes of rollouts: lengths rounded to buckets, numbers of slots and rows."""
+"""Chooses the array shapes of rollouts: rounded lengths of prompts and completions, and numbers of prompts and
+completions that are sampled at the same time."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def length_bucket(length: int, limit: int | None = None) -> int:
 
 
 def pad_tokens(rows: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "N W"]:
-    """Stacks token rows of different lengths. Each row is padded on the right with 0 to `width` tokens."""
+    """Stacks token sequences of different lengths to one array. Each sequence is padded on the right with 0 to `width`
+    tokens."""
     out = np.zeros((len(rows), width), np.int32)
     for padded, row in zip(out, rows, strict=True):
         padded[: len(row)] = row

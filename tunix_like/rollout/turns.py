@@ -1,8 +1,9 @@
-"""Schedules a call of `Sampler.generate` whose completions have several turns: rows wait for replies and then continue.
+"""Schedules a call of `Sampler.generate` whose completions have several turns: completions wait for replies and then
+continue.
 
-The keys and values of a row stay in the cache while the row waits, so the earlier turns of its completion are not
-computed again. The model computes only the tokens of the replies, in blocks that contain all rows with a reply. A reply
-can also restart its row. Such a reply contains the whole history after the prompt, and the model computes this history
+The keys and values of a completion stay in the cache while it waits, so its earlier turns are not computed again. The
+model computes only the tokens of the replies, in blocks that contain all completions with a reply. A reply can also
+restart its completion. Such a reply contains the whole history after the prompt, and the model computes this history
 again.
 """
 
@@ -33,11 +34,13 @@ memory. Longer replies take several calls."""
 class TurnSchedule(Schedule):
     """The state of one call of `Sampler.generate` with a `Responder`, which replies to the turns of completions.
 
+    A reply can restart its completion: the tokens from this reply on do not see the earlier tokens of the completion.
+    Restarts divide a completion into segments.
+
     Attributes:
       pending: `[p, i]`, whether completion `i` of prompt `p` waits for a reply.
       turn_start: `[p, i]`, index of the first token of the current turn of this completion.
-      first: `[p, i]`, index of the first token of the current segment of this completion. A segment begins with the
-        completion, or with a reply that restarts the row.
+      first: `[p, i]`, index of the first token of the current segment of this completion.
       segment_start: `[p, i, t]`, index of the first token of the segment of token `t`.
       sampled: `[p, i, t]`, whether the policy sampled token `t` of the completion.
     """
@@ -57,38 +60,41 @@ class TurnSchedule(Schedule):
         return 0 if self.responder.lockstep else max(0, live - max(1, live // 8))
 
     def _waits(self) -> Bool[np.ndarray, "A g"]:
-        """Returns for each row whether it holds a completion that waits for a reply."""
+        """Returns for each row of the arrays whether the completion in this row waits for a reply."""
         return (self.row_sample >= 0) & self._of_rows(self.pending)
 
     def _of_rows(self, values: np.ndarray) -> np.ndarray:
-        """Returns for each row the value of its completion. `values` has the value of completion `i` of prompt `p` at
-        `[p, i]`. The result for a free row is undefined."""
+        """Returns for each row of the arrays the value of the completion in this row. `values` has the value of
+        completion `i` of prompt `p` at `[p, i]`. For a row without a completion, the result has no meaning."""
         return values[self.slot_prompt[:, None], np.maximum(self.row_sample, 0)]
 
     def _make_room(self) -> None:
-        """Makes space in the cache for another token of every live row, without overwriting tokens of waiting rows.
-        Also sets `Rows.held`, which marks the rows that can get more tokens."""
+        """Makes space in the cache for another token of every completion that is being sampled, without overwriting
+        tokens of completions that wait for a reply. Also sets `Rows.held`, which marks the completions that can get
+        more tokens."""
         self._free_columns(1)
         self.rows = self._placed(self.rows._replace(held=jnp.asarray(self._kept())))
 
     def _kept(self) -> Bool[np.ndarray, "A g"]:
-        """Returns for each row whether it holds a completion that can get more tokens."""
+        """Returns for each row of the arrays whether it holds a completion that can get more tokens."""
         return (self.row_sample >= 0) & (self.ages < self.sampler.max_tokens)
 
     def _grow(self) -> None:
-        """Enlarges the cache. The largest size of the cache is `max_tokens` columns for tokens plus `MOST_APPENDED`
-        columns for the replies that are appended next."""
+        """Enlarges the cache of keys and values, which has a column per token. Its largest size is `max_tokens` columns
+        for the tokens of a completion plus `MOST_APPENDED` columns for the replies that are appended next."""
         if self.rows.room < self.sampler.max_tokens:
             super()._grow()
         else:
             self.rows = self._placed(decoding.grow(self.rows, self.sampler.max_tokens + MOST_APPENDED))
 
     def _free_columns(self, count: int) -> None:
-        """Makes sure that the next `count` columns of the cache are free in all rows that can continue (see `_kept`).
+        """Makes sure that the next `count` columns of the cache are free in all completions that can get more tokens. A
+        column holds the keys and values of one token of each completion, or is empty for some completions.
 
-        If one of these columns is not free, this method enlarges the cache or removes columns without tokens. The cache
-        is enlarged if the tokens of a row and `count` columns do not fit. The cache is also enlarged if it has fewer
-        than `max_tokens` columns and a row has tokens in at least half of its columns.
+        If one of these columns is not free or is beyond the end of the cache, this method enlarges the cache or removes
+        empty columns. The cache is enlarged if the tokens of a completion and `count` columns do not fit. The cache is
+        also enlarged if it has fewer than `max_tokens` columns and a completion has tokens in at least half of its
+        columns.
         """
         spans, column = fetch((self.rows.span, self.rows.column), self.sampler.mesh)
         kept, cached = self._kept(), self.ages - self._of_rows(self.first)
@@ -102,8 +108,8 @@ class TurnSchedule(Schedule):
             self.rows = self._placed(decoding.compact_columns(self.rows))
 
     def _fill(self) -> None:
-        """Starts waiting completions in free rows, and appends to these rows the tokens that precede the first turn
-        (`Responder.opening`)."""
+        """Starts waiting completions in free rows of the arrays, and appends to these completions the tokens that
+        precede the first turn (`Responder.opening`)."""
         free = self.row_sample < 0
         super()._fill()
         openings: dict[tuple[int, int], Sequence[int]] = {}
@@ -116,8 +122,8 @@ class TurnSchedule(Schedule):
             self._append(openings)
 
     def _collect(self) -> list[Sample]:
-        """Submits the turns that have ended to the responder, appends the replies that are ready, and returns the
-        finished completions."""
+        """Passes the turns that have ended to the `Responder`, which replies to them. Appends the replies that are
+        ready, and returns the finished completions."""
         live, ended, ages = self._state()
         used = self.row_sample >= 0
         self.ages = np.where(used, ages, 0)
@@ -143,8 +149,8 @@ class TurnSchedule(Schedule):
     def _submit(
         self, stopped: Bool[np.ndarray, "A g"], ended: Bool[np.ndarray, "A g"], ages: Int[np.ndarray, "A g"]
     ) -> list[Sample]:
-        """Submits to the responder the current turns of the rows for which `stopped` is True. If `ended` is False for a
-        row, its turn was truncated.
+        """Passes the current turns of the completions for which `stopped` is True to the `Responder`, which replies to
+        them. If `ended` is False for a completion, the token limit truncated its turn.
 
         Returns the completions whose turn was truncated. A truncated turn is the last turn of its completion.
         """
@@ -161,7 +167,7 @@ class TurnSchedule(Schedule):
         return self._take(stopped & ~ended, ages, ended)
 
     def _reply(self, replies: Sequence[Reply], ages: Int[np.ndarray, "A g"]) -> list[Sample]:
-        """Appends replies to their rows.
+        """Appends replies to the completions that wait for them.
 
         Returns the completions that end here: those for which `Reply.tokens` is None, or whose reply leaves no space
         for another token.
@@ -189,8 +195,8 @@ class TurnSchedule(Schedule):
         return samples
 
     def _restart(self, chosen: Bool[np.ndarray, "A g"], ages: Int[np.ndarray, "A g"]) -> None:
-        """Starts a new segment in the rows for which `chosen` is True: the next tokens of these rows follow the prompt
-        directly."""
+        """Restarts the completions for which `chosen` is True: the model computes their next tokens as if they followed
+        the prompt directly. These tokens begin a new segment of the completion."""
         for slot, row in np.argwhere(chosen).tolist():
             index, first = (self.slot_prompt[slot], self.row_sample[slot, row]), ages[slot, row]
             self.first[index] = first
@@ -198,7 +204,8 @@ class TurnSchedule(Schedule):
         self.rows = self._placed(decoding.restart(self.rows, self.prompts, chosen))
 
     def _append(self, replies: dict[tuple[int, int], Sequence[int]]) -> None:
-        """Appends tokens to rows and makes these rows live. `replies` maps (slot, row) to the tokens."""
+        """Appends tokens to completions, which are then sampled further. `replies` maps the place `(slot, row)` of a
+        completion in the arrays to the tokens."""
         longest = max(map(len, replies.values()))
         short = max(-(-longest // 4) * 4, 4)  # the smallest bucket would add much padding to a short block
         width = min(short, length_bucket(min(longest, MOST_APPENDED)))

@@ -67,8 +67,8 @@ class Parts(NamedTuple):
 
     @property
     def source_estimators(self) -> dict[str, dict[str, Any]]:
-        """The advantage estimator and its parameters by label of the data source, for the sources of a mix that set the
-        estimator or a parameter."""
+        """Maps the label of a data source to its advantage estimator and the estimator's parameters. Has only those
+        sources of a mix that set the estimator or a parameter."""
         return source_estimators(self.config.data, self.config.algorithm)
 
 
@@ -194,8 +194,8 @@ def named_model(section: ModelConfig, own: Tokenizer | None) -> str | dict[str, 
         vocabulary size of this tokenizer.
 
     Raises:
-      UserError: `model.path` and `model.config` are both set, `model.init` is not "random" for a config, or neither the
-        config nor a tokenizer gives the vocabulary size.
+      UserError: `model.path` and `model.config` are both set, `model.path` is not set and `model.init` is not "random",
+        or neither the config nor a tokenizer gives the vocabulary size.
     """
     if section.path is not None:
         if section.config is not None:
@@ -234,7 +234,8 @@ def _load_model(
 
 
 def loaded(config: Config, what: Any, mesh: Mesh | None) -> tuple[Decoder, Tokenizer | None]:
-    """Loads the model `what` (see `named_model`) and its tokenizer with the settings of a config."""
+    """Loads the model `what` (a path, a hub id or a Hugging Face config) and its tokenizer with the settings of a
+    config."""
     section, seed = config.model, config.training.seed
     return load_model(what, init=section.init, seed=seed, quantize=section.quantize, mesh=mesh, **kinds_of(config))
 

@@ -35,8 +35,8 @@ def has_environment(config: Config) -> bool:
     """Returns whether the config has an environment: `environment.name`, `environment.tools` or `data.name=verifiers`.
 
     Raises:
-      UserError: both `environment.name` and `environment.tools` are set, other keys of the section are set without an
-        environment, or a key is not valid for `verifiers`.
+      UserError: both `environment.name` and `environment.tools` are set, other keys of the section `environment` are
+        set without an environment, or a key is not valid for `verifiers`.
     """
     section = config.environment
     if config.data.name == VERIFIERS:
@@ -105,7 +105,7 @@ def environments_of(config: Config) -> Environments | None:
 
 
 def _check_verifiers(section: EnvironmentConfig) -> None:
-    """Raises UserError if a key is set that environments of `verifiers` do not read."""
+    """Raises UserError if a key of the section `environment` is set that `verifiers` environments do not read."""
     for field in dataclasses.fields(EnvironmentConfig):
         if field.name not in READ_BY_VERIFIERS and getattr(section, field.name) != field.default:
             read = ", ".join(READ_BY_VERIFIERS)

@@ -1,4 +1,5 @@
-"""Manages the run folder: its path, the check that it belongs to the run, and the keys that may change on resume.
+"""Manages the run folder: its path, the check that it belongs to the run, and the config keys that may change on
+resume.
 
 A run folder contains `config.yaml` (resolved), `model/` (the model's description, without weights), `metrics.jsonl`,
 `checkpoints/`, `sft_checkpoints/`, `rollouts/` and `skipped/` (the inputs of skipped updates).
@@ -50,10 +51,10 @@ CHANGEABLE = (
 
 
 def run_folder(config: Config, config_path: str | Path, kind: str) -> Path:
-    """Returns `training.output_dir`, or `runs/<config>-<kind>-s<seed>`.
+    """Returns `training.output_dir`; if it is not set, `runs/<config>-<kind>-s<seed>`.
 
-    `kind` is the name of the advantage estimator. For an estimator `FILE.py:function`, only the name of the function is
-    used.
+    `<config>` is the name of the config file without its ending. `kind` is the name of the advantage estimator. For an
+    estimator `FILE.py:function`, only the name of the function is used.
     """
     if config.training.output_dir is not None:
         return Path(config.training.output_dir)

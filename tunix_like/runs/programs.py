@@ -74,8 +74,10 @@ class Program:
       calls: number of times that the program runs in a training step.
       trips: for each loop whose length depends on the inputs of the program: its number of iterations for completions
         of full length, by name of the loop.
-      estimate: the estimated memory of the phase in which the program runs; None if there is no estimate.
-      token_loop: name of the loop that samples one token per row in each iteration; None if the program has none.
+      estimate: the estimated memory of the part of a training step in which the program runs; None if there is no
+        estimate.
+      token_loop: name of the loop that samples one token per completion in each iteration; None if the program has
+        none.
     """
 
     name: str
@@ -121,7 +123,7 @@ class Plan:
 
     @functools.cached_property
     def sampled(self) -> Any:
-        """The shapes of the parameters while sampling, with their shardings."""
+        """The shapes and shardings of the parameters during sampling."""
         graphdef, params = self.split
         if not self.lays_out:
             return params
@@ -130,12 +132,13 @@ class Plan:
 
     @property
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths of the prompts and of the completions of a step. All lengths are the maximum lengths."""
+        """Lengths of the prompts and of the completions of a step, as arrays. All lengths are the maximum lengths."""
         (prompts, group), (width, steps) = self.group, self.widths
         return np.full(prompts, width), np.full((prompts, group), steps)
 
     def phase(self, *names: str) -> Phase:
-        """Returns the phase of the memory estimate that needs the most memory, among the phases with these names."""
+        """Returns the part of a training step (e.g. `rollout` or `update`), among those named, with the largest memory
+        estimate."""
         return max((phase for phase in self.estimate.phases if phase.name in names), key=lambda phase: phase.bytes)
 
 
@@ -234,9 +237,9 @@ def _packed_trips(plan: Plan, packed: Packed) -> Trips:
 
 
 def _block_trips(plan: Plan) -> Trips:
-    """Returns the numbers of iterations of the loops over key blocks in blocked attention.
+    """Returns the numbers of iterations of the loops over blocks of keys in blocked attention.
 
-    For causal attention, the number differs between query blocks, and the mean over the query blocks is returned. For
+    For causal attention, the number differs between blocks of queries, and the mean over these blocks is returned. For
     attention to a whole prompt, it is the number of key blocks of the prompt. Sliding windows would reduce the numbers,
     but are not considered.
     """
@@ -244,7 +247,8 @@ def _block_trips(plan: Plan) -> Trips:
 
 
 def _packed(plan: Plan, most: int) -> Packed:
-    """Packs the completions of the first `most` prompts of a step. All completions have full length."""
+    """Packs the completions of the first `most` prompts of a step (see `training/packing.py`). All completions have
+    full length."""
     prompts, group = plan.group
     layout = choose_layout(group, most, plan.widths, plan.estimate.micro_batch, prompt_parts(plan.mesh))
     first = np.zeros((prompts, group), bool)
@@ -284,7 +288,7 @@ def _step_inputs(plan: Plan, objective: Objective, packed: Packed) -> StepInputs
 
 
 def _slots(plan: Plan) -> tuple[int, int]:
-    """Returns the sampler's number of slots (a slot is a prompt with its rows), and the number of rows per slot."""
+    """Returns how many prompts the sampler holds at the same time, and how many completions of each prompt."""
     return slot_shape(*plan.group, plan.estimate.rows, *plan.widths)
 
 
@@ -319,7 +323,8 @@ def _prompt_operations(plan: Plan) -> float:
 
 
 def decode_program(plan: Plan) -> Program:
-    """Describes the decoding program (`rollout/sampler.py`), with all rows active and the cache at its full size."""
+    """Describes the decoding program (`rollout/sampler.py`), with all completions active and the cache at its full
+    size."""
     graphdef, params, (prompts, group), steps = plan.split[0], plan.sampled, plan.group, plan.widths[1]
     slots, size = _slots(plan)
     rollout = plan.config.rollout

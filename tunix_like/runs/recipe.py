@@ -71,7 +71,7 @@ def prepared(
 
     Args:
       on_row: called with every row of metrics.
-      on_samples: see `Learner`.
+      on_samples: called with the step and its best and worst completion of one prompt; see `Learner`.
       on_claim: called after the folder was checked and the config of the run was written into it (`folder.claim`).
     """
     source, unsaved = parts.source, None

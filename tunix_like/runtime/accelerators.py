@@ -27,7 +27,7 @@ class Accelerator:
       between_nodes: bytes per second that a device receives from other nodes; None if all devices are in one network.
       clock: cycles per second, to convert the cycles that the TPU compiler reports to seconds; None for a GPU.
       slices: maps the number of chips of each available TPU slice to the shape of the slice; empty for a GPU.
-      description: for a GPU, the fields of `_TARGET` that differ between kinds; empty for a TPU.
+      description: for a GPU, further values for its description for XLA (`_TARGET`); empty for a TPU.
     """
 
     name: str
@@ -116,7 +116,7 @@ def parse_devices(text: str) -> tuple[Accelerator | None, int]:
     CPU devices of this host; the returned kind is then None.
 
     Raises:
-      UserError: the text has another form, the kind is unknown, or there is no such slice or number of devices.
+      UserError: the text has another form, the kind is unknown, or this number of devices is not available.
     """
     match = re.fullmatch(r"(?:(?P<kind>[a-z]\w*)-(?P<last>\d+)|(?P<first>\d+)(?:x(?P<other>[a-z]\w*))?)", text.lower())
     if match is None:
@@ -152,7 +152,8 @@ def at_least(kind: Accelerator, number: float) -> str | None:
 
 
 def prepare() -> None:
-    """Sets the environment variables for compilation without the devices. Must be called before jax is imported."""
+    """Sets the environment variables for compiling for accelerators that this machine does not have. Must be called
+    before jax is imported."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # otherwise jax searches for devices for seconds and prints many warnings
     for name, value in {
         "TPU_SKIP_MDS_QUERY": "1",  # do not query the metadata server of a TPU host

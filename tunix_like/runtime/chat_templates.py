@@ -86,9 +86,9 @@ class _Worker:
     def answers(self, requests: Sequence[bytes]) -> Iterator[tuple[int, str]]:
         """Sends requests and yields the status and the text of each answer, in the order of the requests.
 
-        Several requests are sent ahead, so that the process renders the next request while this method reads an
-        answer. A request is sent ahead only if all unanswered requests fit into the pipe together. Otherwise both
-        processes could block.
+        Several requests are sent ahead, so that the process renders the next request while this method reads an answer.
+        A request is sent ahead only if all unanswered requests fit into the pipe to the process together. Otherwise
+        both processes could block.
 
         Raises:
           TemplateFailed: the process ended before it answered a request.
@@ -142,7 +142,7 @@ _worker: _Worker | None = None
 
 
 def request(source: str, variables: Mapping[str, Any], size: int) -> bytes:
-    """Builds a request for `render`.
+    """Builds a request to render a chat template, for the function `render`.
 
     Args:
       source: the template.
@@ -160,7 +160,7 @@ def request(source: str, variables: Mapping[str, Any], size: int) -> bytes:
 
 
 def render(requests: Sequence[bytes]) -> list[str | TemplateFailed]:
-    """Renders requests in the rendering process. Returns, for each request, the rendered text or a `TemplateFailed`.
+    """Renders chat templates in a separate process. Returns, for each request, the rendered text or a `TemplateFailed`.
 
     If the process ends during a request, for example after more than `SECONDS` of CPU time, the returned list ends with
     the failure of this request. The caller must then send the later requests again.

@@ -147,8 +147,8 @@ class Counter:
     def _inside(
         self, computation: Computation, instruction: Instruction, costs: Costs, channels: set[str], around: str = ""
     ) -> None:
-        """Adds to `costs` the matrix products and collectives of an instruction. If it is a fusion, the instructions
-        inside the fusion are included.
+        """Adds to `costs` the matrix products, kernels and collectives of an instruction. If it is a fusion, the
+        instructions inside the fusion are included.
 
         A collective that overlaps with other work occurs in several fusions with the same channel id. To count it once,
         `channels` contains the channel ids that are counted already.
@@ -212,8 +212,8 @@ def _main(shapes: list[Shape]) -> float:
 
 
 def _used(called: Computation, value: Instruction) -> float:
-    """Returns how many bytes the fusion `called` reads of its parameter `value`. If the fusion reads only slices of the
-    parameter, only the bytes of the slices are counted."""
+    """Returns how many bytes the XLA fusion `called` reads of its parameter `value`. If the fusion reads only slices of
+    the parameter, only the bytes of the slices are counted."""
     read = 0.0
     for user in called.users.get(value.name, []):
         if user.opcode == "bitcast":
@@ -228,8 +228,8 @@ def _used(called: Computation, value: Instruction) -> float:
 
 
 def _written(called: Computation, value: Instruction) -> float:
-    """Returns how many bytes the fusion `called` writes for its result `value`. If the result is an operand of which a
-    part is updated in place, only the bytes of this part are counted."""
+    """Returns how many bytes the XLA fusion `called` writes for its result `value`. If the result is an operand of
+    which a part is updated in place, only the bytes of this part are counted."""
     while value.opcode == "bitcast" and (inner := called.operand(value, 0)) is not None:
         value = inner
     if value.opcode == "dynamic-update-slice" and (update := called.operand(value, 1)) is not None:

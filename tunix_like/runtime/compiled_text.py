@@ -59,7 +59,7 @@ class Instruction(NamedTuple):
 
     @property
     def shapes(self) -> list[Shape]:
-        """Shapes of the arrays in the result; several if the result is a tuple."""
+        """Shapes of the arrays in the result of the instruction; several if the result is a tuple."""
         return shapes_of(self.type)
 
     @property
@@ -77,18 +77,18 @@ class Instruction(NamedTuple):
 
     @property
     def scope(self) -> str:
-        """The innermost `jax.named_scope` of a loop. If there is no scope: an empty text, or the name of a jax
+        """The innermost `jax.named_scope` of a loop. A loop without a scope has an empty text or the name of a jax
         transformation."""
         found = _SCOPE.search(self.attributes)
         return found[1] if found else ""
 
     def attribute(self, name: str) -> str:
-        """Returns the value of the attribute `name=...`, a word or a number, as text; empty if it is missing."""
+        """Returns the value of the attribute `name=...` of an instruction as text; empty if it is missing."""
         found = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
         return found[1] if found else ""
 
     def braces(self, name: str) -> str:
-        """Returns the text between the braces of an attribute `name={...}`; empty if the attribute is missing."""
+        """Returns the text between the braces of the instruction's attribute `name={...}`; empty if it is missing."""
         found = re.search(rf"\b{name}=\{{([^}}]*)\}}", self.attributes)
         return found[1] if found else ""
 
@@ -161,8 +161,8 @@ class Module:
     def trip_count(self, parent: str, loop: Instruction) -> int | None:
         """Returns the number of iterations of a loop in the computation `parent`; None if the number depends on data.
 
-        The number is `known_trip_count` if the compiler gives it. Otherwise it is computed, if the loop runs while a
-        counter is less than a constant.
+        The number is `known_trip_count` if the compiler gives it. Otherwise it is computed if the loop runs while a
+        counter is less than a constant, and is None for other loops.
         """
         if known := _KNOWN.search(loop.attributes):
             return int(known[1])

@@ -172,7 +172,7 @@ def has_bottom_line() -> bool:
 
 
 def terminal() -> rich.console.Console:
-    """Returns the console that this module prints to."""
+    """Returns the console (of the package rich) that shows the output of the run."""
     return _CONSOLE
 
 

@@ -80,7 +80,8 @@ def wait_for(address: str, seconds: float) -> None:
 
 
 def _first_bytes(host: str, port: int) -> bytes:
-    """Returns the first bytes of the answer to the HTTP/2 preface; empty if the connection ends or times out.
+    """Connects to a server and sends the fixed text with which an HTTP/2 client begins. Returns the first bytes of the
+    answer; empty if the connection ends or times out.
 
     Raises:
       OSError: the connection cannot be opened.

@@ -2,7 +2,7 @@
 
 A write fails if the reader has exited (`| head`), the terminal was closed or the disk is full. A write blocks if the
 terminal is paused. In both cases a run continues. The unwritten text is kept and written later, or written to a file in
-the run folder. Other commands exit if a write fails, because their output is their result.
+the run folder. Commands other than a run exit if a write fails, because their output is their result.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class _Stream(io.RawIOBase):
                 del self._waiting[:written]
 
     def _move(self, error: OSError) -> bool:
-        """Redirects the descriptor to `output.log` in the run folder. Returns False without redirecting if no folder is
-        set, if the file cannot be opened, if the descriptor is redirected already, or if the disk is full."""
+        """Redirects the stream's descriptor to `output.log` in the run folder. Returns False without redirecting if no
+        folder is set, if the file cannot be opened, if the descriptor is redirected already, or if the disk is full."""
         if _file is None or self._moved or error.errno in _FULL:
             return False
         try:
@@ -185,7 +185,8 @@ def set_fallback_folder(folder: Path) -> None:
 
 
 def check() -> None:
-    """Raises an error if standard output cannot be written. Does nothing in a run, or outside the main thread.
+    """Raises an error if standard output cannot be written. Does nothing in a run, which continues after a failed
+    write, and nothing outside the main thread.
 
     Raises:
       Unread: the reader of the output has exited.
@@ -201,7 +202,7 @@ def check() -> None:
 
 
 def finish() -> None:
-    """Flushes standard output and standard error. Raises the errors of `check`."""
+    """Flushes standard output and standard error. Then raises the error of a failed write (see `check`)."""
     sys.stdout.flush()
     sys.stderr.flush()
     check()

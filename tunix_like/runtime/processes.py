@@ -113,7 +113,7 @@ def gather(value: Any) -> list[Any]:
 def spread(items: Sequence[Item], work: Callable[[Sequence[Item]], list[Any]]) -> list[Any]:
     """Divides `items` among the processes. Returns the results of all items, in order, in every process.
 
-    Each process calls `work`, which returns a list with one result per item, with a contiguous share of the items. With
+    Each process calls `work` with a contiguous share of the items; `work` returns a list with one result per item. With
     several processes, the results are sent as JSON, so they must be lists, dicts, text, numbers or None.
 
     Raises:
@@ -163,7 +163,7 @@ def all_or_none(work: Callable[[], Any]) -> list[Any]:
 
 
 def leave_refused(status: int) -> NoReturn:
-    """Exits this process after invalid input. The other processes can have other errors of their own.
+    """Exits this process after invalid input. The other processes of the run may have found other errors.
 
     A normal exit would wait `LEAVE_SECONDS` for the other processes and then abort. Process 0 waits a second longer
     than the others, because jax stops the other processes when process 0 is gone, before they have printed their

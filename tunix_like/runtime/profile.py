@@ -52,7 +52,7 @@ class Clock:
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
-        """Adds the time since the previous call of `lap` to the total of `name`."""
+        """Adds the time since the previous call of `lap` to the total of the activity `name`."""
         now = time.perf_counter()
         self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + now - self._last
         self._last = now
@@ -121,8 +121,8 @@ class Profile:
 
     @contextlib.contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Must enclose each training step. Starts the trace before the first step to be traced, and stops it after the
-        last one or on an error."""
+        """Starts the profiler trace before the first step to be traced, and stops it after the last one or on an error.
+        This context manager must enclose each training step."""
         if self.steps is None or self.folder is None or not self.steps[0] <= step <= self.steps[1]:
             yield
             return
@@ -138,7 +138,7 @@ class Profile:
                 self.close()
 
     def close(self) -> None:
-        """Stops the trace if it is running. Must be called at the end of the run."""
+        """Stops the profiler trace if it is running. Must be called at the end of the run."""
         if self._running and self.folder is not None:
             self._running = False
             jax.profiler.stop_trace()

@@ -50,7 +50,7 @@ class _Task:
         return f" {self.done}/{self.total}"
 
     def left(self, now: float) -> float | None:
-        """Estimates the remaining seconds of the task from the times of its last `_STEPS` steps. The first step
+        """Estimates the remaining seconds of the task from the times of its last 20 steps (`_STEPS`). The first step
         includes compilation and is used only until the second step is done. If the current step takes longer than the
         average, the estimate assumes that the step ends now."""
         marks = list(self.marks)  # a copy, because another thread appends to the deque

@@ -70,8 +70,8 @@ class _Generation(jinja2.ext.Extension):
 
 @functools.lru_cache(maxsize=16)
 def _compile(source: str) -> jinja2.Template:
-    """Compiles a template in the Hugging Face jinja dialect. Jinja evaluates constant expressions during
-    compilation, so the limits on time and memory must apply to this function too."""
+    """Compiles a template in the Hugging Face jinja dialect. Must run under the time and memory limits of rendering,
+    because jinja evaluates constant expressions during compilation."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

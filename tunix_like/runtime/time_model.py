@@ -9,8 +9,8 @@ from tunix_like.runtime.compiled_costs import Costs
 
 
 class Times(NamedTuple):
-    """Predicted seconds of a program for each resource, computed as if this resource were the only limit. `cycles` is
-    the time in seconds that the compiler estimates; None if it gives no estimate."""
+    """Predicted seconds of a program for each resource (arithmetic, memory, network), computed as if this resource were
+    the only limit. `cycles` is the time in seconds that the compiler estimates; None if it gives no estimate."""
 
     arithmetic: float
     memory: float
@@ -19,19 +19,19 @@ class Times(NamedTuple):
 
     @property
     def device(self) -> float:
-        """Predicted seconds without the network: the largest of the arithmetic time, the memory time and the compiler's
-        estimate."""
+        """Predicted seconds of the program without the network: the largest of the arithmetic time, the memory time and
+        the time that the compiler estimates."""
         return max(self.arithmetic, self.memory, self.cycles or 0.0)
 
     @property
     def predicted(self) -> float:
-        """Predicted seconds: the larger of `device` and `network`. This assumes that device and network work at the
-        same time."""
+        """Predicted seconds of the program: the larger of the time of the device (arithmetic and memory) and the time
+        of the network. This assumes that device and network work at the same time."""
         return max(self.device, self.network)
 
     @property
     def bound(self) -> str:
-        """Name of the resource that takes the longest time."""
+        """Name of the longest predicted time: `arithmetic`, `memory`, `network` or `cycles` (compiler's estimate)."""
         seconds = {name: value for name, value in self._asdict().items() if value is not None}
         return max(seconds, key=lambda name: seconds[name])
 

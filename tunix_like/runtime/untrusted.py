@@ -85,7 +85,8 @@ def refer(text: str, control: Sequence[str], *, everything: bool) -> str:
 
 
 def refer_deep(value: Any, control: Sequence[str]) -> Any:
-    """Applies `refer` to each string of a JSON value, including the keys of mappings. The whole value counts as data.
+    """Replaces control tokens by references (see `refer`) in each string of a JSON value, including the keys of
+    mappings. The whole value counts as data.
 
     A chat template can join the texts of a list. If a text of a list ends with the beginning of a control token, a
     separator is added, because this text and the next text could otherwise form the token together.
@@ -124,8 +125,9 @@ def beginnings(value: Any, size: int) -> Any:
 
 
 def parts(text: str, control: Sequence[str]) -> list[tuple[str, bool]]:
-    """Splits a text at the references to control tokens that `refer` inserted. Returns pairs `(piece, from_data)`. A
-    reference gives its control token and True, a separator gives an empty text and True, any other text gives False."""
+    """Splits a text at the references that `refer` inserted in place of control tokens. Returns pairs
+    `(piece, from_data)`: for a reference, its control token and True; for other text, this text and False. A separator,
+    which `refer_deep` inserts between two texts, gives an empty text and True."""
     pieces = _REFERENCE.split(text)  # text, number, text, number, ..., text
     return [
         (control[int(piece)] if piece else "", True) if i % 2 else (piece, False)
@@ -141,5 +143,6 @@ def _cut(text: str, control: Sequence[str]) -> str:
 
 
 def _clean(text: str) -> str:
-    """Replaces the noncharacters U+FDD0 to U+FDEF by U+FFFD, so that data cannot contain the marks of this module."""
+    """Replaces the noncharacters U+FDD0 to U+FDEF in a text by U+FFFD. This module uses them as marks, so data must not
+    contain them."""
     return _RESERVED.sub("\ufffd", text)

@@ -32,7 +32,7 @@ class Lost(Exception):
 
 
 class VerifiersProcess:
-    """Starts the process of `verifiers_worker.py` and exchanges messages with it.
+    """Starts a process that runs an environment of the package `verifiers`, and exchanges messages with it.
 
     Args:
       settings: the first message to the process (see `verifiers_worker.load`).
@@ -78,15 +78,15 @@ class VerifiersProcess:
         return self._process.pid
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message to the process. If the process has ended, no error is raised here, but `next` raises `Lost`
-        after the last message."""
+        """Sends a message to the environment's process. If the process has ended, no error is raised here, but `next`
+        raises `Lost` after the last message."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
     def next(self, seconds: float) -> dict[str, Any] | None:
-        """Returns the next message from the process; None if no message arrives within `seconds`.
+        """Returns the next message from the environment's process; None if no message arrives within `seconds`.
 
         Raises:
           Lost: the process has ended.
@@ -101,8 +101,8 @@ class VerifiersProcess:
         return message
 
     def end(self, seconds: float) -> bool:
-        """Closes the standard input of the process, so that the process ends. Returns whether it has ended within
-        `seconds`."""
+        """Closes the standard input of the environment's process, so that the process ends. Returns whether it has
+        ended within `seconds`."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -114,13 +114,13 @@ class VerifiersProcess:
         return True
 
     def kill(self) -> None:
-        """Ends the process at once."""
+        """Kills the environment's process and waits for its end."""
         self._process.kill()
         self._process.wait()
         self._release()
 
     def _release(self) -> None:
-        """Closes the pipes and the error file after the process has ended."""
+        """Closes the pipes and the error file of the environment's process after it has ended."""
         # Waits with a limit, because a child of the process can keep its output open.
         self._reader.join(_SECONDS_TO_READ)
         files = [self._process.stdin, self._errors, *([] if self._reader.is_alive() else [self._process.stdout])]

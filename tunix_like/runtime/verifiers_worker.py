@@ -63,7 +63,7 @@ def _end_with(parent: int) -> None:
 
 @contextlib.contextmanager
 def _reported(out: IO[str]) -> Iterator[None]:
-    """Sends an exception inside the block to the training process, as the reason why the environment cannot be used."""
+    """Sends an exception of the `with` block to the training process, as the reason why the environment is unusable."""
     try:
         yield
     except Exception as error:
@@ -75,7 +75,7 @@ def _send(out: IO[str], message: Mapping[str, Any]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Describes an error in one line."""
+    """Describes an error of an environment in one line."""
     import pydantic
 
     if isinstance(error, pydantic.ValidationError):
@@ -129,8 +129,8 @@ def load(settings: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _with_taskset(path: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of `arguments` with the id of the taskset. If `path` is a Python file, its folder is added to
-    `sys.path`."""
+    """Returns a copy of the environment's configuration `arguments`, with the id of the taskset: `path`, or the name of
+    the Python file at `path` without `.py`. The folder of this file is added to `sys.path`."""
     name = path
     if path.endswith(".py"):
         file = Path(path).absolute()
@@ -144,7 +144,7 @@ def _with_taskset(path: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(settings: Mapping[str, Any], env: Any) -> dict[str, Any]:
-    """Returns the training tasks, and if `data.eval_arguments` is set also the evaluation tasks, as dicts."""
+    """Returns the environment's training tasks as dicts, and its evaluation tasks if `data.eval_arguments` is set."""
     import pydantic
     from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 
@@ -184,9 +184,9 @@ def _messages(data: Any) -> list[dict[str, str]]:
 class Episodes:
     """Plays the episodes that the training process starts; several episodes can run at the same time.
 
-    Messages from the training process: `run` (episode, task), `answer` (call, status, body, stream), `stop` (episode)
-    and `cancel` (episode). Messages to the training process: `ready`, `request` (episode, call, body) and `end`
-    (episode, reward, ...).
+    A message has a kind and fields. Messages from the training process: `run` (episode, task), `answer` (call, status,
+    body, stream), `stop` (episode) and `cancel` (episode). Messages to the training process: `ready`, `request`
+    (episode, call, body) and `end` (episode, reward, ...). A call is one model request of an episode.
     """
 
     def __init__(self, env: Any, agent: Any, out: IO[str]):
@@ -200,7 +200,7 @@ class Episodes:
         self._key = secrets.token_urlsafe(32)
 
     async def run(self) -> None:
-        """Plays episodes until standard input ends."""
+        """Plays episodes, as requested on standard input, until standard input ends."""
         os.environ[KEY_VARIABLE] = self._key
         for name in ("no_proxy", "NO_PROXY"):
             os.environ[name] = ",".join(filter(None, [os.environ.get(name), LOCAL, "localhost"]))
@@ -218,7 +218,8 @@ class Episodes:
 
     @contextlib.asynccontextmanager
     async def _endpoint(self) -> Any:
-        """Serves `/chat/completions` on a free port of this machine."""
+        """Serves the model requests of episodes at `/v1/chat/completions` on a free port of this machine, inside the
+        `with` block. Yields the address up to `/v1`."""
         from aiohttp import web
 
         app = web.Application(client_max_size=1 << 30)
@@ -238,7 +239,7 @@ class Episodes:
         return ModelContext(model=MODEL, client=EvalClientConfig(base_url=url, api_key_var=KEY_VARIABLE))
 
     async def _forward(self, http: Any) -> Any:
-        """Handles an HTTP request: sends it to the training process and returns the answer."""
+        """Answers an HTTP model request of an episode: sends it to the training process and returns the answer."""
         from aiohttp import web
 
         if not hmac.compare_digest(http.headers.get("authorization", ""), f"Bearer {self._key}"):

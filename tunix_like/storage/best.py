@@ -29,25 +29,26 @@ class Best:
         self._values: dict[int, float] = {}
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Adds the values of rows that have the metric; null and non-finite values are ignored."""
+        """Adds the values of the evaluation metric in `rows`. Missing, null and non-finite values are ignored."""
         for row in rows:
             step, value = row.get(self.step_key), row.get(self.metric)
             if isinstance(step, int) and isinstance(value, int | float) and math.isfinite(value):
                 self._values[step] = float(value)
 
     def among(self, steps: Sequence[int]) -> int | None:
-        """Returns the step of `steps` with the highest value of the metric, or None if none of them has a value."""
+        """Returns the step of `steps` with the highest value of the evaluation metric; None if no step has a value."""
         return max(
             (step for step in sorted(steps) if step in self._values), key=lambda step: self._values[step], default=None
         )
 
     def describe(self, step: int) -> str:
-        """Describes the metric of a step for a message."""
+        """Returns the name and the value of the evaluation metric at a training step as text, for a message."""
         return f"{self.metric} {self._values[step]:.4g} at step {step}"
 
 
 def best_of(run: Path, metric: str) -> Best:
-    """Returns a `Best` that has the values of `metric` from `metrics.jsonl` in the run folder `run`."""
+    """Returns a selector of the best training step by `metric`, with the values from `metrics.jsonl` in the run folder
+    `run`."""
     best = Best(metric)
     best.add(metric_rows(run))
     return best

@@ -106,7 +106,7 @@ class Checkpoints:
 
     def _finish(self) -> None:
         """Waits in a background thread until the checkpoint is written, then removes old checkpoints. If the new
-        checkpoint is the best, it is verified before the previous best checkpoint is removed."""
+        checkpoint has the best evaluation metric, it is verified before the previous best checkpoint is removed."""
         try:
             self._checkpointer.wait_until_finished()
         except Exception as error:  # orbax and tensorstore raise many types of exceptions
@@ -129,8 +129,8 @@ class Checkpoints:
         checksums.write(written)
 
     def _unfinished(self) -> list[Path]:
-        """Returns the temporary folders of the checkpoint that is being written. `glob` is not used, because Python
-        would keep the pattern of every step in a cache."""
+        """Returns the temporary folders of the checkpoint that is being written. Does not use `glob`, because Python
+        caches its patterns, which differ at every step."""
         begin = f"{self._step}.orbax-checkpoint-tmp"
         return [path for path in self.folder.iterdir() if path.name.startswith(begin)]
 
@@ -162,15 +162,15 @@ class Checkpoints:
         return steps[-1] if steps else None
 
     def meta(self, step: int) -> dict[str, Any]:
-        """Returns the `meta` dict in the checkpoint of a step. Raises `UserError` if the checkpoint does not exist or
-        cannot be read."""
+        """Returns the dict `meta` that was saved in the checkpoint of a step. Raises `UserError` if the checkpoint does
+        not exist or cannot be read."""
         return self._read(step, meta=ocp.args.JsonRestore())["meta"]
 
     def restore(self, step: int, abstract_state: Any, iterator: Any = None) -> tuple[Any, dict[str, Any]]:
         """Returns the state and the `meta` dict in the checkpoint of a step, and sets `iterator` to the saved position.
 
         Args:
-          step: one of `steps()`.
+          step: step number of a complete checkpoint.
           abstract_state: a tree of arrays or `jax.ShapeDtypeStruct`s with the structure of the state. An array is
             restored with the `sharding` of its leaf in this tree, or on the first device if the leaf has none.
             Top-level keys of the saved state that are missing in this tree are not read.
@@ -249,8 +249,8 @@ class Checkpoints:
         return f"{message}; it was renamed to {target.name}, which you can delete"
 
     def improves(self, row: Mapping[str, Any]) -> bool:
-        """Adds the metrics of a step. Returns whether a checkpoint of this step would be the best one; False if the row
-        lacks the metric, or if no best checkpoint is kept."""
+        """Adds the row of metrics of a step. Returns whether a checkpoint of this step would have the best value of the
+        evaluation metric; False if the row lacks this metric, or if no best checkpoint is kept."""
         best = self._best
         if best is None or best.metric not in row:
             return False
@@ -263,10 +263,11 @@ class Checkpoints:
         return bool(by_first(newest_is_best))
 
     def find_best(self, rows: Iterable[Mapping[str, Any]], verified: int) -> None:
-        """Finds the best checkpoint of a resumed run from the rows of its metrics. If the best checkpoint is damaged,
-        it is renamed with a warning, and the next best one is used.
+        """Finds the checkpoint of a resumed run with the best evaluation metric. If this checkpoint is damaged, it is
+        renamed with a warning, and the next best one is used.
 
         Args:
+          rows: the rows of the run's `metrics.jsonl`.
           verified: step of a checkpoint whose checksums have been verified already.
         """
         if self._best is not None:
@@ -362,8 +363,8 @@ def _with_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _described(tree: Any) -> dict[str, str]:
-    """Maps the path of every array to `dtype[shape]`. As in orbax, a path consists of dict keys, tuple indices and
-    field names."""
+    """Maps the path of every array in a tree to the text `dtype[shape]`. As in orbax, a path consists of dict keys,
+    tuple indices and field names."""
     result = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.ShapeDtypeStruct) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -374,7 +375,7 @@ def _described(tree: Any) -> dict[str, str]:
 
 
 def _short(error: Exception) -> str:
-    """Shortens the message of an error. Messages of tensorstore begin with the operation and end with the cause, so
-    the beginning and the end of a message are kept."""
+    """Shortens the message of an error while a checkpoint is written. Messages of tensorstore begin with the operation
+    and end with the cause, so the beginning and the end of a message are kept."""
     text = str(error)
     return text if len(text) < 400 else f"{text[:150]} ... {text[-250:]}"

@@ -58,17 +58,17 @@ class MetricsLog:
         self._unwritten.clear()
 
     def close(self) -> None:
-        """Logs how many rows could not be written; these rows are lost."""
+        """Logs how many rows could not be written to `metrics.jsonl`, if there are any. These rows are lost."""
         if self._unwritten:
             logger.warning("%s: its last %d rows could not be written and are lost", self._path, len(self._unwritten))
 
     def of_step(self, key: str, step: int) -> list[dict[str, Any]]:
-        """Returns the rows of `metrics.jsonl` that have the value `step` in the column `key`. If `folder` is None, the
-        list is empty."""
+        """Returns the rows of `metrics.jsonl` that have the value `step` in the column `key`. If the run has no folder,
+        the list is empty."""
         return [row for row in self.rows() if row.get(key) == step]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns all rows of `metrics.jsonl`. If `folder` is None, the list is empty."""
+        """Returns all rows of `metrics.jsonl`. If the run has no folder, the list is empty."""
         return [] if self._path is None else rows(self._path.parent)
 
     def cut(self, key: str, last: int) -> int:

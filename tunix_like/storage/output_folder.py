@@ -70,14 +70,14 @@ def _problem(target: Path, source: str | None) -> str | None:
 
 @contextlib.contextmanager
 def written_whole(folder: str | Path, overwrite: bool, source: str | None = None) -> Iterator[Path]:
-    """Yields an empty temporary folder, which replaces `folder` if the block ends without an exception.
+    """Yields an empty temporary folder, which replaces `folder` if the `with` block ends without an exception.
 
     The new folder has the permissions of the existing `folder`, or the permissions that the umask gives if `folder`
     does not exist. If `folder` is a mount point or its parent is not writable, `folder` itself stays, and the files in
     it are replaced one by one.
 
     Raises:
-      UserError: as in `check_folder`, or `folder` cannot be written.
+      UserError: `folder` must not be replaced (see `check_folder`), or cannot be written.
     """
     target = check_folder(folder, overwrite, source)
     inside = target.is_dir() and (os.path.ismount(target) or not os.access(target.parent, os.W_OK))
@@ -113,8 +113,9 @@ def _replace(target: Path, part: Path) -> None:
 
 
 def _fill(target: Path, part: Path) -> None:
-    """Replaces the files in `target` by the files in `part`. The files named in `MODEL_FILES` are removed first and
-    written last, so that an interrupted export is not treated as a model."""
+    """Replaces the files in the folder `target` by the files in the folder `part`. The files named in `MODEL_FILES`,
+    which mark a folder as a model, are removed first and moved last, so that an interrupted export is not treated as a
+    model."""
     is_model_file = lambda path: path.name in MODEL_FILES  # noqa: E731
     for path in sorted((path for path in target.iterdir() if path != part), key=is_model_file, reverse=True):
         path.unlink()

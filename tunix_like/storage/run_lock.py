@@ -138,7 +138,7 @@ def _create(lock: Path) -> bool:
 
 def _wait_until_gone(lock: Path) -> None:
     """Removes the lock if its owner has exited, and raises `UserError` if the owner is alive. If the owner's process
-    cannot be looked up from here, watches the lock for up to `PATIENCE_SECONDS` to find out."""
+    cannot be looked up (e.g. on another host), watches the lock for up to `PATIENCE_SECONDS` to find out."""
     owner = _read(lock)
     if not owner:  # the file was just created and is not yet written
         time.sleep(0.5)
@@ -157,8 +157,8 @@ def _wait_until_gone(lock: Path) -> None:
 
 
 def _untouched(lock: Path, message: str) -> bool:
-    """Watches a lock for `PATIENCE_SECONDS`, because its owner's process cannot be looked up from here. Returns False
-    as soon as the lock is touched. Returns True if the lock is removed or is not touched in this time."""
+    """Watches a lock for `PATIENCE_SECONDS`, to find out whether its owner is alive. Returns False as soon as the lock
+    is touched. Returns True if the lock is removed or is not touched in this time."""
     logger.warning("%s; waiting up to %g s to check whether that process is alive", message, PATIENCE_SECONDS)
     before, end = _touched(lock), time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < end:
@@ -196,8 +196,8 @@ def _me() -> dict[str, Any]:
 
 
 def _place() -> str | None:
-    """Returns the boot id and the process namespace as one text; None if they are unavailable. Process ids are unique
-    within this pair."""
+    """Returns the boot id of this machine and the namespace of its process ids as one text; None if they are
+    unavailable. Two processes with equal texts have different process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

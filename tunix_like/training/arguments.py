@@ -1,4 +1,4 @@
-"""Checks the arguments of a learner, and derives the identity of a run from them."""
+"""Checks the arguments of a learner, and collects the settings that a run must share with its checkpoints."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def likelihood_options(training: RLTrainingConfig, backend: str | None = None) -
     """Returns options for computing log-probabilities at temperature 1.
 
     Args:
-      backend: the JAX backend for which options are chosen; defaults to the current backend. Layers are stacked on all
-        backends except the CPU. On the CPU, each slice of stacked weights would be a copy.
+      backend: the JAX backend for which options are chosen; defaults to the current backend. The weights of layers are
+        stacked on all backends except the CPU. On the CPU, each slice of stacked weights would be a copy.
     """
     stacked = (backend or jax.default_backend()) != "cpu"
     return ForwardOptions(1.0, training.logprob_chunk_size, training.remat, stacked=stacked)
@@ -64,7 +64,8 @@ def likelihood_options(training: RLTrainingConfig, backend: str | None = None) -
 def forward_options(
     rollout: RolloutConfig, training: RLTrainingConfig, algorithm: AlgorithmConfig, backend: str | None = None
 ) -> ForwardOptions:
-    """Returns the options of a learner's log-probability computation. For `backend`, see `likelihood_options`."""
+    """Returns the options of a learner's log-probability computation on the JAX backend `backend` (None: the current
+    backend)."""
     options = likelihood_options(training, backend)
     return options._replace(temperature=rollout.temperature, entropy_gradient=algorithm.entropy_coef > 0)
 
@@ -112,7 +113,8 @@ def check_rows(rows: Any) -> None:
 
 
 def source_settings(source_estimators: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns `source_estimators` as plain dicts. Raises UserError if the value of a data source is not a mapping."""
+    """Returns the estimator settings of each data source as plain dicts. Raises UserError if the settings of a data
+    source are not a mapping."""
     for source, entry in source_estimators.items():
         if not isinstance(entry, Mapping):
             raise UserError(

@@ -90,7 +90,7 @@ def _reported_memory() -> int | None:
 
 
 def usable_share(backend: str) -> float:
-    """Returns the fraction of a device's memory that a run with batch sizes chosen by `auto` may use."""
+    """Returns the fraction of a device's memory that a run may use if `auto` in the config chooses its batch sizes."""
     return SHARE.get(backend, ACCELERATOR_SHARE)
 
 
@@ -144,7 +144,8 @@ def most_that_fits(top: int, needed: Callable[[int], int], limit: float) -> int:
     """Searches for the largest number up to `top` for which `needed` is at most `limit`. Returns 0 if there is none.
 
     The search is a bisection. If `needed` is not monotonic, the result can be smaller than the largest such number. One
-    example is the memory of a chunk: the chunk layout changes in discrete steps, and a larger chunk can need less.
+    example is the memory of completions that are processed at once: their layout changes in discrete steps, so that
+    more completions can need less memory.
     """
     if needed(top) <= limit:
         return top

@@ -46,7 +46,8 @@ class Diagnosis(NamedTuple):
 
 
 class SignalWatch:
-    """Warns if step 1 has no training signal, and after every `REPEAT_AFTER` consecutive steps without one."""
+    """Warns of a missing training signal (all trained completions have the advantage 0): in step 1, and after every
+    `REPEAT_AFTER` consecutive steps without a signal."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.steps_without = task, 0
@@ -71,10 +72,10 @@ def has_signal(batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> bool:
 
 
 def format_diagnosis(diagnosis: Diagnosis, step: int, without: int, rollout: Rollout) -> str:
-    """Formats the diagnosis as one paragraph.
+    """Formats the reason for a missing training signal as one paragraph.
 
     Args:
-      without: number of consecutive steps without a training signal, up to `step`.
+      without: number of consecutive steps without a training signal, up to and including `step`.
     """
     group, number = divmod(diagnosis.sample, rollout.completions.lengths.shape[1])
     text, reward = rollout.texts[diagnosis.sample], rollout.scores.total[diagnosis.sample]
@@ -248,10 +249,10 @@ def _best_example(scored: np.ndarray, cut: np.ndarray, unread: np.ndarray | None
 
 
 def _unscored_note(scored: Bool[np.ndarray, "P G"]) -> str:
-    """Returns the part of `Diagnosis.found` that says that unscored completions are not counted.
+    """Returns a note in parentheses, which says that unscored completions are not counted.
 
-    The text states the number of unscored completions, and the number of groups in which no completion is scored. The
-    text is empty if all completions are scored.
+    The note states the number of unscored completions, and the number of groups in which no completion is scored. The
+    note is empty if all completions are scored.
     """
     if scored.all():
         return ""

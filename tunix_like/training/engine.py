@@ -33,7 +33,7 @@ def make_engine(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mes
 
     Raises:
       UserError: the device memory is too small for a single completion, or `rollout.mesh` does not match the devices or
-        the model (see `rollout_mesh`).
+        the model.
     """
     model = nnx.merge(graphdef, [None] * graphdef.num_leaves)  # a module without weights
     sampling_mesh = rollout_mesh(model, rollout, mesh, slot_shape)
@@ -103,16 +103,16 @@ class WrappedEngine:
 
     @property
     def max_prompt_length(self) -> int:
-        """`max_prompt_length` of the wrapped engine."""
+        """Maximum number of tokens of a prompt for the wrapped engine."""
         return self.engine.max_prompt_length
 
     @property
     def row_steps(self) -> int:
-        """`row_steps` of the wrapped engine."""
+        """The number of token positions that the wrapped engine has computed so far."""
         return self.engine.row_steps
 
     def place(self, params: Any) -> Any:
-        """Returns the result of `place` of the wrapped engine."""
+        """Returns the weights in the form that the wrapped engine takes."""
         return self.engine.place(params)
 
 
@@ -170,7 +170,8 @@ class CheckedEngine(WrappedEngine):
             )
 
     def _checked(self, sample: Sample, several_turns: bool) -> Sample:
-        """Checks a sample. Returns the sample with NumPy arrays, or raises _WrongSampleError."""
+        """Checks a completion that the engine returned. Returns the completion with NumPy arrays. Raises
+        _WrongSampleError if it has a wrong type, shape or value."""
         tokens = _array("tokens", sample.tokens, np.integer, "integers")
         length, most = len(tokens), self.vocab_size - 1
         if length > self.max_tokens:

@@ -1,7 +1,7 @@
 """Computes log-probabilities of packed completions (`packing.py`).
 
-The model processes prompts in sets. It processes each prompt of a set once, and then the completions of the set in
-chunks.
+The model processes prompts in sets. It processes each prompt of a set once, and then the completions of these prompts
+in chunks of several completions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ForwardOptions(NamedTuple):
       chunk: number of tokens whose logits are computed at once.
       remat: whether layers are recomputed in the backward pass.
       entropy_gradient: whether the entropy has a gradient.
-      stacked: whether layers of the same kind are stacked (`working_weights.py`).
+      stacked: whether the weights of layers of the same kind are stacked into one array.
     """
 
     temperature: float
@@ -51,7 +51,7 @@ class ForwardOptions(NamedTuple):
 
 
 class PromptStates(NamedTuple):
-    """Outputs of the model for the prompts of a set (`packing.py`).
+    """Outputs of the model for `p` prompts, which all completions of these prompts use.
 
     Attributes:
       hidden: the hidden state from which the first token of a completion is predicted.
@@ -63,14 +63,15 @@ class PromptStates(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The completions of one chunk (`packing.py`): `A` lanes per chunk, `b` bins per lane, `r` completions per bin.
+    """The completions that the model processes at once: `A` lanes of `b` bins of at most `r` completions.
 
-    A lane has completions of one prompt. A bin has `T` token positions and holds one or several completions.
+    A lane has completions of one prompt. A bin has token positions for one or several completions. The prompts of these
+    completions belong to a set of prompts that the model has processed before.
 
     Attributes:
-      lane: index of each lane's prompt in the set of prompts; None if lane `i` belongs to prompt `i`.
-      group: index in the batch of each lane's group.
-      sample: index of each completion in its group.
+      lane: index of each lane's prompt in this set; None if lane `i` belongs to prompt `i` of the set.
+      group: index in the batch of each lane's prompt.
+      sample: index of each completion among the completions of its prompt.
       start: first position of each completion in its bin.
       length: number of tokens of each completion; 0 for unused entries.
     """
@@ -86,17 +87,19 @@ class Chunk(NamedTuple):
         return self.length > 0
 
     def rows_of(self, values: Float[AnyArray, "P G ..."]) -> Array:
-        """Gathers the values of the chunk's completions, `[A b r ...]`, from an array over the batch."""
+        """Gathers the values of the chunk's completions from `values`, an array over all completions of the batch. The
+        first axes of the result, `[A b r]`, are lanes, bins of a lane and completions of a bin."""
         return jnp.asarray(values)[self.group[:, None, None], self.sample]
 
 
 def place_packed(packed: Packed, mesh: Mesh | None) -> Packed:
-    """Places the packed arrays on the mesh. The axes of prompts and of lanes are sharded over `data` and `fsdp`."""
+    """Places the indices of packed completions on the mesh. The axes of prompts and of lanes (a lane has completions of
+    one prompt) are sharded over the mesh axes `data` and `fsdp`."""
     return _on_mesh(packed, mesh, place_prompts, place_replicated)
 
 
 def packed_shapes(packed: Packed, mesh: Mesh | None) -> Packed:
-    """Returns the result of `place_packed` as `jax.ShapeDtypeStruct`s."""
+    """Returns the shapes and shardings of packed completions on the mesh, as `jax.ShapeDtypeStruct`s."""
     return _on_mesh(packed, mesh, prompt_shapes, replicated_shapes)
 
 
@@ -111,13 +114,14 @@ def _on_mesh(packed: Packed, mesh: Mesh | None, split: Callable[..., Any], repli
 def prompt_states(
     graphdef: Any, params: Any, batch: GroupBatch, prompts: Int[Array, "p"], options: ForwardOptions
 ) -> PromptStates:
-    """Runs the model on one set of prompts (`packing.py`). `prompts` has the indices of these prompts in the batch."""
+    """Runs the model on the prompts of the batch with the indices `prompts`. Returns their last hidden states, keys and
+    values."""
     tokens, lengths = jnp.asarray(batch.prompt_tokens)[prompts], jnp.asarray(batch.prompt_lengths)[prompts]
     return PromptStates(*nnx.merge(graphdef, params).prefill(tokens, lengths, options.remat))
 
 
 def chunk_of(packed: Packed, number: Any, chunk: Any) -> Chunk:
-    """Returns the chunk with index `chunk` in the set with index `number`."""
+    """Returns chunk `chunk` of the set of prompts `number`. A chunk has completions that are processed at once."""
     packed = jax.tree.map(jnp.asarray, packed)
     lane = None if packed.lane is None else packed.lane[number, chunk]
     group = packed.prompts[number] if lane is None else packed.prompts[number][lane]
@@ -127,7 +131,7 @@ def chunk_of(packed: Packed, number: Any, chunk: Any) -> Chunk:
 def chunk_logprobs(
     graphdef: Any, params: Any, states: PromptStates, batch: GroupBatch, chunk: Chunk, options: ForwardOptions
 ) -> tuple[Float[Array, "A b r T"], Float[Array, "A b r T"]]:
-    """Computes log-probabilities and entropies of a chunk's completion tokens.
+    """Computes log-probabilities and entropies of the tokens of completions that are processed at once (a chunk).
 
     Values beyond the length of a completion are undefined.
     """
@@ -185,9 +189,10 @@ _picked.defvjp(_picked_forward, _picked_backward)
 def _bins(chunk: Chunk, rows: Int[Array, "A b r T"], first: Int[Array, "A b r T"] | None) -> tuple[Array, Array, Array]:
     """Returns three arrays `[A b T]`: for each place in a bin, the token, its position and its segment number.
 
-    A bin has `T` places and holds one or several completions. Token positions count from 0 at the first token after the
-    prompt. A segment is a sequence of tokens that attend only to each other and to the prompt. The segment number is
-    unique in the bin, and -1 at unused places.
+    A bin has `T` places and holds one or several completions. The chunk has `A` lanes of `b` bins; a lane has
+    completions of one prompt. Token positions count from 0 at the first token after the prompt. A segment is a sequence
+    of tokens that attend only to each other and to the prompt. The segment number is unique in the bin, and -1 at
+    unused places.
 
     Args:
       rows: the tokens of the chunk's completions.

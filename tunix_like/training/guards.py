@@ -37,7 +37,7 @@ class SkipWatch:
         self.what, self.most, self.in_a_row = what, most, 0
 
     def __call__(self, updates: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Returns the indices of the skipped updates of a step. `updates` has the metrics of each update."""
+        """Warns of skipped updates of a step, and returns their indices. `updates` has the metrics of each update."""
         skipped = [number for number, row in enumerate(updates) if row["update/skipped"]]
         if skipped:
             message = "%d of %d updates of this step skipped: %s or its gradient is not finite"
@@ -62,8 +62,8 @@ class SkipWatch:
 class GapWatch:
     """Compares the sampler's log-probabilities with the trainer's, once.
 
-    The comparison uses the first update of a step. If this update has no completions or is skipped, the comparison uses
-    the first update of the next step.
+    The comparison uses the first update of the first step. If this update has no completions or is skipped, the
+    comparison uses the first update of the next step.
 
     Args:
       most: largest allowed mean absolute difference, in nats per token; None disables the check.
@@ -99,10 +99,10 @@ class GapWatch:
 
 
 class UpdateInputs(NamedTuple):
-    """The inputs of an optimizer update on the host, without the weights.
+    """The inputs of an optimizer update in host memory, without the weights.
 
     `live` marks the completions of the rollout batch that have a gradient. `in_update` marks the groups of the update.
-    The model processes the completions that both mark.
+    In the update, the model processes the completions of these groups that have a gradient.
     """
 
     step: int
@@ -139,7 +139,8 @@ def check_updates(
     gap_watch: GapWatch,
     folder: Path | None,
 ) -> None:
-    """Writes the inputs of skipped updates to a run folder, then runs the checks of `skip_watch` and `gap_watch`.
+    """Writes the inputs of skipped (non-finite) updates to a run folder. Then checks the number of consecutive skipped
+    updates, and compares the log-probabilities of sampler and trainer.
 
     Args:
       rows: metrics of each update of a step.
@@ -147,7 +148,7 @@ def check_updates(
       folder: the run folder; None writes no files.
 
     Raises:
-      UserError: see `SkipWatch.check` and `GapWatch`.
+      UserError: too many consecutive updates were skipped, or the log-probabilities differ too much.
     """
     for number in skip_watch(rows):
         if folder is None:
@@ -168,7 +169,8 @@ def remove_files_after(folder: Path, step: int) -> None:
 
 
 def read_skipped(file: Path) -> UpdateInputs:
-    """Reads a file that `write_skipped` wrote. Raises UserError if the file cannot be read or has another format."""
+    """Reads the inputs of a skipped update from a file of the run folder. Raises UserError if the file cannot be read
+    or has another format."""
     try:
         with np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}

@@ -97,7 +97,7 @@ class Learner(Trainer):
       rollout_config, training_config, eval_config: settings of sampling, training and evaluation.
       ref_model: reference model of the KL if `beta > 0`; it can be quantised. Its weights are copied only if they share
         memory with trained weights. Defaults to the model with its initial weights. If the adapters are newly
-        initialised, this is the frozen base without adapters, and nothing is copied.
+        initialised, the default is the frozen base without adapters, and nothing is copied.
       mesh: devices to train on, from `tunix_like.models.sharding.build_mesh`; defaults to a single device.
       reward_weights: one factor per reward function; defaults to ones.
       success_threshold: a completion succeeds (pass@k) if its total reward is at least this value.
@@ -253,7 +253,7 @@ class Learner(Trainer):
         return Checkpoints(self.folder / "checkpoints", kept, None if best is None else Best(best))
 
     def _prepare(self, train_ds: Any, eval_ds: Any, batch_size: int, shuffle: bool, overlong: str) -> _Call:
-        """Checks the data and builds the objects of this call of `train`."""
+        """Checks the data, and builds the objects that this call of `train` uses, such as the evaluator."""
         training, skipped = self.training, 0
         sized = isinstance(train_ds, Sequence | grain.MapDataset)
         if sized:
@@ -365,7 +365,8 @@ class Learner(Trainer):
         return {name: as_dict(part) for name, part in parts.items() if dataclasses.is_dataclass(part)}
 
     def evaluate(self, eval_ds: Sequence[Mapping[str, Any]], *, overlong_prompts: str = "skip") -> Evaluation:
-        """Evaluates the current weights on held-out rows (see `Evaluator`). For `overlong_prompts`, see `train`."""
+        """Evaluates the current weights on held-out rows. Rows whose prompt is empty or too long are skipped, or raise
+        an error if `overlong_prompts` is "error"."""
         check_rows(eval_ds)
         try:
             return self.evaluator(eval_ds, overlong_prompts)(self.params)
@@ -378,7 +379,7 @@ class Learner(Trainer):
             self.player.environments.close()
 
     def evaluator(self, eval_ds: Sequence[Mapping[str, Any]], overlong_prompts: str = "skip") -> Evaluator:
-        """Builds an evaluator for held-out rows. Logs a warning if rows are skipped because of their prompts."""
+        """Builds an evaluator for held-out rows. Warns if rows with an empty or too long prompt are skipped."""
         limits = self.rollout_config.max_prompt_length, self.eval_config.max_problems
         problems, skipped = eval_problems(eval_ds, self.tokenizer, *limits, overlong_prompts)
         skipped.warn("evaluation")

@@ -19,7 +19,8 @@ from tunix_like.training.learner import Learner
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GRPOConfig(AlgorithmConfig):
-    """Defaults of GRPO: clipped ratio, mean over each completion's tokens, KL estimate k3 in the loss if beta > 0."""
+    """Defaults of GRPO: clipped-ratio loss, mean over each completion's tokens; KL estimate k3 in the loss if
+    `beta` > 0."""
 
     advantage_estimator: str | None = "grpo"
     policy_loss_fn: str | None = "ppo_clip"
@@ -37,7 +38,8 @@ class DrGRPOConfig(GRPOConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RLOOConfig(AlgorithmConfig):
-    """Defaults of RLOO: REINFORCE, sum over each completion's tokens, KL estimate k1 in the reward if beta > 0."""
+    """Defaults of RLOO: REINFORCE loss, sum over each completion's tokens; KL estimate k1 in the reward if
+    `beta` > 0."""
 
     advantage_estimator: str | None = "rloo"
     policy_loss_fn: str | None = "reinforce"
@@ -47,7 +49,7 @@ class RLOOConfig(AlgorithmConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaxRLConfig(GRPOConfig):
-    """Defaults of MaxRL: clipped ratio and mean over all tokens. The paper uses no KL."""
+    """Defaults of MaxRL: clipped-ratio loss, mean over all tokens of the batch. The paper uses no KL."""
 
     advantage_estimator: str | None = "maxrl"
     loss_agg_mode: str | None = "token-mean"
@@ -98,9 +100,9 @@ class CustomConfig(MaxRLConfig):
 class GRPOLearner(Learner):
     """Group Relative Policy Optimization (arXiv 2402.03300): `A_i = (r_i - m) / (std + 1e-6)`.
 
-    `r_i` is the reward of completion i. `m` and `std` are the mean and the standard deviation of the group's rewards.
-    The gradient estimate is biased: it gives more weight to prompts with a pass rate p near 0 or 1. In the limit of
-    large groups, the weight is `1 / sqrt(p (1 - p))`.
+    `A_i` and `r_i` are the advantage and the reward of completion i. `m` and `std` are the mean and the standard
+    deviation of the group's rewards. The gradient estimate is biased: it gives more weight to prompts with a pass rate
+    p near 0 or 1. In the limit of large groups, the weight is `1 / sqrt(p (1 - p))`.
     """
 
     config_class = GRPOConfig
@@ -109,8 +111,8 @@ class GRPOLearner(Learner):
 class DrGRPOLearner(Learner):
     """Dr. GRPO (arXiv 2503.20783): `A_i = r_i - m`. The loss of a completion is divided by a constant length.
 
-    `r_i` is the reward of completion i. `m` is the mean reward of its group of G completions. The expected gradient is
-    `(G-1)/G` times the gradient of the expected reward.
+    `A_i` and `r_i` are the advantage and the reward of completion i. `m` is the mean reward of its group of G
+    completions. The expected gradient is `(G-1)/G` times the gradient of the expected reward.
     """
 
     config_class = DrGRPOConfig
@@ -119,8 +121,8 @@ class DrGRPOLearner(Learner):
 class RLOOLearner(Learner):
     """REINFORCE leave-one-out (arXiv 2402.14740): `A_i = r_i - mean_{j != i} r_j`.
 
-    `r_i` is the reward of completion i. The mean is over the other completions of the group. The gradient estimate is
-    unbiased for the expected reward.
+    `A_i` and `r_i` are the advantage and the reward of completion i. The mean is over the other completions of the
+    group. The gradient estimate is unbiased for the expected reward.
     """
 
     config_class = RLOOConfig
@@ -129,11 +131,11 @@ class RLOOLearner(Learner):
 class MaxRLLearner(Learner):
     """Maximum Likelihood RL (arXiv 2602.02710): `A_i = (r_i - m) / m`, or 0 if `m` is 0.
 
-    `r_i` is the reward of completion i. `m` is the mean reward of its group of G completions. Let p be the pass rate of
-    a prompt. The log-likelihood of success is a power series in `1 - p`. For 0/1 rewards, the gradient estimate is
-    unbiased for the sum of the terms of this series up to order `G - 1`. The weight of the prompt is
-    `(1 - (1-p)^(G-1)) / p`. With more completions per prompt, the objective approaches the log-likelihood. Rewards must
-    be non-negative.
+    `A_i` and `r_i` are the advantage and the reward of completion i. `m` is the mean reward of its group of G
+    completions. Let p be the pass rate of a prompt. The log-likelihood of success is a power series in `1 - p`. For 0/1
+    rewards, the gradient estimate is unbiased for the sum of the terms of this series up to order `G - 1`. The weight
+    of the prompt in this gradient is `(1 - (1-p)^(G-1)) / p`. With more completions per prompt, the objective
+    approaches the log-likelihood. Rewards must be non-negative.
     """
 
     config_class = MaxRLConfig
@@ -142,8 +144,9 @@ class MaxRLLearner(Learner):
 class MaxPOLearner(Learner):
     """Max-at-K Policy Optimization (arXiv 2606.06080): `A_i = k L_k,i`.
 
-    `L_k,i` is the Leave-Two-Out advantage (docs/algorithms.md). The gradient estimate is unbiased for max@k. The
-    advantages of every group of G completions sum to 0. `k` must be from 1 to `G - 1`.
+    `A_i` is the advantage of completion i. `L_k,i` is its Leave-Two-Out advantage (docs/algorithms.md). The gradient
+    estimate is unbiased for max@k. The advantages of every group of G completions sum to 0. `k` must be from 1 to
+    `G - 1`.
     """
 
     config_class = MaxPOConfig
@@ -152,11 +155,11 @@ class MaxPOLearner(Learner):
 class PKPOLearner(Learner):
     """Pass-at-k Policy Optimization (arXiv 2505.15201): `A_i = k (q_i - V_{k-1}(-i))`.
 
-    `q_i` is the mean maximum reward of the subsets of k completions that contain completion i. `V_{k-1}(-i)` is the
-    mean maximum reward of the subsets of k - 1 other completions. `A_i` is G times the paper's advantage s_loo-1, where
-    G is the number of completions of the group. The gradient estimate is unbiased for max@k. In contrast to MaxPO, the
-    advantages of a group do not sum to 0. A completion that does not raise the maximum of any subset has the advantage
-    0 and is left out of the update. `k` must be from 1 to `G`.
+    `A_i` is the advantage of completion i: G times the paper's advantage s_loo-1, where G is the number of completions
+    of the group. `q_i` is the mean maximum reward of the subsets of k completions that contain completion i.
+    `V_{k-1}(-i)` is the mean maximum reward of the subsets of k - 1 other completions. The gradient estimate is
+    unbiased for max@k. In contrast to MaxPO, the advantages of a group do not sum to 0. A completion that does not
+    raise the maximum of any subset has the advantage 0 and is left out of the update. `k` must be from 1 to `G`.
     """
 
     config_class = PKPOConfig
@@ -165,10 +168,10 @@ class PKPOLearner(Learner):
 class PassKLearner(Learner):
     """Pass@k training (arXiv 2508.10751): `A_i = (q_i - V_k) / (sqrt(V_k (1 - V_k)) + 1e-6)`, for 0/1 rewards only.
 
-    `V_k` is the group's pass@k estimate: the fraction of the subsets of k completions that contain a success. `q_i` is
-    this fraction among the subsets that contain completion i. The denominator is the standard deviation of a 0/1
-    variable with mean `V_k`, plus 1e-6. The division makes the gradient estimate biased. `k` must be from 1 to `G - 1`,
-    with G completions in the group.
+    `A_i` is the advantage of completion i. `V_k` is the group's pass@k estimate: the fraction of the subsets of k
+    completions that contain a success. `q_i` is this fraction among the subsets that contain completion i. The
+    denominator is the standard deviation of a 0/1 variable with mean `V_k`, plus 1e-6. The division makes the gradient
+    estimate biased. `k` must be from 1 to `G - 1`, with G completions in the group.
     """
 
     config_class = PassKConfig
@@ -177,10 +180,11 @@ class PassKLearner(Learner):
 class OPOLearner(Learner):
     """On-Policy RL with Optimal reward baseline (arXiv 2505.23585): `A_i = r_i - sum_j l_j r_j / sum_j l_j`.
 
-    `r_j` and `l_j` are the rewards and the lengths of the completions of the group. The baseline assumes that the
-    variance of a completion's gradient grows with its length. The baseline includes the completion's own reward. With
-    equal lengths, the expected gradient is therefore exactly `(G-1)/G` times the gradient of the expected reward. With
-    unequal lengths, the expected gradient has an additional term of order 1/G with another direction.
+    `A_i` is the advantage of completion i. `r_j` and `l_j` are the rewards and the lengths of the G completions of the
+    group. The baseline (the quotient of sums) assumes that the variance of a completion's gradient grows with its
+    length. The baseline includes the completion's own reward. With equal lengths, the expected gradient is therefore
+    exactly `(G-1)/G` times the gradient of the expected reward. With unequal lengths, the expected gradient has an
+    additional term of order 1/G with another direction.
     """
 
     config_class = OPOConfig
@@ -189,9 +193,10 @@ class OPOLearner(Learner):
 class ReinforcePPLearner(Learner):
     """REINFORCE++ with a group baseline (arXiv 2501.03262): `A_i = r_i - m`, whitened over all tokens of the batch.
 
-    `r_i` is the reward of completion i, and `m` is the mean reward of its group. Whitening shifts and scales the values
-    to mean 0 and variance 1. The gradient estimate is biased, because shift and scale are computed from the same batch.
-    For large batches, the estimate approaches the gradient of the expected reward times a constant.
+    `A_i` and `r_i` are the advantage and the reward of completion i, and `m` is the mean reward of its group. Whitening
+    shifts and scales the advantages to mean 0 and variance 1. The gradient estimate is biased, because shift and scale
+    are computed from the same batch. For large batches, the estimate approaches the gradient of the expected reward
+    times a constant.
     """
 
     config_class = ReinforcePPConfig

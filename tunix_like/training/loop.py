@@ -32,8 +32,8 @@ EXIT_STOPPED = 75
 
 
 class Stopped(SystemExit):
-    """Raised after SIGTERM or SIGHUP, when the current step is done. If the run has a folder, a checkpoint is written
-    before.
+    """Raised after SIGTERM or SIGHUP, when the current training step is done. If the run has a folder, a checkpoint is
+    written before the error is raised.
 
     The command that started the run also resumes the run from this checkpoint.
     """
@@ -44,8 +44,8 @@ class Stopped(SystemExit):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised after SIGINT (Ctrl-C), when the current step is done. If the run has a folder, a checkpoint is written
-    before.
+    """Raised after SIGINT (Ctrl-C), when the current training step is done. If the run has a folder, a checkpoint is
+    written before the error is raised.
 
     The class is a `KeyboardInterrupt` and not a `SystemExit`, so that the process of a notebook continues.
     """
@@ -156,7 +156,8 @@ class _Files:
     last_row: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def step_done(self, step: int, metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Marks a step as done before its evaluation, which can fail. Returns the metrics with prefixed names."""
+        """Marks a step as done before its evaluation, which can fail. Returns a row of metrics: the step number, the
+        step time, and `metrics` with the name of the trainer as a prefix (such as `train/`)."""
         trainer = self.trainer
         trainer.done = step
         prefixed = {f"{trainer.name}/{name}": value for name, value in metrics.items()}
@@ -174,7 +175,8 @@ class _Files:
         return self.checkpoints is not None and self.checkpoints.improves(row)
 
     def save(self, over: bool) -> None:
-        """Starts to write a checkpoint of the last step. `over` is True if training ends early (`Trainer.finished`)."""
+        """Starts to write a checkpoint of the newest completed step. `over` is True if training ends early, before its
+        last planned step."""
         if self.checkpoints is not None:
             self.before_save()
             meta = {"identity": self.trainer.identity, "over": over, "total": self.trainer.total}

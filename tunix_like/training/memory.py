@@ -1,8 +1,8 @@
 """Estimates the peak memory of each phase of a run, by component, from shapes.
 
 The estimate counts the arrays that the programs of `training/train_step.py` and `rollout/decoding.py` hold at their
-peak, for rows of full length. The constants below were measured from XLA's buffer assignment (`memory_analysis()` of
-both compiled programs, CPU backend, jax 0.10.2), by varying one dimension at a time. `tests/training/test_memory.py`
+peak, for sequences of full length. The constants below were measured from XLA's buffer assignment (`memory_analysis()`
+of both compiled programs, CPU backend, jax 0.10.2), by varying one dimension at a time. `tests/training/test_memory.py`
 compares the estimates with the buffer assignment. `sizes.py` chooses the batch sizes with these estimates.
 """
 
@@ -97,8 +97,8 @@ class Work:
     Attributes:
       model: the configuration of the decoder.
       share: the part of the weights on one device.
-      prompts, group: P and G of a rollout batch (G = 1 in supervised fine-tuning).
-      widths: widths of padded prompts and completions, `(S, T)`.
+      prompts, group: number of prompts of a rollout batch, and of completions per prompt (1 in supervised fine-tuning).
+      widths: lengths in tokens of padded prompts and of padded completions.
       update_prompts: prompts of one optimizer update; None means all prompts of the batch.
       dtype, param_dtype: dtype of the matrix products and of the stored weights.
       adapters: the adapters (float32), if only adapters are trained.
@@ -111,10 +111,10 @@ class Work:
       attention: value of `Decoder.attention`. Plain attention saves its scores for the backward pass.
       filtered: whether sampling uses top-p or top-k.
       backend: the JAX backend. On the CPU, `remat` saves less memory than on other backends.
-      parts: number of shards along the axis of prompts and the axis of lanes (`packing.py`).
+      parts: number of parts into which the prompts of an update and their completions are divided over devices.
       rollout_share: the part of the weights on one device while sampling; None: sampling uses the weights in `share`.
-      rollout_parts: number of shards of the slots while sampling (a slot is a prompt with its completions), and number
-        of devices that share the heads of a slot; None means `parts` and 1.
+      rollout_parts: while sampling, the number of parts into which prompts and completions are divided over devices,
+        and the number of devices that share the attention heads of one part; None means `parts` and 1.
     """
 
     model: DecoderConfig
@@ -160,15 +160,15 @@ class Work:
 
 
 def _inner(model: DecoderConfig) -> int:
-    """Returns the total width of all MLPs of a layer that process the same token, for the widest layer."""
+    """Returns the total width of the MLPs (several with experts) that process a token, in the widest layer."""
     return max(map(model.active_width, range(model.num_layers)))
 
 
 def update_phases(work: Work, micro_batch: int) -> list[Phase]:
-    """Estimates the two peaks of an optimizer update: the backward pass of a chunk, and the optimizer step.
+    """Estimates the two peaks of an optimizer update: a backward pass, and the optimizer step.
 
     Args:
-      micro_batch: approximate number of completions of full length in a chunk.
+      micro_batch: approximate number of completions of full length per forward and backward pass.
     """
     prompt_width, width = work.widths
     most = work.update_prompts or work.prompts
@@ -197,11 +197,11 @@ def update_phases(work: Work, micro_batch: int) -> list[Phase]:
 
 
 def _with_stacked_layers(work: Work, tokens: int, prompt_tokens: int, lane_tokens: int) -> dict[str, int]:
-    """Returns the number of bytes of each component of an update that has another size with stacked, recomputed layers.
+    """Returns the size in bytes of each component of an update that is different if layers are stacked and recomputed.
 
     Args:
-      tokens, prompt_tokens: numbers of tokens of a chunk and of a set of prompts.
-      lane_tokens: number of prompt tokens whose keys and values are copied to the lanes of a chunk.
+      tokens, prompt_tokens: numbers of completion tokens and of prompt tokens that are processed at once.
+      lane_tokens: number of prompt tokens whose keys and values are copied for these completions.
     """
     model = work.model
     # Counts 3.2 bytes per logit, before the factor `ALLOCATED`. XLA:TPU has the logits in float32 and in bfloat16.
@@ -228,13 +228,13 @@ def _stacked_copy(work: Work) -> int:
 
 
 def _in_compute_dtype(work: Work, share: Share) -> int:
-    """Returns the size in bytes of the weights in `share` if all except adapters and quantised matrices are cast."""
+    """Returns the bytes of the weights `share` in the compute dtype; adapters and quantised matrices are not cast."""
     return share.weights - share.plain * (jnp.dtype(work.param_dtype).itemsize - work.size)
 
 
 def _layer_working(work: Work, tokens: int) -> int:
     """Returns the size in bytes of the temporaries of one layer's recomputation and backward pass, with an attention
-    kernel. With several shards, the temporaries include the gathered matrices of the layer and their gradient."""
+    kernel. If `work.parts` is above 1, they include the gathered matrices of the layer and their gradient."""
     model, parts = work.model, work.parts
     widths = _inner(model) + model.hidden_size + model.num_heads * model.head_dim
     routed = 0 if model.experts is None else ROUTED_COPIES * model.experts.per_token * model.hidden_size
@@ -248,11 +248,11 @@ def _layer_working(work: Work, tokens: int) -> int:
 def rollout_phase(
     work: Work, rows: int, slots: int, held: dict[str, int] | None = None, prefilled: int | None = None
 ) -> Phase:
-    """Estimates the peak of sampling with `rows` concurrent completions in `slots` slots (see `Work.rollout_parts`).
+    """Estimates the peak memory of sampling with `rows` concurrent completions in `slots` slots. A slot holds
+    completions of one prompt.
 
     The peak is the largest of four estimates: the weights while they are laid out for sampling; the forward pass of the
-    prompts; a decode step with caches of full size; the old and the new cache, when the cache grows or its number of
-    rows is halved.
+    prompts; a decode step with caches of full size; the old and the new cache, when the cache grows or is halved.
 
     Args:
       held: number of bytes, by component, of the arrays that are always in memory; defaults to those of a trainer.
@@ -318,7 +318,7 @@ def _output_gradient(work: Work) -> int:
 
 
 def _sampled_weights(work: Work) -> int:
-    """Returns the size in bytes of the weights for sampling. If `rollout_share` is None, calls `_cast_weights`."""
+    """Returns the size in bytes of the copies of weights that are made for sampling."""
     if (share := work.rollout_share) is None:
         return _cast_weights(work)
     transposed = share.embedding * work.size if work.model.tie_embeddings else 0
@@ -326,7 +326,7 @@ def _sampled_weights(work: Work) -> int:
 
 
 def _dequantized(work: Work, backward: bool) -> int:
-    """Returns the size in bytes of the dequantised matrices: all matrices on the CPU, one on other backends."""
+    """Returns the size in bytes of the dequantised matrices in memory: all on the CPU, one on other backends."""
     if work.quantized is None:
         return 0
     sizes = work.share.quantized
@@ -393,7 +393,7 @@ def _batch(work: Work) -> int:
 
 
 def _room_before(width: int) -> int:
-    """Returns the number of columns of the sampler's cache before the cache grows for the last time, to `width`."""
+    """Returns the number of token positions of the sampler's cache before it grows for the last time, to `width`."""
     room = min(FIRST_CACHE, width)
     while 2 * room < width:
         room *= 2

@@ -64,7 +64,7 @@ def build_optimizer(
     parameters, so a resumed run can have another `total_updates`.
 
     Raises:
-      UserError: see `build_schedule`.
+      UserError: the schedule is `linear` or `cosine`, and `total_updates` is None.
     """
     return _adamw(config, None if config.schedule == "constant" else total_updates, stacked)
 
@@ -84,11 +84,14 @@ def _adamw(config: OptimizerConfig, total_updates: int | None, stacked: bool) ->
 
 
 def moment_segments(config: DecoderConfig, optimizer: Any, stacked: bool, copies_base: bool) -> Segments:
-    """Returns the patterns of layers whose optimizer moments are stacked, or None if each layer has its own moments.
+    """Returns which layers' optimizer moments are stacked, or None if each layer has its own moments.
 
     AdamW is elementwise, so stacking does not change its result. An optax transformation of the user can compute with
-    whole arrays, so the state of such an optimizer is never stacked. For `stacked` and `copies_base`, see
-    `stacked_segments`.
+    whole arrays, so the state of such an optimizer is never stacked.
+
+    Args:
+      stacked: whether an update stacks layers of the same kind.
+      copies_base: whether the model has a frozen base on a single device. If True, no layers are stacked.
     """
     return stacked_segments(config, stacked and isinstance(optimizer, OptimizerConfig), copies_base)
 
@@ -99,7 +102,7 @@ def init_optimizer(
     """Initialises the optimizer state. Moments get the shardings of their parameters.
 
     Args:
-      segments: the patterns of layers whose moments are stacked; None: each layer has its own moments.
+      segments: describes which layers' moments are stacked; None: each layer has its own moments.
     """
     # `_init` is defined in the module, because a function that is defined here would be compiled in each call.
     compiled = functools.partial(jax.jit, _init, static_argnums=(0, 2))
@@ -118,8 +121,8 @@ def _init(optimizer: optax.GradientTransformation, params: optax.Params, segment
 def state_shapes(
     optimizer: optax.GradientTransformation, params: optax.Params, segments: Segments = None
 ) -> optax.OptState:
-    """Returns the shapes of the state that `init_optimizer` returns, as `jax.ShapeDtypeStruct`s. `params` can be arrays
-    or such structs."""
+    """Returns the shapes of the optimizer state for the parameters `params`, as `jax.ShapeDtypeStruct`s. `params` can
+    be arrays or such structs."""
     params = params if segments is None else _stacked_shapes(params, segments)
     state = jax.eval_shape(optimizer.init, params)
     first = jax.tree.leaves(params)[0].sharding
@@ -135,8 +138,8 @@ def state_shapes(
 def stack_moments(
     optimizer: optax.GradientTransformation, state: optax.OptState, params: optax.Params, segments: Segments
 ) -> optax.OptState:
-    """Converts an optimizer state in which each layer has its own moments to a state in which the moments of the layers
-    in `segments` are stacked."""
+    """Converts an optimizer state in which each layer has its own moments to a state with stacked moments. `segments`
+    describes which layers' moments are stacked."""
     if segments is None:
         return state
     shardings = _shardings(state_shapes(optimizer, params, segments))

@@ -46,14 +46,18 @@ class Layout(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The place of each completion in a packed update: `M` sets of `C` chunks of `A` lanes of `b` bins (see `Layout`).
+    """The place of each completion in the computation of an update.
+
+    The model processes the prompts in `M` sets of `p` prompts. It processes the completions of a set in `C` chunks, one
+    after the other. A chunk has `A` lanes of `b` bins. All completions of a lane have the same prompt. A bin has space
+    for `r` completions, one after the other.
 
     Attributes:
-      sets: number of used sets; the other sets come last.
+      sets: number of used sets; the unused sets come last.
       prompts: index in the batch of each prompt of a set.
-      chunks: number of used chunks of each set; the other chunks come last.
-      lane: index in the set of the prompt to which the lane belongs; None if `Layout.own_lanes` is True.
-      sample: index of each completion in its group. The last axis, `r`, runs over the completions of a bin.
+      chunks: number of used chunks of each set; the unused chunks come last.
+      lane: index in the set of each lane's prompt; None if lane `i` of every chunk belongs to prompt `i` of the set.
+      sample: index of each completion among the completions of its prompt.
       start: first position of each completion in its bin.
       length: number of tokens of each completion; 0 for unused entries.
     """
@@ -74,23 +78,26 @@ def choose_layout(
     micro_batch_size: int,
     device_parts: int = 1,
 ) -> Layout:
-    """Chooses a layout whose chunks have at most about `micro_batch_size` bins. A bin holds one completion of full
-    width or several short completions.
+    """Chooses how the prompts and completions of an update are divided into forward and backward passes.
+
+    The model processes a set of prompts at once, and then the completions of these prompts in chunks. A chunk consists
+    of lanes. A lane has completions of one prompt, and a copy of the prompt's keys and values. A lane consists of bins.
+    A bin has `T` token positions: space for one completion of full length, or for several short completions.
+
+    A chunk has at most about `micro_batch_size` bins, and no more lanes than the completions of a set can fill. If
+    prompts are long, lanes have several bins, so that there are fewer copies of keys and values. The activations of the
+    prompts are kept while the completions are processed. A set has at most about `micro_batch_size * T` prompt tokens,
+    so that these activations are not larger than those of a chunk. This limit does not apply if there is one completion
+    per prompt.
 
     Args:
       num_generations: completions per prompt.
       most_prompts: maximum number of prompts of an update.
-      widths: widths of the padded prompts and completions, `(S, T)`.
-      micro_batch_size: completions of full width per forward and backward pass. If there is one completion per prompt:
-        pairs of a prompt and a completion.
-      device_parts: number of shards. The number of prompts per set is a multiple of `device_parts`. If `device_parts`
-        is above 1, `Layout.own_lanes` is True.
-
-    A set has at most `micro_batch_size * T` prompt tokens, but at least one prompt and at least `device_parts` prompts.
-    With this limit, the activations of the prompts, which are kept while the completions are processed, are at most as
-    large as the activations of a chunk. The limit does not apply if there is one completion per prompt. Each lane has a
-    copy of its prompt's keys and values. If prompts are long, a lane therefore has several bins. A chunk has no more
-    lanes than the completions of a whole set can fill.
+      widths: lengths of the padded prompts and of the padded completions, `(S, T)`.
+      micro_batch_size: completions of full length per chunk. If there is one completion per prompt: pairs of a prompt
+        and a completion.
+      device_parts: number of devices that share the prompts of a set. The number of prompts of a set is a multiple of
+        `device_parts`. If `device_parts` is above 1, each prompt of a set has one lane in every chunk.
     """
     width, steps = widths
     size = min(micro_batch_size, most_prompts * num_generations)
@@ -109,10 +116,11 @@ def choose_layout(
 
 
 def _bins_per_lane(most: int, num_generations: int) -> int:
-    """Returns the number of bins per lane that leaves the fewest bins empty if all completions have the full width.
+    """Chooses how many bins a lane has, so that the fewest bins stay empty. A bin has space for one completion of full
+    length. A lane has completions of one prompt, and a prompt can have several lanes.
 
-    The result is above `most / 2` and at most `most`. For example, a group of 16 completions in two lanes of 15 bins
-    leaves 14 bins empty. In two lanes of 8 bins, it leaves no bin empty.
+    Let `m` be the smaller of `most` and `num_generations`. The result is at most `m` and above `m / 2`. For example, 16
+    completions of one prompt leave 14 bins empty in two lanes of 15 bins, and none in two lanes of 8 bins.
     """
     most = min(most, num_generations)
     return min(range(most, most // 2, -1), key=lambda bins: bins * math.ceil(num_generations / bins))
@@ -125,13 +133,17 @@ def pack(
     layout: Layout,
     most_prompts: int | None = None,
 ) -> Packed:
-    """Assigns each completion that the mask `rows` selects to a set, chunk, lane and bin (see `Layout`).
+    """Assigns each completion that the mask `rows` selects to a place in the computation of an update.
+
+    The model processes the prompts in sets, and the completions of a set in chunks. A chunk consists of lanes, and all
+    completions of a lane have the same prompt. A lane consists of bins, and a bin holds one or several completions.
 
     Args:
       lengths: number of tokens of each completion; completions without tokens are left out.
-      width: `T`, the number of token positions of a bin, which is at least the length of every completion.
-      most_prompts: the arrays have space for all completions of this number of groups, so that the array shapes do not
-        depend on `rows`. Defaults to the number of groups in the batch.
+      width: the number of token positions of a bin, which is at least the length of every completion.
+      layout: the sizes of sets, chunks and lanes.
+      most_prompts: the arrays have space for all completions of this number of prompts, so that the array shapes do not
+        depend on `rows`. Defaults to the number of prompts in the batch.
     """
     total, size = rows.shape
     live = rows & (lengths > 0)
@@ -161,13 +173,13 @@ def pack(
 
 
 def token_places(packed: Packed, width: int) -> int:
-    """Returns the number of token positions in the used chunks, including padding."""
+    """Returns the number of token positions that the model processes for packed completions, including padding."""
     return int(np.sum(packed.chunks)) * math.prod(packed.length.shape[2:4]) * width
 
 
 def _bins(live: Bool[np.ndarray, "G"], lengths: Int[np.ndarray, "G"], width: int) -> list[list[int]]:
-    """Packs the completions of one group that `live` marks into bins. Returns, for each bin, the indices of its
-    completions.
+    """Packs the completions of one group that the mask `live` selects into bins of `width` token positions. Returns
+    the indices of the completions of each bin.
 
     Completions are packed in descending order of length, each into the first bin with enough space.
     """
@@ -186,15 +198,15 @@ def _bins(live: Bool[np.ndarray, "G"], lengths: Int[np.ndarray, "G"], width: int
 
 
 def _places(pieces: list[int], layout: Layout) -> list[tuple[int, int, int, int]]:
-    """Assigns the bins of each prompt of a set to lanes. The bins of a prompt are divided into pieces of at most one
-    lane.
+    """Distributes lanes over the chunks of a set of prompts. A lane has completions of one prompt. A chunk consists of
+    the lanes that the model processes at once.
 
     Args:
-      pieces: number of pieces of each prompt of the set.
+      pieces: number of lanes that the completions of each prompt need.
 
     Returns:
-      four indices for each piece: the prompt in the set, the piece among the prompt's pieces, the chunk in the set, and
-      the lane in the chunk.
+      four indices for each lane: of its prompt in the set, of the lane among the lanes of its prompt, of its chunk in
+      the set, and of the lane in its chunk.
     """
     every = [(prompt, piece) for prompt, count in enumerate(pieces) for piece in range(count)]
     if layout.own_lanes:

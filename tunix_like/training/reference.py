@@ -44,6 +44,6 @@ def _addresses(x: jax.Array) -> set[int]:
 
 
 def _second_halves(adapters: Any) -> list[jax.Array]:
-    """Returns the B matrices of adapters. If all B matrices are 0, the adapters do not change the model."""
+    """Returns the B matrices of LoRA adapters. If all B matrices are 0, the adapters do not change the model."""
     leaves = jax.tree_util.tree_leaves_with_path(adapters)
     return [leaf for path, leaf in leaves if path[-1].key == "lora_b"]

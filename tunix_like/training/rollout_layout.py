@@ -51,12 +51,13 @@ def rollout_mesh(
     The sampler has the devices of `mesh`, or the devices that `rollout.devices` reserves for sampling.
 
     With `rollout.mesh: auto`, the weights are replicated if they fit into memory together with the trainer's arrays and
-    the cache. Sampling then needs no communication. Otherwise the weights are split along `tp` over the smallest number
-    of devices for which they fit. If they fit for no size of `tp`, the weights are also split along `fsdp`.
+    the cache of keys and values. Sampling then needs no communication. Otherwise the weights are split along `tp` over
+    the smallest number of devices for which they fit. If they fit for no size of `tp`, the weights are also split along
+    `fsdp`.
 
     Raises:
-      UserError: `rollout.mesh` does not use every device, or the axes of the model are not divisible by the axis sizes
-        of `rollout.mesh`.
+      UserError: `rollout.mesh` does not use every device, or heads or weights of the model are not divisible by the
+        axis sizes of `rollout.mesh`.
     """
     if rollout.devices is not None:
         own = np.array(jax.devices()[-rollout.devices :]).reshape(rollout.devices, 1, 1)
@@ -89,7 +90,7 @@ def _checked(mesh: Mesh, shape: list[int], model: Decoder) -> Mesh:
 
 
 def _possible(mesh: Mesh, shape: tuple[int, int, int], model: Decoder) -> Mesh | None:
-    """Returns a mesh with axis sizes `shape`, or None if the axes of the model are not divisible by these sizes."""
+    """Returns a mesh with axis sizes `shape`, or None if heads or weights of the model are not divisible by them."""
     try:
         return _dividing(mesh, shape, model)
     except UserError:
@@ -97,14 +98,16 @@ def _possible(mesh: Mesh, shape: tuple[int, int, int], model: Decoder) -> Mesh |
 
 
 def _dividing(mesh: Mesh, shape: Sequence[int], model: Decoder) -> Mesh:
-    """Returns a mesh with axis sizes `shape`. Raises UserError if model axes are not divisible by these sizes."""
+    """Returns a mesh with axis sizes `shape`. Raises UserError if heads or weights of the model are not divisible by
+    these sizes."""
     chosen = layout_mesh(mesh, shape)
     check_model(chosen, model.config, _shapes(model))
     return chosen
 
 
 def _divisors(mesh: Mesh) -> list[int]:
-    """Returns the possible sizes of `tp` in ascending order: the divisors of the number of devices per process."""
+    """Returns the possible sizes of the mesh axis `tp` in ascending order: the divisors of the number of devices per
+    process."""
     per_process = mesh.size // jax.process_count()
     return [tp for tp in range(1, per_process + 1) if per_process % tp == 0]
 
@@ -127,7 +130,8 @@ def rollout_of(work: Work, rows: int, shape: tuple[int, int], group: int, held: 
     """Estimates the peak memory of sampling with `rows` concurrent completions.
 
     Args:
-      shape: number of slots, and of completions per slot. All completions of a slot have the same prompt.
+      shape: number of slots, and of completions per slot. A slot holds completions of one prompt that are sampled at
+        the same time.
       group: completions per prompt.
       held: number of bytes, by component, of the arrays that are always in memory; defaults to those of a trainer.
     """
@@ -138,8 +142,9 @@ def prefilled_prompts(shape: tuple[int, int], group: int) -> int:
     """Returns the number of different prompts that are sampled at the same time.
 
     Args:
-      shape: number of slots, and of completions per slot. All completions of a slot have the same prompt.
-      group: completions per prompt. A prompt whose completions do not fit into one slot has several slots.
+      shape: number of slots, and of completions per slot. A slot holds completions of one prompt that are sampled at
+        the same time.
+      group: completions per prompt. If they do not fit into one slot, the prompt has several slots.
     """
     slots, width = shape
     return -(-slots // -(-group // width))

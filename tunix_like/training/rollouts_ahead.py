@@ -21,9 +21,9 @@ class Taken(NamedTuple):
     """The groups of completions of a training step.
 
     Attributes:
-      collected: the groups, as the collector returned them.
-      metrics: seconds of each phase of the collection; with `rollout.max_staleness: 1`, also the staleness and the idle
-        times of sampler and trainer.
+      collected: the groups, their training batch, and metrics of the rollouts.
+      metrics: seconds of each part of the collection (such as sampling or scoring); with `rollout.max_staleness: 1`,
+        also the staleness and the idle times of sampler and trainer.
       row_steps: number of token positions that the engine computed for these groups (increase of `Engine.row_steps`).
     """
 
@@ -51,7 +51,8 @@ class _DroppedError(Exception):
 
 
 class _Droppable(WrappedEngine):
-    """Wraps the engine of the sampling thread. `generate` raises `_DroppedError` after a sample if `dropped` is set."""
+    """Wraps an engine, so that another thread can stop its sampling: as soon as the event `dropped` is set, `generate`
+    raises `_DroppedError` after the next sample."""
 
     def __init__(self, engine: Engine, dropped: threading.Event):
         super().__init__(engine)
@@ -73,7 +74,9 @@ class RolloutsAhead:
     with the current weights.
 
     Args:
-      iterator: the data iterator of the collector; None if the position of this iterator cannot be saved.
+      collector: reads prompts from the data, and samples and scores a group of completions for each prompt.
+      engine: generates the completions.
+      iterator: the iterator over the data from which `collector` reads; None if its position cannot be saved.
       max_staleness: 0 or 1.
     """
 
@@ -88,7 +91,7 @@ class RolloutsAhead:
         self._position = _Position(None, 0)
 
     def take(self, step: int, params: Any, last: bool) -> Taken | None:
-        """Returns the groups of a step, or None if the data is exhausted.
+        """Returns the groups of completions of training step `step`, or None if the data is exhausted.
 
         With `max_staleness` 1, also starts to collect the groups of the next step.
 
@@ -97,7 +100,7 @@ class RolloutsAhead:
           last: whether this is the last step.
 
         Raises:
-          The errors of `Collector`. After `EngineLost`, the position in the data is again the position before the step.
+          The errors of the collection. After `EngineLost`, the data is reset to the position before the step.
         """
         stale, began = self._ahead is not None, time.perf_counter()
         if self._ahead is None:
@@ -117,26 +120,26 @@ class RolloutsAhead:
         return Taken(result.collected, metrics, result.row_steps)
 
     def get_state(self) -> Any:
-        """Returns the position in the data after the last step that `take` returned.
+        """Returns the position in the training data. Prompts that are already drawn for the next step do not count.
 
         Returns None if the position cannot be saved.
         """
         return (self._here() if self._ahead is None else self._position).state
 
     def set_state(self, state: Any) -> None:
-        """Sets the position in the data. Must not be called while groups are collected ahead."""
+        """Sets the position in the training data. Must not be called while the next step is collected in a thread."""
         assert self._iterator is not None
         self._iterator.set_state(state)
 
     @property
     def drawn(self) -> int:
-        """The number of prompts drawn for the steps that `take` returned."""
+        """The number of prompts drawn from the data so far, without those that are already drawn for the next step."""
         return self.collector.drawn if self._ahead is None else self._position.drawn
 
     def resume(self, drawn: int) -> None:
         """Continues a resumed run after the first `drawn` prompts of the data.
 
-        If the position in the data could not be saved, these prompts are read again and dropped.
+        If the position in the data could not be saved, these prompts are read and dropped.
         """
         self.collector.drawn, self.collector.started = drawn, True
         if self._iterator is None:
@@ -144,14 +147,16 @@ class RolloutsAhead:
             next(itertools.islice(self.collector.batches, read, read), None)
 
     def wait(self) -> None:
-        """Waits until the thread has collected the groups of the next step, so that the caller can use the engine."""
+        """Waits until the sampling thread has collected the completions of the next step. Then the caller can use the
+        engine."""
         if self._ahead is not None:
             wait([self._ahead])
 
     def close(self) -> None:
-        """Drops groups collected ahead, and resets the data to the position after the last step that `take` returned.
+        """Drops the groups of completions that were collected for the next step, and resets the data to the position
+        before this step.
 
-        If the thread is sampling, the thread stops after the next finished completion.
+        If the sampling thread is running, it stops after the next finished completion.
         """
         self._dropped.set()
         if self._executor is not None:

@@ -73,7 +73,7 @@ class SFTTrainer(Trainer):
       sft_config: steps, batch size, optimizer.
       rollout_config: `max_prompt_length` (longer prompts are skipped) and `max_tokens_to_generate` (longer answers are
         truncated, and then have no end-of-sequence token).
-      training_config: seed, folder and checkpoints, as for `Learner`. Checkpoints are written to `sft_checkpoints/`.
+      training_config: seed, folder and checkpoints. Checkpoints are written to `sft_checkpoints/` in the folder.
       mesh: devices to train on; defaults to a single device.
       evaluate: `f(params, step) -> metrics` (logged as `sft/<name>`), called after the last step. If
         `sft.stop_at_success` is set, the function is also called every `sft.eval_every_n_steps` steps, and must return
@@ -112,8 +112,8 @@ class SFTTrainer(Trainer):
     ) -> dict[str, Any]:
         """Trains for `sft.max_steps` steps, and resumes if `training.output_dir` has a checkpoint.
 
-        Without a folder, a second call trains for another `sft.max_steps` steps, as `Learner.train` does. Returns the
-        last row of metrics (`sft/...`). Raises the errors of `Learner.train`.
+        Without a folder, a second call trains for another `sft.max_steps` steps. Returns the last row of metrics
+        (`sft/...`). Raises the errors of `Learner.train`.
 
         Args:
           another_follows: whether more training follows in the same process. If True, a stop signal in the last step
@@ -133,7 +133,7 @@ class SFTTrainer(Trainer):
         return {name: as_dict(part) for name, part in parts.items()}
 
     def _prepare(self, rows: Sequence[Mapping[str, Any]], shuffle: bool) -> None:
-        """Checks the data and builds the objects of this call of `train`."""
+        """Checks the data, and builds the batches and the compiled step for this call of `train`."""
         limit = self.rollout_config.max_prompt_length
         check_prompts(rows, self.tokenizer, limit, "skip", "training").warn("training")
         if "answer" not in rows[0]:

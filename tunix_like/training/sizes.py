@@ -55,7 +55,7 @@ def chunk_size(
 
     Args:
       shape: number of prompts of one update, and number of completions per prompt.
-      widths: widths of the padded prompts and completions, `(S, T)`.
+      widths: lengths in tokens of the padded prompts and of the padded completions.
       reference: whether a second model, the reference of the KL, is held in memory.
       device: the device for which the size is chosen; defaults to the current device.
 
@@ -76,7 +76,13 @@ def update_work(
     mesh: Mesh | None = None,
     device: Device | None = None,
 ) -> Work:
-    """Returns the quantities on which the memory of one update depends. For the arguments, see `chunk_size`."""
+    """Returns the quantities on which the memory of one update depends.
+
+    Args:
+      shape: number of prompts of the update, and number of completions per prompt.
+      widths: lengths in tokens of the padded prompts and of the padded completions.
+      reference: whether a second model, the reference of the KL, is held in memory.
+    """
     chosen = training.actor_optimizer or OptimizerConfig()
     return dataclasses.replace(
         work_of(model, *shape, widths, mesh, device),
@@ -112,7 +118,7 @@ class MemoryEstimate:
       micro_batch: completions per forward and backward pass of an update.
       rows: maximum number of completions that are sampled at the same time.
       chosen: two flags: whether `auto` has chosen `micro_batch`, and whether `auto` has chosen `rows`.
-      phases: the peak of each phase.
+      phases: the peak memory of each phase of the run.
       available: memory of the device in bytes.
       refused: error messages on sizes that could not be chosen, because not even one completion fits into memory.
       known: whether the memory of the device is known (`Device.known`).
@@ -131,8 +137,8 @@ class MemoryEstimate:
         return max(self.phases, key=lambda phase: phase.bytes)
 
     def lines(self) -> list[tuple[str, str]]:
-        """Returns labels and texts for the screen: the sizes, the peak memory and the available memory, the memory of
-        each phase by component, and warnings."""
+        """Returns labels and texts for the screen: the batch sizes, the peak memory and the available memory, the
+        memory of each phase of the run by component, and warnings."""
         update, rollout = ("auto" if auto else "as set" for auto in self.chosen)
         sizes = f"{self.micro_batch} completions per chunk ({update}), {self.rows} sampled at once ({rollout})"
         update_bytes = max(phase.bytes for phase in self.phases if phase.name == "update")
@@ -149,7 +155,7 @@ class MemoryEstimate:
         return f"{peak}, {amount(self.available)} on the device"
 
     def problems(self) -> list[str]:
-        """Returns messages about sizes and phases that do not fit into device memory, with the remedy.
+        """Returns messages about batch sizes and phases of the run that do not fit into device memory, with the remedy.
 
         The list is empty if the whole run fits, or if the memory of the device is not known.
         """
@@ -173,8 +179,8 @@ def estimate_memory(
     device: Device | None = None,
     refuse: bool = True,
 ) -> MemoryEstimate:
-    """Chooses the sizes that are `auto` in a config, and estimates the memory of each phase of the run. The estimate
-    assumes that all sequences have full length.
+    """Chooses the batch sizes that are `auto` in a config, and estimates the memory of each phase of the run. The
+    estimate assumes that all sequences have full length.
 
     Args:
       device: the device for which the memory is estimated; defaults to the current device.
@@ -182,7 +188,7 @@ def estimate_memory(
         and the error message is added to `MemoryEstimate.refused`.
 
     Raises:
-      UserError: see `chunk_size` and `concurrent_rows`.
+      UserError: a single completion does not fit into memory and `refuse` is True, or `rollout.mesh` is not valid.
     """
     device, refused = device or this_device(), list[str]()
 

@@ -26,7 +26,7 @@ class StepPrograms:
     """The compiled functions of a training step.
 
     Attributes:
-      train_step: see `jit_train_step`.
+      train_step: runs one optimizer update (see `jit_train_step`).
       logprobs: compiled `batch_logprobs`, a function of graph, parameters, batch and packed completions.
       advantages: compiled `StepObjective.advantages`.
       traces: number of times `train_step` was traced so far, once for each set of array shapes.

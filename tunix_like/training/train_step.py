@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class StepObjective(Protocol):
-    """The interface of the objective of a training step. `algorithms.objective.Objective` implements this interface for
-    RL."""
+    """The functions that a compiled training step needs from its objective: advantages, loss weights and token losses.
+    `algorithms.objective.Objective` implements them for RL."""
 
     @property
     def built_in(self) -> bool:
@@ -62,7 +62,7 @@ class StepObjective(Protocol):
     ) -> Float[Array, "P G *T"]:
         """Computes advantages over the whole rollout batch: one per completion `[P, G]` or per token `[P, G, T]`.
 
-        `ids` are the indices of the groups' estimators. `lengths` are the completions' numbers of sampled tokens.
+        `ids` has the index of each group's estimator. `lengths` has the number of sampled tokens of each completion.
         """
 
     def weights(
@@ -118,7 +118,7 @@ class StepSpec(NamedTuple):
       optimizer: an optax transformation.
       options: options of the log-probability computation.
       shardings: shardings of the train state on a mesh; None on a single device.
-      segments: the patterns of layers whose moments are stacked in the optimizer state; None: each layer has its own
+      segments: describes which layers' moments are stacked in the optimizer state; None: each layer has its own
         moments. With stacked moments, the optimizer has fewer operations, which shortens compilation.
     """
 
@@ -173,7 +173,8 @@ def _loss_of(
     advantages: Float[Array, "P G #T"],
     weights: Float[Array, "P G"],
 ) -> tuple[Float[Array, ""], dict[str, dict[str, Float[Array, ""]]]]:
-    """Computes the result of `chunk_loss` from the log-probabilities and entropies of the chunk's tokens."""
+    """Computes the contribution of a chunk of completions to the loss, and sums and maxima for the metrics, from the
+    log-probabilities and entropies of the chunk's tokens (`outputs`)."""
 
     def rows(values: Any) -> Any:  # [P G ...] -> [A (b r) ...]
         if values is None:
@@ -213,7 +214,7 @@ def gradient(
 ) -> tuple[Any, dict[str, dict[str, Array]]]:
     """Computes the gradient of the loss with respect to `params`, and sums and maxima over tokens for the metrics.
 
-    The gradient has the layout of the optimizer's moments (`StepSpec.segments`).
+    The gradients of layers are stacked in the same way as the optimizer's moments (`spec.segments`).
 
     Args:
       sets: number of sets of prompts to process.

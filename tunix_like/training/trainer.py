@@ -182,12 +182,13 @@ class Trainer(abc.ABC):
     def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
         """Runs an evaluation if one is due after step `step` (0: before training). `last` is True after the last step.
 
-        Returns the metrics of the evaluation, with prefixed names, or an empty dict if no evaluation is due.
+        Returns the metrics of the evaluation under their logged names, or an empty dict if no evaluation is due.
         """
         return {}
 
     def finished(self, row: dict[str, Any]) -> bool:
-        """Returns whether training ends before step `total`, because of the values in the newest row of metrics."""
+        """Returns whether training ends before its last planned step, because of the values in `row`, the newest row of
+        metrics."""
         return False
 
     @abc.abstractmethod
@@ -199,8 +200,8 @@ class Trainer(abc.ABC):
     def _compile(
         self, objective: StepObjective, options: ForwardOptions, optimizer: Any, updates_per_step: int = 1
     ) -> None:
-        """Builds the optimizer for `total` steps, the optimizer state if there is none yet, and the compiled functions
-        of a step.
+        """Builds the optimizer for a run of `self.total` steps, the optimizer state if there is none yet, and the
+        compiled functions of a step.
 
         Args:
           optimizer: an `OptimizerConfig` or an optax transformation.
@@ -226,8 +227,8 @@ class Trainer(abc.ABC):
         """Returns an iterator over batches of prompts.
 
         If there is no run folder, and the previous call of `train` had the same data object and equal settings, the
-        iterator continues after the last batch of that call. Otherwise, and for one epoch of an iterable, the iterator
-        starts at the beginning of the data.
+        iterator continues after the last batch of that call. In all other cases, and always if an iterable is read for
+        one epoch only, the iterator starts at the beginning of the data.
         """
         size = len(rows) if isinstance(rows, Sequence | grain.MapDataset) else None
         settings, previous = (size, batch_size, shuffle, forever), self._stream
@@ -261,7 +262,8 @@ class Trainer(abc.ABC):
             self.state = self.state._replace(opt_state=None)
 
     def _base_identity(self) -> dict[str, Any]:
-        """Returns the part of `identity` that identifies the frozen weights of a model with adapters."""
+        """Returns the fingerprint of the frozen weights of a model with adapters, as a setting that a run must share
+        with its checkpoints. Returns an empty dict for a model without adapters."""
         if self.model.adapters is None:
             return {}
         return {"base": fingerprint(self.model.config, self.frozen, self.mesh)}

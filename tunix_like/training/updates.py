@@ -36,7 +36,7 @@ class Updates:
     Args:
       mini_batch_size: prompts per optimizer update.
       reference: the reference model of the KL, or None.
-      own_engine: whether another engine than the in-process sampler generates the completions (see `GapWatch`).
+      own_engine: whether another engine than the in-process sampler generates the completions.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Updates:
         self, step: int, batch: GroupBatch, prompts: Sequence[str], ref: Float[np.ndarray, "P G T"] | None
     ) -> BatchUpdates:
         """Selects the completions of a rollout batch that the model must process. If the batch has several updates,
-        also computes the log-probabilities under the weights before the first update, which all updates use.
+        also computes the log-probabilities under the weights before the first update. All updates use these values.
 
         Args:
           prompts: texts of the prompts, for error messages.
@@ -105,7 +105,8 @@ class Updates:
     def logprobs(
         self, graphdef: Any, params: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"] | None = None
     ) -> Float[np.ndarray, "P G T"]:
-        """Computes the log-probabilities of the completions that `rows` marks (None: all); other entries are 0."""
+        """Computes the log-probabilities of the tokens of the completions that the mask `rows` selects (None: of all
+        completions). The other entries of the result are 0."""
         rows = np.ones(batch.scored.shape, bool) if rows is None else rows
         packed = place_packed(self.pack(batch, rows, len(rows)), self.trainer.mesh)
         placed = place_replicated(batch, self.trainer.mesh)
@@ -113,7 +114,7 @@ class Updates:
         return np.asarray(fetch(logprobs, self.trainer.mesh))
 
     def pack(self, batch: GroupBatch, rows: Bool[np.ndarray, "P G"], most_prompts: int) -> Packed:
-        """Packs the completions that `rows` marks (see `pack_update`)."""
+        """Divides the completions that the mask `rows` selects into forward and backward passes (see `pack_update`)."""
         trainer, reference = self.trainer, self.reference is not None
         return pack_update(trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts, reference)
 
@@ -153,7 +154,7 @@ class BatchUpdates:
         self._tokens = self._places = 0  # computed tokens, and all token places of the packed chunks
 
     def inputs(self) -> Iterator[StepInputs]:
-        """Yields the inputs of each update, on the devices of the trainer."""
+        """Yields the inputs of each optimizer update of the rollout batch, on the devices of the trainer."""
         updates, first, mesh = self._updates, self._inputs[0], self._updates.trainer.mesh
         placed, *logprobs = place_replicated((self._batch, first.old_logprobs, first.ref_logprobs), mesh)
         for update in self._inputs:
@@ -174,7 +175,7 @@ class BatchUpdates:
             self._check_advantages(fetch(advantages, self._updates.trainer.mesh))
 
     def finish(self) -> tuple[Float[np.ndarray, "P G"], dict[str, float]]:
-        """Checks the results of all updates. Returns the advantages and the metrics of the batch.
+        """Checks the results of all updates of the rollout batch. Returns its advantages and its metrics.
 
         Raises:
           UserError: too many consecutive updates were skipped, or the log-probabilities of sampler and trainer differ

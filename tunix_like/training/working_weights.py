@@ -37,7 +37,7 @@ class WorkingWeights(NamedTuple):
     Attributes:
       graphdef: the graph of the decoder with these weights.
       trained, frozen: the trained and the frozen weights.
-      segments: the patterns of layers that are stacked (`layer_stack.Segment`), or None if no layers are stacked.
+      segments: describes which layers are stacked (`layer_stack.Segment`); None if no layers are stacked.
     """
 
     graphdef: Any
@@ -50,7 +50,8 @@ def working_weights(graphdef: Any, params: Params, frozen: Params, stacked: bool
     """Builds `WorkingWeights` from trained parameters (`params`) and frozen parameters.
 
     Args:
-      stacked: whether layers of the same kind are stacked, unless the model has a frozen base on a single device.
+      stacked: whether layers of the same kind are stacked. The layers of a model with a frozen base on a single device
+        are never stacked.
     """
     model: Decoder = nnx.merge(graphdef, join_params(params, frozen))
     alone = jax.sharding.get_abstract_mesh().empty
@@ -66,7 +67,7 @@ def working_weights(graphdef: Any, params: Params, frozen: Params, stacked: bool
 
 
 def stacked_segments(config: DecoderConfig, stacked: bool, copies_base: bool) -> tuple[Segment, ...] | None:
-    """Returns the patterns of layers that an update stacks, or None if no layers are stacked.
+    """Returns which layers' weights an update stacks into one array, or None if no layers are stacked.
 
     Args:
       stacked: whether layers of the same kind are stacked.
@@ -77,10 +78,12 @@ def stacked_segments(config: DecoderConfig, stacked: bool, copies_base: bool) ->
 
 
 def gradients_of(sums: Params, segments: tuple[Segment, ...] | None) -> Params:
-    """Converts sums of gradients of `WorkingWeights.trained` to gradients of the parameters.
+    """Converts gradients with respect to the weights that an update computes with to gradients with respect to the
+    parameters of the model.
 
     Args:
-      segments: the patterns whose gradients are unstacked; None leaves the layers as they are.
+      sums: gradients with respect to `WorkingWeights.trained`, added up over the completions.
+      segments: describes which layers' gradients are unstacked; None leaves the layers as they are.
     """
     grads = dict(sums)
     if (output := grads.pop("output_matrix", None)) is not None:
@@ -101,7 +104,7 @@ def _prepared(tree: Params, model: Decoder, segments: tuple[Segment, ...] | None
 
 
 def constrain_working(tree: Params) -> Params:
-    """Constrains arrays of `WorkingWeights`, or their gradients, to the shardings of the weights.
+    """Constrains the weights that an update computes with, or their gradients, to the shardings of the parameters.
 
     This function can only be called in compiled functions.
     """

@@ -50,10 +50,10 @@ class Fleet:
 
         Args:
           version: name of these weights. The servers send this name with their answers.
-          admit: checks a server after the server has loaded the weights.
+          admit: function that checks a server after the server has loaded the weights.
 
         Raises:
-          EngineLost: no server is usable for `wait_seconds`.
+          EngineLost: no server has loaded the weights within the time limit `wait_seconds` of this `Fleet`.
           UserError: a server refuses a request, or computes wrong log-probabilities with these weights.
         """
         self.folder, self.version, self._admit = folder, version, admit
@@ -72,12 +72,13 @@ class Fleet:
         """Samples the tokens that follow `tokens`, with the current weights.
 
         Args:
-          group: index of the `types.Request`. All calls with the same `group` use the same server until this server
-            fails or sends a wrong answer.
+          group: index of the `types.Request` to which `tokens` belong. All calls with the same `group` use the same
+            server until this server fails or sends a wrong answer.
 
         Raises:
-          EngineLost: no server is usable for `wait_seconds`, `MOST_WRONG` answers are malformed (`WrongAnswer`), or
-            `MOST_WRONG` answers were not sampled with the current weights.
+          EngineLost: no server has the current weights within the time limit `wait_seconds` of this `Fleet`,
+            `MOST_WRONG` answers are malformed (`WrongAnswer`), or `MOST_WRONG` answers were not sampled with the
+            current weights.
           UserError: a server refused the request.
         """
         wrong = other = 0
@@ -119,8 +120,9 @@ class Fleet:
         return [server for server in self.servers if server.version == self.version]
 
     async def _choose(self, group: int) -> Server:
-        """Returns the server for the requests of `group`. If the group has no usable server, first assigns the usable
-        server with the fewest unanswered requests to the group."""
+        """Returns the server that samples the completions of the `types.Request` with the index `group`. If no server
+        with the current weights is assigned to this index, first assigns the one with the fewest unanswered
+        requests."""
         server = self._groups.get(group)
         if server is None or server not in self._usable():
             server = self._groups[group] = min(await self._until_usable(), key=lambda server: server.running)

@@ -50,15 +50,15 @@ class Probe:
         self.prompts = np.random.default_rng(0).choice(ids, shape)
 
     def logprobs(self, params: Any) -> Float[np.ndarray, "P V"]:
-        """Computes the log-probability of each vocabulary entry as the next token after each prompt, with the weights
-        `params`. If there are several processes, all processes must call this method."""
+        """Computes the log-probability of each vocabulary entry as the next token after each of a few random prompts,
+        with the weights `params`. If there are several processes, all processes must call this method."""
         return fetch(_next_logprobs(self.graphdef, params, self.prompts, self.temperature), self.mesh)
 
     async def check(self, expected: Float[np.ndarray, "P V"], server: Server) -> None:
         """Compares the log-probabilities of a server with `expected`, the result of `logprobs` for the same weights.
 
         Raises:
-          UserError: the log-probabilities differ by more than `max_gap` nats on average.
+          UserError: the mean absolute difference is larger than the argument `max_gap` of `Probe`, in nats.
         """
         if self.max_gap is None:
             return

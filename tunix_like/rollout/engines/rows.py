@@ -17,7 +17,8 @@ from tunix_like.types import Request, Responder, Sample, Turn
 class Row:
     """A completion that is being sampled.
 
-    The completion consists of segments. The model sees only the prompt and the current segment.
+    A reply of the `Responder` can start a new segment of the completion. From then on, the model sees only the prompt
+    and this segment.
 
     Attributes:
       prompt: the tokens of the prompt.
@@ -42,8 +43,8 @@ class Row:
         return [*self.prompt, *self.tokens[self.first :]]
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float], sampled: bool) -> None:
-        """Appends tokens to the completion. `sampled` is True if the policy sampled the tokens, and False if a
-        `Responder` sent the tokens."""
+        """Appends tokens to the completion. `sampled` is True if the policy sampled the tokens, and False if the
+        `Responder`, which answers the turns of the policy, sent the tokens."""
         self.tokens += tokens
         self.logprobs += logprobs
         self.mask += [sampled] * len(tokens)
@@ -102,7 +103,7 @@ class RowStates:
 
     def to_send(self) -> list[int]:
         """Returns the indices of the completions whose next turn must be requested from a server. Adds the number of
-        these completions to `running`."""
+        these completions to `running`, the number of unanswered requests."""
         unsent, self._unsent = self._unsent, []
         self.running += len(unsent)
         return unsent
@@ -131,8 +132,8 @@ class RowStates:
         return samples
 
     def _reply(self, responder: Responder, turns: Sequence[Turn]) -> list[Sample]:
-        """Sends `turns` to the responder, and appends the replies that are ready to the completions. Returns the
-        completions that end with these replies."""
+        """Sends the turns to the `Responder`, which answers them. Appends each reply that is ready to its completion.
+        Returns the completions that end because of these replies."""
         if turns:
             responder.submit(turns)
         if not self._waiting:

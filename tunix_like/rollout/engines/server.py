@@ -51,7 +51,7 @@ class Answer(NamedTuple):
 
 
 class Server:
-    """A vLLM server. All methods run in the event loop of the engine.
+    """A vLLM server. All methods run in the event loop of the `VLLMEngine` that uses the server.
 
     Attributes:
       url: the address of the server, without a slash at the end.
@@ -139,12 +139,12 @@ class Server:
 
         Args:
           tokens: all tokens that the model sees.
-          parameters: sampling parameters of vLLM, which must include `logprobs`.
+          parameters: sampling parameters of vLLM, which must include `logprobs`, `max_tokens` and `stop_token_ids`.
 
         Raises:
-          Unavailable: the server failed, or its answer took longer than `request_seconds`.
-          WrongAnswer: the answer has no tokens, or its length, log-probabilities or finish reason do not fit its
-            tokens.
+          Unavailable: the server failed, or its answer took longer than the time limit `request_seconds`.
+          WrongAnswer: the answer has no tokens or more than `max_tokens` tokens, or its log-probabilities or finish
+            reason do not fit its tokens.
           UserError: the server refused the request.
         """
         self.running += 1
@@ -175,8 +175,8 @@ class Server:
         return self._content(route, missing, *await self._request("POST", route, body, seconds))
 
     def _content(self, route: str, missing: Any, status: int, content: bytes) -> Any:
-        """Returns the parsed JSON of an answer. If the server does not have the route (status 404, 405 or 501) and
-        `missing` is not None, returns `missing`."""
+        """Returns the parsed JSON of a server's answer. If the server does not have the requested route (status 404,
+        405 or 501) and `missing` is not None, returns `missing`."""
         if missing is not None and status in (404, 405, 501):
             return missing
         said = content[:300].decode(errors="replace").replace("\n", " ")

@@ -90,8 +90,9 @@ class VLLMEngine:
         servers already have these weights, i.e. if the previous call got the same array objects.
 
         Raises:
-          EngineLost: no server answers for `wait_for_servers_seconds`.
-          UserError: the folder cannot be written, or a server computes wrong log-probabilities with these weights.
+          EngineLost: no server answers for `rollout.wait_for_servers_seconds`.
+          UserError: the folder of the weights cannot be written, or a server computes wrong log-probabilities with
+            these weights.
         """
         leaves = jax.tree.leaves(params)
         if len(leaves) == len(self._placed) and all(a is b for a, b in zip(leaves, self._placed, strict=True)):
@@ -119,7 +120,7 @@ class VLLMEngine:
         """Samples the completions of all requests (see `types.Engine`); `params` is the result of `place`.
 
         Raises:
-          EngineLost: no server answers for `wait_for_servers_seconds`.
+          EngineLost: no server answers for `rollout.wait_for_servers_seconds`.
           UserError: a server refused a request.
           ValueError: `params` is not the version of the weights that the servers have.
         """
@@ -183,8 +184,8 @@ class VLLMEngine:
         await asyncio.gather(*(server.check(longest, _TEXT, tokens) for server in self._fleet.servers))
 
     def _publish(self, config: Any, weights: Any, expected: Any) -> None:
-        """Writes the weights, makes the servers load these weights, and compares the log-probabilities of the servers
-        with `expected`.
+        """Writes the weights to a folder, makes the servers load these weights, and compares the log-probabilities of
+        the servers with `expected`, the log-probabilities that this process computed.
 
         Afterwards removes the folder of the previous weights.
         """

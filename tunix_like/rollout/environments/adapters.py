@@ -172,8 +172,8 @@ class Adapted:
 def as_environment(
     factory: Callable[..., Any] | Sequence[Callable[..., Any]] | Adapted, arguments: Mapping[str, Any] | None = None
 ) -> Adapted:
-    """Converts a factory of environments, or a list of functions that are tools, to an `Adapted`. An `Adapted` is
-    returned unchanged.
+    """Converts a factory of environments, or a list of functions that are tools, to an `Adapted` object, which makes
+    the environments of trajectories. An `Adapted` object is returned unchanged.
 
     Args:
       arguments: passed to the factory by name. They have no effect on a list of functions.
@@ -232,8 +232,8 @@ def _task_parameter(factory: Callable[..., Any]) -> Literal["by position", "by n
 
 
 class _StepEnvironment:
-    """An environment with the methods `reset(**columns)` and `step(completion)`. If the environment has a method
-    `close`, `finish` calls `close`."""
+    """Wraps an environment with the methods `reset(**columns)` and `step(completion)`. `finish` calls the environment's
+    method `close` if there is one."""
 
     def __init__(self, environment: Any):
         self.environment, self.name = environment, type(environment).__name__
@@ -315,11 +315,10 @@ def _tunix_action(completion: str, calls: Sequence[Any]) -> Any:
 
 
 def _from_tunix(observation: Any, names: Mapping[str, str]) -> Any:
-    """Converts an observation of google-tunix to text or messages.
+    """Converts an observation of google-tunix to text or messages, as the agents of google-tunix do.
 
-    The agents of google-tunix convert observations in the same way. A dict with the key `prompts` or `question` becomes
-    the text that is stored under this key. A dict with `tool_outputs` becomes one message per call. An empty dict
-    becomes None. Any other dict is written as JSON.
+    A dict with the key `prompts` or `question` becomes the text that is stored under this key. A dict with
+    `tool_outputs` becomes one message per tool call. An empty dict becomes None. Any other dict is written as JSON.
 
     Args:
       names: the names of the called tools, by the id of the tool call.

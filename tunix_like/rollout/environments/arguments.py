@@ -54,7 +54,7 @@ def make_player(
 def check_turns(player: Player | None, engine: Engine | None, rewards: Sequence[str]) -> None:
     """Checks that the user's engine and the names of the reward functions can be used with environments.
 
-    Does nothing if `player` is None.
+    Does nothing if `player` is None, i.e. if there are no environments.
 
     Raises:
       UserError: `generate` of the engine has no parameter `responder`, or a reward function has the name that is

@@ -1,6 +1,6 @@
 """Makes the tokens between two turns of a trajectory.
 
-A trajectory is one row of token ids. Sampled tokens are never decoded and encoded again (`conversations.py` is an
+A trajectory is one sequence of token ids. Sampled tokens are never decoded and encoded again (`conversations.py` is an
 exception). A turn ends with an end-of-sequence token that the policy sampled. The tokens that are appended after this
 token are called the bridge: the observation of the environment, the text that the chat template puts around the
 observation, and the start of the next assistant's turn. Without a chat template, the bridge is the observation.
@@ -48,7 +48,8 @@ class _Pending(NamedTuple):
     end: int
 
     def limited(self, size: int) -> _Pending:
-        """Returns the observation with each text shortened to `size` characters by `_limited`."""
+        """Returns the observation with each text of more than `size` characters cut to `size` characters, followed by
+        the number of omitted characters."""
         return self._replace(chat=[message | {"content": _limited(message["content"], size)} for message in self.chat])
 
 
@@ -59,8 +60,8 @@ class Bridge:
     def __init__(
         self, tokenizer: Tokenizer, difference: TemplateDifference | None, most_tokens: int, overlong: str
     ) -> None:
-        """Checks that `most_tokens` is large enough. `make_bridge` describes the arguments. `difference` is None if
-        prompts are plain text."""
+        """Checks that the shortest message needs at most `most_tokens` tokens. `make_bridge` describes `most_tokens`
+        and `overlong`. `difference` computes the text that the chat template adds; None if prompts are plain text."""
         self._tokenizer, self._difference = tokenizer, difference
         self._most, self._cuts = most_tokens, overlong == "cut"
         self._check_room()
@@ -119,8 +120,8 @@ class Bridge:
         return Bridged(None, problem=str(ids)) if isinstance(ids, UserError) else Bridged(ids, cut, chat=pending.chat)
 
     def _check_room(self) -> None:
-        """Raises a UserError if `most_tokens` is too low even for the shortest message. With `overlong=unscored`, the
-        shortest message has no text. With `overlong=cut`, its text is the note about omitted characters."""
+        """Raises UserError if even the shortest message needs more than `most_tokens` tokens. With `overlong=unscored`,
+        the shortest message has no text. With `overlong=cut`, its text is the note about omitted characters."""
         text = _mark(10**9) if self._cuts else ""
         (ids,) = self._encoded([_Pending(0, [{"role": "user", "content": text}], -1)])
         if ids is None:
@@ -282,7 +283,8 @@ def _messages(observation: Any) -> list[dict[str, str]]:
     empty list.
 
     Raises:
-      UserError: the observation is neither text nor messages of text, or a message has a role that is not in `ROLES`.
+      UserError: the observation is neither text nor a list of messages, a value in a message is not text, or the role
+        of a message is not one of `ROLES` (user, tool, system).
     """
     if observation is None or isinstance(observation, str):
         return [{"role": "user", "content": observation}] if observation else []

@@ -57,7 +57,8 @@ class Caller:
         self.out, self._in = b"", bytearray()
 
     def connect(self) -> socket.socket:
-        """Makes a pair of connected sockets. Keeps one socket as `channel`, and returns the socket for the process.
+        """Makes a pair of connected sockets. Keeps one socket as `channel`, and returns the other one, which is for the
+        process of the environment.
 
         Raises:
           UserError: the system allows no more open files.
@@ -72,8 +73,8 @@ class Caller:
         self.what, self.out = what, message(request)
 
     def pump(self) -> Outcome | Failure | None:
-        """Sends and receives bytes on `channel` without blocking. Returns the outcome or the failure of the call, or
-        None if the call has not ended.
+        """Sends and receives bytes on the socket to the environment's process, without blocking. Returns the outcome or
+        the failure of the current call, or None if this call has not ended.
 
         Raises:
           Answered: the bytes that arrived are not a valid answer.
@@ -112,8 +113,8 @@ class Caller:
             raise Answered(f"sent {show(content[:60])}, which is not an answer") from None
 
     def _outcome(self, answer: dict[str, Any]) -> Outcome:
-        """Converts an answer to an `Outcome`, and checks the answer. The process that sent the answer has checked it
-        too, but user code in that process can also write to the socket."""
+        """Converts an answer of an environment's process to an `Outcome`, and checks the answer. That process has
+        checked it before, but user code in that process can also write to the socket."""
         if self.what == "reset":
             return Outcome(self.number, checked_observation(answer["observation"], "reset"))
         if self.what == "finish":
@@ -122,7 +123,7 @@ class Caller:
         return Outcome(self.number, *checked_step(fields, "step"))
 
     def close(self) -> None:
-        """Closes the socket."""
+        """Closes the socket to the process of the environment."""
         if self.channel is not None:
             self.channel.close()
 

@@ -3,11 +3,12 @@
 Some chat templates rewrite earlier turns when new messages follow (Qwen3 removes their `<think>` blocks). With
 `environment.history=template`, the model sees at each turn exactly the rendering of the whole conversation. If the
 rendering begins with the tokens that the model has seen and sampled so far, only the remaining tokens are appended to
-the completion. Otherwise a new segment of the completion starts (`types.Reply.restart`). The new segment contains the
-rewritten conversation after the prompt. The cached keys and values of the prompt are used again.
+the completion. Otherwise a new segment of the completion starts (`types.Reply.restart`), which begins with the
+rewritten conversation after the prompt. From then on, the model sees only the prompt, whose keys and values are cached,
+and this segment.
 
 Some templates end a prompt with tokens that they change in later turns, such as an opened or empty `<think>` block.
-Such tokens are part of each completion, and not part of the prompt that all completions of a group share.
+Such tokens are part of each completion, and not part of the prompt that all completions of a problem share.
 
 The assistant's message of a turn contains the decoded text of the sampled tokens. Tool calls and `<think>` blocks in
 this text are not parsed, so the text can contain a malformed tool call. The policy is trained on its sampled tokens
@@ -40,7 +41,8 @@ class Conversation:
 
     Attributes:
       messages: the messages of the prompt, then the turns and the observations.
-      tokens: the tokens that the model sees: the prompt and the current segment of the completion.
+      tokens: the tokens that the model sees: the last rendering of the conversation, and the turn that was sampled
+        after it.
       prompt: number of tokens at the start of the prompt that the chat template does not change in later turns.
       rewritten: number of times that the chat template has rewritten earlier turns.
       restarted: the value of `rewritten` when the last turn was sampled.
@@ -62,7 +64,7 @@ class Conversation:
         return Conversation([*self.messages], [*self.tokens], self.prompt)
 
     def add_turn(self, text: str, tokens: Sequence[int]) -> None:
-        """Adds a turn of the policy to `messages` and `tokens`."""
+        """Adds a turn of the policy to the messages and the tokens of the conversation."""
         self.messages.append({"role": "assistant", "content": text})
         self.tokens += [int(i) for i in tokens]
         self.restarted = self.rewritten
@@ -73,7 +75,8 @@ class Continued(NamedTuple):
 
     Attributes:
       tokens: the tokens to append; None if the completion cannot continue.
-      restart: whether a new segment starts with `tokens` (see `types.Reply`).
+      restart: whether the model no longer sees the earlier tokens of the completion, but only the prompt and `tokens`
+        (see `types.Reply`).
       problem: why the completion cannot continue; None if `tokens` is not None.
     """
 

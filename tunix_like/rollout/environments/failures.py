@@ -1,6 +1,6 @@
 """Determines the kind of a failure of an environment, and raises errors for failures that stop the run.
 
-This module runs in the worker processes too and does not import jax.
+The processes of environments import this module, so it does not import jax.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def failure_of(name: str, error: BaseException) -> Failure:
 
 
 def check_configured(failure: Failure | None) -> None:
-    """Raises EnvironmentMisconfigured if the failure has the kind `misconfigured`."""
+    """Raises EnvironmentMisconfigured if the failure of an environment has the kind `misconfigured`."""
     if failure is not None and failure.kind == "misconfigured":
         raise EnvironmentMisconfigured(failure.reason)
 

@@ -54,8 +54,8 @@ _SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal
 
 
 def places_of(place: str | Sequence[str], arguments: Mapping[str, Any] | None) -> list[str]:
-    """Converts the location of an environment with its arguments, or the locations of tools, to the texts that `load`
-    takes.
+    """Converts the location of an environment with its arguments, or the locations of tools, to a list of texts. With
+    this list, `load` loads the environment or the tools in another process.
 
     Args:
       place: the name or location of an environment, or the locations of tools.
@@ -86,7 +86,8 @@ def load(places: list[str]) -> Adapted:
         tools, each with the prefix `TOOLS_PREFIX`.
 
     Raises:
-      UserError: see `load_function` and `as_environment`.
+      UserError: the code cannot be loaded (see `load_function`), or cannot be an environment or a tool (see
+        `as_environment`).
     """
     if not places[0].startswith(TOOLS_PREFIX):
         place, *arguments = places
@@ -144,8 +145,8 @@ class _Server:
         self.closed = False
 
     def run(self, ready: bytes) -> None:
-        """Sends the message `ready`, and handles requests (`BEGIN`, `END`) until the socket is closed or the training
-        process has ended."""
+        """Sends the message `ready` to the training process. Then forks and kills child processes as the training
+        process requests, until the socket is closed or the training process has ended."""
         waker, woken = socket.socketpair()
         for end in (waker, woken, self.channel):
             end.setblocking(False)
@@ -181,7 +182,7 @@ class _Server:
             os.killpg(0, signal.SIGKILL)  # includes processes that the user's module started in this group
 
     def _follow(self) -> None:
-        """Handles the requests (`BEGIN`, `END`) that have arrived on the socket."""
+        """Handles the requests that have arrived on the socket: forks (`BEGIN`) or kills (`END`) child processes."""
         while True:
             try:
                 order, descriptors, _, _ = socket.recv_fds(self.channel, ORDER.size, 1)
@@ -200,7 +201,8 @@ class _Server:
                 self._tell({"stopped": number})
 
     def _begin(self, number: int, descriptor: int) -> None:
-        """Forks the child process `number`. `descriptor` is the file descriptor of the child's socket."""
+        """Forks the child process with the number `number`. `descriptor` is the file descriptor of the child's
+        socket."""
         own = os.getpid()
         try:
             with warnings.catch_warnings():
@@ -240,7 +242,7 @@ class _Server:
         answer_calls(socket.socket(fileno=descriptor), self.adapted)
 
     def _kill(self, number: int) -> None:
-        """Kills the child process `number` and all processes of its process group."""
+        """Kills the child process with the number `number` and all processes of its process group."""
         if (pid := self.pids.get(number)) is not None:
             self._kill_all([pid])  # the child may have left its group; `_reap` kills its processes
             with contextlib.suppress(ProcessLookupError, PermissionError):

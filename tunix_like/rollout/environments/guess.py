@@ -22,9 +22,9 @@ class Guess:
     """The environment of one game in which the policy guesses a hidden number. The last number in the text of a turn is
     the guess.
 
-    The reward is `1 - COST * (turns - 1)` if the hidden number is found, otherwise 0. A turn without a valid number
-    also counts, and the environment answers INVALID. The game ends after `MOST_GUESSES` turns. If the number is not
-    found, the metric `turns_to_success` is `MOST_GUESSES + 1`.
+    The reward is `1 - COST * (turns - 1)` if the hidden number is found after `turns` turns, otherwise 0. `COST` is a
+    constant. A turn without a valid number counts as a turn, and the environment answers INVALID. The game ends after
+    `MOST_GUESSES` turns. If the number is not found, the metric `turns_to_success` is `MOST_GUESSES + 1`.
     """
 
     def reset(self, number: int) -> None:
@@ -32,7 +32,8 @@ class Guess:
         self.number, self.turns = number, 0
 
     def step(self, completion: str) -> EnvStepResult:
-        """Compares the guess with the hidden number, and answers HIGHER, LOWER or INVALID."""
+        """Compares the guess in a turn with the hidden number. Answers HIGHER or LOWER if the hidden number is higher
+        or lower than the guess, and INVALID if the turn has no valid guess. There is no answer when the game ends."""
         self.turns += 1
         found = re.findall(r"(?<![\d.-])\d{1,9}(?![\d.]*\d)", completion)
         guess = int(found[-1]) if found else -1

@@ -73,7 +73,8 @@ class LocalEnvironments:
         self._trajectories.pop(number, None)
 
     def outcomes(self, wait: bool) -> list[Outcome]:
-        """Returns the outcomes that no earlier call has returned. `wait` has no effect."""
+        """Returns the results of `reset`, `step` and `finish` that no earlier call has returned. `wait` has no effect,
+        because the results are always ready."""
         ready, self._ready = self._ready, []
         return ready
 

@@ -26,7 +26,7 @@ class MazeSteps:
         return f" {self._open()}"
 
     def step(self, completion: str) -> EnvStepResult:
-        """Makes a move and returns the moves that are open in the new cell."""
+        """Makes the move that a turn names, and returns the moves that no wall blocks in the new cell."""
         self.turns += 1
         moves = [word for word in completion.split() if word in MOVES]
         if len(moves) == 1 and self._is_open(moves[0]):

@@ -33,7 +33,7 @@ _FENCE = re.compile(r"\A```\w*\n(.*?)\n?```\Z", re.DOTALL)
 
 
 class ActionForm(NamedTuple):
-    """How the text of a turn becomes an action.
+    """How the text of a turn becomes an action for an OpenEnv server.
 
     Attributes:
       kind: what the text contains: tool calls, each of which is one action (`tools`), the value of one field of the
@@ -93,7 +93,7 @@ class OpenEnv:
 
         Raises:
           EnvironmentMisconfigured: the server has no free session, or the observation lacks the field that the argument
-            `observation` names.
+            `observation` of `OpenEnv` names.
           EnvironmentUnavailable: the server cannot be reached.
           UserError: the reset failed.
         """
@@ -121,7 +121,7 @@ class OpenEnv:
             time.sleep(0.2)
 
     def step(self, completion: str) -> EnvStepResult:
-        """Sends the action of a turn, or one action for each tool call in the turn."""
+        """Sends the action in a turn, or one action for each tool call in the turn, to the OpenEnv server."""
         form = _form_of(self.url, self.action)
         if form.kind == "tools":
             return self._call_tools(tool_calls(completion))
@@ -133,13 +133,14 @@ class OpenEnv:
         return result._replace(info={**result.info, "action_errors": float(self.wrong)})
 
     def close(self) -> None:
-        """Ends the session."""
+        """Ends the session of the OpenEnv server."""
         if self._session is not None:
             self._session.close()
         self._session = None
 
     def _act(self, action: Mapping[str, Any], show: Callable[[Mapping[str, Any]], Any]) -> EnvStepResult:
-        """Sends one action. `show` converts the observation to the text or messages that the model sees.
+        """Sends one action to the OpenEnv server. `show` converts the observation to the text or messages that the
+        model sees.
 
         Raises:
           InvalidAction: the server has refused the action. The session continues.
@@ -182,7 +183,7 @@ class OpenEnv:
         """Returns the part of an observation that the model sees, as text or messages.
 
         Raises:
-          UserError: the observation lacks the field that the argument `observation` names.
+          UserError: the observation lacks the field that the argument `observation` of `OpenEnv` names.
         """
         if self.observation is not None and self.observation not in observation:
             raise UserError(
@@ -200,10 +201,10 @@ def action_form(schema: Mapping[str, Any], field: str | None) -> ActionForm:
     or no field is required and there is exactly one field, the turn is the value of this field. In all other cases, the
     turn is the whole action as a JSON object.
 
-    The value of a field that can be text is written as plain text. All other values are written as JSON.
+    The model writes the value of a field that can be text as plain text, and all other values as JSON.
 
     Raises:
-      UserError: actions do not have the field `field`, or require other fields too.
+      UserError: actions do not have the field `field`, or require further fields.
     """
     fields = {name: each for name, each in (schema.get("properties") or {}).items() if name != "metadata"}
     required = [name for name in schema.get("required") or [] if name in fields]
@@ -237,12 +238,12 @@ def _takes_text(schema: Mapping[str, Any]) -> bool:
 
 
 def action_of(form: ActionForm, completion: str) -> dict[str, Any]:
-    """Converts the text of a turn to an action. `<think>` blocks are removed first. If the action is JSON, a Markdown
-    code fence around it is removed too.
+    """Converts the text of a turn to an action, in the way that `form` describes. First, `<think>` blocks are removed,
+    and, if the action is JSON, a Markdown code fence around it.
 
     Raises:
-      InvalidAction: the text is not valid JSON, or `form.kind` is `object` and the JSON is not an object. With the
-        kind `text`, this error is never raised.
+      InvalidAction: `form.kind` is not `text` and the text is not valid JSON, or `form.kind` is `object` and the JSON
+        is not an object.
     """
     text = without_thinking(completion).strip()
     if form.kind == "text":

@@ -86,7 +86,8 @@ def require_websockets() -> None:
 
 
 def schemas_of_server(url: str) -> dict[str, Any]:
-    """Returns the JSON schemas of a server by name: `action`, `observation`, `state`.
+    """Returns the JSON schemas that an OpenEnv server has for actions, observations and states, by name: `action`,
+    `observation`, `state`.
 
     Raises:
       UserError: the server cannot be reached, or is not an OpenEnv server.
@@ -183,7 +184,7 @@ class Session:
             pause = min(2 * pause, PAUSES[1])
 
     def _connect(self, seconds: float | None) -> None:
-        """Opens the connection in at most `seconds`, or without a time limit if `seconds` is None."""
+        """Opens the connection to the server in at most `seconds`, or without a time limit if `seconds` is None."""
         from websockets.exceptions import InvalidStatus, WebSocketException
         from websockets.sync.client import connect
 

@@ -52,8 +52,8 @@ class Environments(Protocol):
         """Starts one step of a trajectory's environment. `completion` is the text of the turn."""
 
     def outcomes(self, wait: bool) -> list[Outcome]:
-        """Returns the outcomes that are ready and were not returned before. If `wait` is True and a call is unanswered,
-        waits for at least one outcome."""
+        """Returns the outcomes of `reset`, `step` and `finish` that are ready and were not returned before. If `wait`
+        is True and a call is unanswered, waits for at least one outcome."""
 
     def finish(self, number: int) -> None:
         """Requests the end of a trajectory. Afterwards the trajectory has no environment.

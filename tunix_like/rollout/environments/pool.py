@@ -144,8 +144,8 @@ class EnvironmentPool:
             self._submit(self._callers[number], "finish", pickle.dumps(("finish", None, self.timeout_seconds)))
 
     def outcomes(self, wait: bool) -> list[Outcome]:
-        """Returns the outcomes that are ready and were not returned before. If `wait` is True and a call is unanswered,
-        waits for at least one outcome."""
+        """Returns the outcomes of `reset`, `step` and `finish` that are ready and were not returned before. If `wait`
+        is True and a call is unanswered, waits for at least one outcome."""
         while True:
             self._look()
             self._hand_out()
@@ -227,7 +227,7 @@ class EnvironmentPool:
             caller.deadline = min(caller.deadline, time.monotonic() + _EXIT_SECONDS)
 
     def _is_over(self, caller: Caller) -> bool:
-        """Stops an environment that exceeds the memory limit. Returns whether the environment was stopped."""
+        """Stops an environment if it exceeds the memory limit. Returns whether it was stopped."""
         if caller.pid is None or memory_of(caller.pid) <= self.memory_bytes:
             return False
         limit = f"environment.memory_gb={self.memory_bytes / 1e9:g} GB"
@@ -278,8 +278,8 @@ class EnvironmentPool:
         return self._server
 
     def _load(self, server: WorkerProcess) -> Failure | None:
-        """Reads the first message of the fork server if the message has arrived. Returns why the fork server cannot be
-        used, or None if no problem is known."""
+        """Reads the first message, if it has arrived, of the fork server, which starts the processes of environments.
+        Returns why the fork server cannot be used, or None if no problem is known."""
         alive = server.alive  # read before `pump`, so that a message written just before an exit is not missed
         answer = server.pump()
         if answer is not None and "tools" in answer:
@@ -293,8 +293,8 @@ class EnvironmentPool:
         return None
 
     def _look_at_server(self) -> None:
-        """Reads the messages of the fork server. Stops the fork server if it has failed, has ended or does not
-        answer."""
+        """Reads the messages of the fork server, which starts the processes of environments. Stops the fork server if
+        it has failed, has ended or does not answer."""
         server = self._server
         if server is None:
             return
@@ -314,7 +314,7 @@ class EnvironmentPool:
             self._lose_server(f"the process that starts environments did not answer within {PATIENCE:g} s")
 
     def _told(self, server: WorkerProcess, answer: Mapping[str, Any]) -> None:
-        """Updates the state of the pool after the message `answer` of the fork server."""
+        """Updates the state of the pool after a message of the fork server, which starts the processes."""
         for what in ("begun", "stopped"):
             if what in answer:
                 self._unanswered.pop((what, answer[what]), None)
@@ -335,7 +335,8 @@ class EnvironmentPool:
             caller.ended = how
 
     def _lose_server(self, why: str) -> None:
-        """Stops the fork server. Running calls fail now, and other trajectories fail at their next call."""
+        """Stops the fork server and with it all environments. Running calls fail now, and other trajectories fail at
+        their next call."""
         self._stop_server()
         for caller in list(self._serials.values()):
             caller.ended = f"ended, because {why},"
@@ -368,8 +369,8 @@ class EnvironmentPool:
 
 
 def _traceback(server: WorkerProcess, how: str) -> str:
-    """Returns the last traceback that `faulthandler` printed; an empty text if `how` does not say that a signal killed
-    the process. The traceback may be of another environment, because all environments share one output stream."""
+    """Returns the last traceback that `faulthandler` printed; an empty text if no signal killed the process, as `how`
+    tells. The traceback may be of another environment, because all environments share one output stream."""
     start = server.last_output.rfind("Fatal Python error") if "by signal" in how else -1
     return "" if start < 0 else f" The last crash printed:\n{server.last_output[start:]}"
 

@@ -38,7 +38,8 @@ def register_environment(name: str) -> Callable[[_F], _F]:
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """Returns the environment for a name from the configuration, and checks its class.
+    """Returns the class or function that a name from the configuration denotes, and checks that it can make
+    environments.
 
     Args:
       name: a registered name, `path/to/file.py:Class`, or `package.module:Class`.
@@ -76,8 +77,8 @@ def resolve_tools(names: Sequence[str]) -> list[Callable[..., Any]]:
 
 
 def environment_place(name: str, factory: Callable[..., Any], what: str = "Environment") -> str:
-    """Returns the location from which `EnvironmentPool` imports an environment or a tool. `what` is "Environment" or
-    "Tool".
+    """Returns the location from which `EnvironmentPool` imports an environment or a tool. `what`, "Environment" or
+    "Tool", is used in the error message.
 
     Raises:
       UserError: another process cannot import `factory`.

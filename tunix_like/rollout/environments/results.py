@@ -1,6 +1,6 @@
 """Checks what a user's environment returned, and cuts observations to `MOST_CHARACTERS` characters.
 
-This module runs in the worker processes too and does not import jax.
+The processes of environments import this module, so it does not import jax.
 """
 
 from __future__ import annotations

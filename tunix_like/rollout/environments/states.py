@@ -41,8 +41,8 @@ class State:
         return Episode(self.messages, self.turns, self.limited, self.cut, reward, self.info, failure, rewritten)
 
     def note(self, observation: Any) -> None:
-        """Adds an observation to `messages`. The role "assistant" in the observation is replaced by "environment", so
-        only turns of the policy have the role "assistant"."""
+        """Adds an observation to the messages of the trajectory. The role "assistant" in the observation is replaced by
+        "environment", so only turns of the policy have the role "assistant"."""
         if isinstance(observation, str) and observation:
             self.messages.append({"role": "user", "content": _shown(observation)})
         elif observation:

@@ -52,7 +52,7 @@ class TemplateDifference:
             the variables of the tokenizer.
 
         Raises:
-          UserError: there is no chat template, or `check_tools` or `check` raises this error.
+          UserError: there is no chat template, or it cannot be used with these messages or tools.
         """
         self._tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools]

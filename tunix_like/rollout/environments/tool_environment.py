@@ -78,8 +78,8 @@ def tool_methods(kind: type) -> dict[str, Callable[..., Any]]:
 
 
 def method_schemas(kind: type) -> dict[str, Mapping[str, Any]]:
-    """Returns the schemas of the methods of a class that are tools, by name of the method. Raises the errors of
-    `schema_of`."""
+    """Returns the schemas of the methods of a class that are tools, by name of the method. Raises UserError if a method
+    cannot be a tool (see `schema_of`)."""
     return {name: schema_of(method, f"{kind.__name__}.{name}") for name, method in tool_methods(kind).items()}
 
 
@@ -92,8 +92,8 @@ class ToolObject:
         self.tools = Tools({name: getattr(environment, name) for name in schemas}, schemas)
 
     def reset(self, columns: Mapping[str, Any]) -> Any:
-        """Resets the object. The object's `reset` gets the columns for which it has parameters. A `reset` with
-        `**kwargs` gets all columns, as in TRL."""
+        """Resets the object whose methods are the tools. The object's `reset` gets the columns for which it has
+        parameters. A `reset` with `**kwargs` gets all columns, as in TRL."""
         reset = self.environment.reset
         return checked_observation(reset(**accepted(reset, columns, f"{self.name}.reset")), f"{self.name}.reset")
 
@@ -101,7 +101,7 @@ class ToolObject:
         return self.tools.step(completion)
 
     def finish(self) -> float:
-        """Returns the reward of the object, or 0 if the object has no method `get_reward`."""
+        """Returns the reward from the method `get_reward` of the environment, or 0 if there is no such method."""
         reward = getattr(self.environment, "get_reward", None)
         return checked_number(reward(), f"{self.name}.get_reward: reward") if callable(reward) else 0.0
 
@@ -124,7 +124,8 @@ class ToolFunctions:
 
 
 def accepted(function: Callable[..., Any], columns: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns the columns for which a method has parameters. A method with `**kwargs` accepts all columns.
+    """Returns the columns of a data row for which a method has parameters. A method with `**kwargs` accepts all
+    columns.
 
     Raises:
       UserError: the method requires a column that the rows do not have.

@@ -79,8 +79,8 @@ def schema_of(function: Any, name: str | None = None) -> dict[str, Any]:
 
 
 def argument_problem(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """Returns what is wrong with the arguments of a call, as text; None if nothing is wrong. `schema` is a result of
-    `schema_of`."""
+    """Returns what is wrong with the arguments of a tool call, as text; None if nothing is wrong. `schema` is the
+    description of the tool (see `schema_of`)."""
     parameters = schema["function"]["parameters"]
     known = parameters["properties"]
     for name in parameters.get("required", ()):
@@ -163,8 +163,8 @@ def _union(inner: tuple[Any, ...], label: str, parameter: str) -> dict[str, Any]
 
 
 def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Returns whether a JSON value has the type of a schema. Values in lists are checked too, but not values in
-    objects."""
+    """Returns whether a JSON value has the type of a schema. The values in a list are checked, but not those in an
+    object."""
     if value is None:
         untyped = "type" not in schema and "anyOf" not in schema
         return untyped or bool(schema.get("nullable")) or "null" in _listed(schema.get("type", []))

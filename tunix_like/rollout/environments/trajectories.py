@@ -65,7 +65,8 @@ class Player:
         return self.config.history == "template"
 
     def bridge(self, prompt: Any) -> Bridge:
-        """Returns the `Bridge`, which converts observations to tokens, for trajectories with a given kind of prompt.
+        """Returns the `Bridge`, which converts observations to tokens. There is one `Bridge` for text prompts, and one
+        for prompts that consist of messages.
 
         Args:
           prompt: a text, or messages that are not rendered yet.
@@ -94,8 +95,8 @@ class Player:
         return self._bridges[chat]
 
     def check_prompt(self, prompt: Any) -> None:
-        """Checks that trajectories with the prompt `prompt` can have several turns. Raises the same errors as
-        `bridge`."""
+        """Checks that trajectories with the prompt `prompt` can have several turns. Raises UserError if the chat
+        template cannot be used for them."""
         self.bridge(prompt)
 
     def check(self, rows: Any) -> str | Sequence[Message] | None:
@@ -125,7 +126,7 @@ class Trajectories:
     the turns of the policy with observations of the environments.
 
     With several processes, each process runs the environments of its share of the problems, and the processes exchange
-    the replies.
+    the replies to the turns.
 
     Attributes:
       problems: the problems, with the first observations in their prompts.
@@ -178,7 +179,7 @@ class Trajectories:
                 self._environments.step(number, text)
 
     def replies(self, wait: bool) -> list[Reply]:
-        """Returns the replies that are ready (see `types.Responder`)."""
+        """Returns the ready replies of all processes to turns of the policy (see `types.Responder`)."""
         return [Reply(*reply) for part in all_or_none(lambda: self._own_replies(wait)) for reply in part]
 
     def _own_replies(self, wait: bool) -> list[list[Any]]:
@@ -199,7 +200,8 @@ class Trajectories:
         return outcomes
 
     def check_rows(self, out: Completions, engine: str) -> None:
-        """Checks that the user's engine has used `Responder.opening` and `Reply.restart` for all completions.
+        """Checks that the user's engine has inserted the tokens of `Responder.opening` in all completions, and has
+        begun a new segment at each `Reply.restart`.
 
         Raises:
           UserError: a completion does not have the expected number of segments, or does not begin with the tokens of
@@ -303,8 +305,9 @@ class Trajectories:
         ]
 
     def _begun(self, groups: Sequence[int]) -> list[int]:
-        """Begins the conversations of the problems with the indices `groups`. Returns for each problem the number of
-        tokens at the start of the prompt that the chat template does not change in later turns."""
+        """Makes the `Conversation` of each trajectory of the problems with the indices `groups`. Returns for each
+        problem the number of tokens at the start of the prompt that the chat template does not change in later
+        turns."""
         for group in groups:
             self.player.bridge(self._given[group].source)
         assert self.player.conversations is not None or not groups, "made with the bridge"
@@ -361,8 +364,8 @@ class Trajectories:
         return replies
 
     def _continued(self, outcomes: Sequence[Outcome], bridged: Sequence[Bridged]) -> list[Continued]:
-        """Returns for each outcome how the completion of its trajectory continues. `bridged` has the tokens of the
-        observations."""
+        """Returns how the completions of trajectories continue after the given outcomes, one `Continued` per outcome.
+        `bridged` has the tokens of the observations in the outcomes."""
         found = [Continued(each.tokens, problem=each.problem) for each in bridged]
         if self.player.conversations is None:
             return found

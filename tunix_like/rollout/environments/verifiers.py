@@ -36,8 +36,8 @@ class _Episode:
     """A running episode of an environment. During the episode, the environment sends chat requests to the policy.
 
     Attributes:
-      id: number of the episode in the environment's process. This number is unique; the number of a trajectory is
-        used again in later rollouts.
+      id: number of the episode in the environment's process. Each number is used only once, unlike the numbers of
+        trajectories.
       calls: the unanswered requests, oldest first. The policy answers one request at a time.
       deadline: time (`time.monotonic`) by which the next request or the end of the episode must arrive; None while the
         policy is sampling an answer.
@@ -89,8 +89,8 @@ class VerifiersEnvironments:
         self._ready: list[Outcome] = []
 
     def reset(self, number: int, columns: Mapping[str, Any]) -> None:
-        """Queues an episode with the task in the column `task`. The observation of the outcome is the first chat
-        request of the episode."""
+        """Queues an episode with the task in the column `task`. The first chat request of the episode becomes the first
+        observation, which `outcomes` returns."""
         self.calls.pop(number, None)
         task = columns.get(TASK_COLUMN)
         if isinstance(task, Mapping):
@@ -137,7 +137,8 @@ class VerifiersEnvironments:
             self._refuse(episode)
 
     def outcomes(self, wait: bool) -> list[Outcome]:
-        """Returns the outcomes that are ready and were not returned before; see `Environments.outcomes`."""
+        """Returns the outcomes of `reset`, `step` and `finish` that are ready and were not returned before; see
+        `Environments.outcomes`."""
         self._take(0.0)
         self._expire()
         if self._waiting and not self._episodes:
@@ -175,7 +176,8 @@ class VerifiersEnvironments:
             self._expire()
 
     def _start(self) -> None:
-        """Starts queued episodes. Stops when `workers` running episodes have not sent their first request yet."""
+        """Starts queued episodes while the number of running episodes that have not sent their first chat request is
+        less than `workers`."""
         while self._waiting and len(self._starting) < self.workers:
             if self._process is None:
                 self._process = VerifiersProcess(self.settings)

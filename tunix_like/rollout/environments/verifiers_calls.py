@@ -23,10 +23,10 @@ sampling parameters of a request are ignored, because the settings in `rollout` 
 
 
 class Call(NamedTuple):
-    """A chat request of a harness, which is the code of an environment that decides what the model sees.
+    """A chat request that an environment of the package `verifiers` sends to the model.
 
     Attributes:
-      id: number of the request in the process of the harness.
+      id: number of the request in the process of the environment.
       variables: variables of the chat template, including `tools`.
       stream: whether the answer is sent as a stream of events.
     """
@@ -38,7 +38,7 @@ class Call(NamedTuple):
 
     @staticmethod
     def of(id: int, body: Mapping[str, Any]) -> Call:
-        """Makes a `Call` from the JSON body of a request. Raises RequestError if the request is not supported in
+        """Makes a `Call` from the JSON body of a chat request. Raises RequestError if the request is not supported in
         training."""
         for name, values in NEUTRAL.items():
             if body.get(name) not in values:
@@ -58,7 +58,8 @@ class Call(NamedTuple):
 
 
 def answer_of(call: Call, text: str, reason: str, tokens: tuple[int, int]) -> dict[str, Any]:
-    """Returns the message that tells the process of the harness to answer the request `call` with a turn of the policy.
+    """Returns the message that tells the process of the environment to answer the chat request `call` with a turn of
+    the policy.
 
     Args:
       text: the turn. Tool calls in this text are parsed if the request has tools.
@@ -88,8 +89,8 @@ def answer_of(call: Call, text: str, reason: str, tokens: tuple[int, int]) -> di
 
 
 def refusal_of(call: int, status: int, reason: str) -> dict[str, Any]:
-    """Returns the message that tells the process of the harness to answer the request with the number `call` with an
-    error. `status` is the HTTP status of the answer."""
+    """Returns the message that tells the process of the environment to refuse the chat request with the number `call`.
+    `status` is the HTTP status of the refusal."""
     return _message(call, status, {"error": {"message": reason, "type": "invalid_request_error", "code": status}})
 
 

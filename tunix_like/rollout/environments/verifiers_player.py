@@ -4,8 +4,9 @@ The harness is the code of an environment that decides which conversation the mo
 requests of the harness to tokens, and answers the requests with turns of the policy.
 
 At each turn the model sees exactly what the chat template renders for the request. If the rendering begins with the
-tokens that the model has seen and sampled so far, only the remaining tokens are appended to the completion. Otherwise a
-new segment of the completion starts, as with `environment.history=template`.
+tokens that the model has seen and sampled so far, only the remaining tokens are appended to the completion. Otherwise
+the model no longer sees the earlier tokens of the completion, but the prompt and the rest of the rendering, as with
+`environment.history=template`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _NO_LIMIT = 1 << 40
 
 
 class VerifiersPlayer(Player):
-    """A `Player` for environments of `verifiers`."""
+    """Passes turns of the policy to environments of the package `verifiers`, as `Player` does to other environments."""
 
     environments: VerifiersEnvironments
 
@@ -54,13 +55,14 @@ class VerifiersPlayer(Player):
         return True
 
     def check_prompt(self, prompt: Any) -> None:
-        """Does nothing: the chat template is not checked, because the harness determines all messages."""
+        """Does nothing: the chat template is not checked, because the environment determines all messages."""
 
     def check(self, rows: Any) -> None:
-        """Checks the environment: runs the episode of the first data row up to the first request of the harness.
+        """Checks the environment: runs the episode of the first data row up to the first chat request of the
+        environment.
 
         Raises:
-          UserError: the harness sends no request, or the request cannot be rendered.
+          UserError: the environment sends no request, or the request cannot be rendered.
         """
         if not len(rows):
             return
@@ -83,7 +85,7 @@ class VerifiersPlayer(Player):
         return VerifiersTrajectories(self, problems, size, max_prompt_length)
 
     def tokens(self, calls: Sequence[Call], further: Sequence[Message] = ()) -> list[list[int] | str]:
-        """Renders the messages of each request, followed by the messages `further`.
+        """Renders the messages of each chat request, followed by the messages `further`, with the chat template.
 
         Returns the token ids of each request, or the reason why the request cannot be rendered.
         """
@@ -107,14 +109,14 @@ class VerifiersPlayer(Player):
 
 
 class VerifiersTrajectories(Trajectories):
-    """The trajectories of one rollout with environments of `verifiers`."""
+    """The trajectories of one rollout with environments of the package `verifiers`."""
 
     player: VerifiersPlayer
     _environments: VerifiersEnvironments
 
     def submit(self, turns: Sequence[Turn]) -> None:
-        """Sends turns of the policy to the harnesses, as answers to their requests. After a truncated turn, later
-        requests of the harness are refused."""
+        """Sends turns of the policy to the environments, as answers to their chat requests. After a truncated turn,
+        later requests of the same episode are refused."""
         for turn in turns:
             number = turn.group * self.size + turn.sample
             if turn.group in self._own:
@@ -126,8 +128,9 @@ class VerifiersTrajectories(Trajectories):
         super().submit(turns)
 
     def _opened(self, group: int, first: Mapping[int, Any], most: int) -> tuple[str, list[int]] | None:
-        """Returns the first request of the harness for the problem `group`, as text and tokens. Returns None if no
-        trajectory of the problem has a request that can be rendered, or if this request has more than `most` tokens.
+        """Returns the first chat request of the environment for the problem `group`, as text and tokens. Returns None
+        if no trajectory of the problem has a request that can be rendered, or if this request has more than `most`
+        tokens.
 
         A trajectory is unscored if its first request is missing, cannot be rendered, has more than `most` tokens or
         differs from the first requests of the problem's other trajectories.
@@ -161,8 +164,9 @@ class VerifiersTrajectories(Trajectories):
         self._states[number].failure = Failure("error", reason)
 
     def _begun(self, groups: Sequence[int]) -> list[int]:
-        """Begins the conversations of the problems with the indices `groups`. Returns for each problem the number of
-        tokens at the start of the prompt that the chat template does not change in later turns."""
+        """Makes the `Conversation` of each trajectory of the problems with the indices `groups`. Returns for each
+        problem the number of tokens at the start of the prompt that the chat template does not change in later
+        turns."""
         calls: dict[int, Call] = {}
         for group in groups:
             good = [number for number in self._numbers(group) if self._states[number].failure is None]
@@ -177,7 +181,8 @@ class VerifiersTrajectories(Trajectories):
         return kept
 
     def _bridged(self, outcomes: Sequence[Outcome]) -> list[Reply]:
-        """Converts the next requests of the harnesses to replies with the tokens to append to the completions."""
+        """Converts the next chat requests of the environments to replies with the tokens to append to the
+        completions."""
         replies = []
         rendered = self.player.tokens([self._environments.calls[outcome.number] for outcome in outcomes])
         for outcome, ids in zip(outcomes, rendered, strict=True):
@@ -194,7 +199,7 @@ class VerifiersTrajectories(Trajectories):
 
 
 def _common(tokens: Sequence[int], later: Sequence[int] | str) -> int:
-    """Returns how many tokens at the start of a prompt are the same in `later`, the tokens of a longer conversation.
+    """Returns how many tokens at the start of a prompt are also the first tokens of `later`, a longer conversation.
 
     Returns the length of the prompt if no token is the same, or if `later` is the text of an error.
     """

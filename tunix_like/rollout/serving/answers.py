@@ -58,7 +58,7 @@ class Choice:
 
 
 class Answer(abc.ABC):
-    """The answer to one request: holds the completions, and formats the completions for the route of the request.
+    """The answer to one request: holds the completions, and formats the completions for the HTTP route of the request.
 
     Subclasses implement `choice`.
     """
@@ -119,17 +119,17 @@ class StreamedAnswer(Answer):
 
     @property
     def streamed_kind(self) -> str:
-        """The value of the field `object` in an event."""
+        """The value of the field `object` in an event of a streamed answer."""
         return self.kind
 
     @abc.abstractmethod
     def deltas(self, choice: Choice, text: str, tokens: slice) -> Iterator[dict[str, Any]]:
-        """Yields one JSON object per event, with the new text and tokens of a completion. The arguments are those of
-        `events`."""
+        """Yields one JSON object per server-sent event, with the new text `text` and the new tokens (indices `tokens`)
+        of a completion."""
 
 
 class CompletionAnswer(StreamedAnswer):
-    """The answer of `/v1/completions`."""
+    """The answer to a request of the HTTP route `/v1/completions`."""
 
     kind, prefix = "text_completion", "cmpl-"
 
@@ -142,7 +142,8 @@ class CompletionAnswer(StreamedAnswer):
         return self._choice(choice, choice.text, slice(0, None))
 
     def deltas(self, choice: Choice, text: str, tokens: slice) -> Iterator[dict[str, Any]]:
-        """Yields at most one JSON object, with the new text and tokens of a completion."""
+        """Yields one JSON object with the new text and tokens of a completion, or nothing if there is nothing to
+        send."""
         if text or choice.reason is not None or ((self.request.logprobs or self.request.token_ids) and choice.tokens):
             yield self._choice(choice, text, tokens)
 
@@ -173,7 +174,7 @@ class CompletionAnswer(StreamedAnswer):
 
 
 class ChatAnswer(StreamedAnswer):
-    """The answer of `/v1/chat/completions`."""
+    """The answer to a request of the HTTP route `/v1/chat/completions`."""
 
     kind, prefix, streamed_kind = "chat.completion", "chatcmpl-", "chat.completion.chunk"
 
@@ -197,7 +198,8 @@ class ChatAnswer(StreamedAnswer):
         return found
 
     def deltas(self, choice: Choice, text: str, tokens: slice) -> Iterator[dict[str, Any]]:
-        """Yields the JSON objects with the new text, tool calls and tokens of a completion, one per event."""
+        """Yields the JSON objects with the new text, tool calls and tokens of a completion, one per server-sent
+        event."""
         if choice not in self._begun:
             self._begun.add(choice)
             yield {
@@ -220,8 +222,8 @@ class ChatAnswer(StreamedAnswer):
             yield {"index": choice.index, "delta": delta, **self._rest(choice, tokens, bool(calls))}
 
     def _rest(self, choice: Choice, tokens: slice, called: bool) -> dict[str, Any]:
-        """Returns the fields after the message of a completion: log-probabilities, reason of the end, and token ids if
-        requested. `called` is True if the completion has tool calls."""
+        """Returns the fields after the message in the JSON object of a completion: log-probabilities, reason of the
+        end, and token ids if requested. `called` is True if the completion has tool calls."""
         logprobs = [self._logprob(*each) for each in zip(choice.tokens[tokens], choice.logprobs[tokens], strict=True)]
         found: dict[str, Any] = {
             "logprobs": {"content": logprobs, "refusal": None} if self.request.logprobs else None,
@@ -239,7 +241,7 @@ class ChatAnswer(StreamedAnswer):
 
 
 class GenerateAnswer(Answer):
-    """The answer of `/inference/v1/generate`, in the format of vLLM."""
+    """The answer to a request of the HTTP route `/inference/v1/generate`, in the format of vLLM."""
 
     def whole(self) -> dict[str, Any]:
         """Returns the JSON object of the whole answer. All completions must have ended."""

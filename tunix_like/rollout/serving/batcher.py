@@ -44,7 +44,7 @@ block."""
 
 
 class _Row(NamedTuple):
-    """A completion in a slot: its job, and its index among the completions of the job."""
+    """A completion that is being sampled: its job (a prompt with its completions), and its index in this job."""
 
     job: Job
     sample: int
@@ -74,14 +74,14 @@ class Batcher:
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Adds jobs to the queue of waiting jobs. This method can be called from any thread."""
+        """Adds jobs, each a prompt with its completions, to the queue. This method can be called from any thread."""
         with self._changed:
             self._waiting.extend(jobs)
             self._changed.notify()
 
     def cancel(self, job: Job, sample: int | None = None) -> None:
-        """Cancels completion `sample` of a job, or all completions of the job if `sample` is None. Completions that
-        have ended are not affected."""
+        """Cancels completion `sample` of a job, or all completions of the job if `sample` is None. A job is a prompt
+        with its completions. Completions that have ended are not affected."""
         with self._changed:
             self._cancelled.append((job, sample))
             self._changed.notify()
@@ -115,8 +115,8 @@ class Batcher:
                     self._fail()
 
     def _wait(self) -> bool:
-        """Blocks until a job waits, a completion is running, a job was cancelled, or the batcher is closed. Returns
-        False if the batcher is closed."""
+        """Blocks until a completion can be started, sampled or cancelled, or until the batcher is closed. Returns False
+        if the batcher is closed."""
         with self._changed:
             while not (self._closed or self._waiting or self._cancelled or self.running):
                 self._changed.wait()
@@ -147,14 +147,15 @@ class Batcher:
         return [slot for slot, row in enumerate(self._rows) if row is not None]
 
     def _fit(self, prompt: int) -> None:
-        """Makes the caches wide enough for one more token of each row, for the prompts of all rows, and for a new
-        prompt of `prompt` columns."""
+        """Makes the caches of keys and values wide enough for one more token of each running completion, for the
+        prompts of these completions, and for a new prompt that is padded to `prompt` tokens."""
         rows = [row for row in self._rows if row is not None]
         prompts = [self.slots.prompt_width(len(row.job.prompt)) for row in rows]
         self.slots.fit(max([prompt, *prompts]), int(self.slots.ages[self._occupied()].max(initial=0)) + 1)
 
     def _cancel(self) -> None:
-        """Frees the slots of cancelled completions, and removes cancelled jobs from the queue of waiting jobs."""
+        """Frees the slots of cancelled completions, and removes cancelled jobs from the queue. A slot holds one running
+        completion, and a job is a prompt with its completions."""
         with self._changed:
             cancelled, self._cancelled = self._cancelled, []
             for job, sample in cancelled:
@@ -167,7 +168,8 @@ class Batcher:
                 self._rows[slot], self._keep[slot] = None, False
 
     def _start(self) -> None:
-        """Starts waiting completions in free slots, in the order in which their jobs arrived."""
+        """Starts waiting completions in free slots, in the order in which their prompts arrived. A slot holds one
+        completion with its prompt."""
         computed, beside = 0, bool(self.running)
         while free := [slot for slot, row in enumerate(self._rows) if row is None]:
             jobs = self._next_jobs(len(free))
@@ -187,7 +189,7 @@ class Batcher:
 
     def _next_jobs(self, most: int) -> list[Job]:
         """Returns the waiting jobs whose prompts the next prefill should compute together: at most `most`, in the order
-        in which the jobs arrived.
+        in which the jobs arrived. A job is a prompt with its completions.
 
         A prefill of several prompts is padded to a fixed number of prompts (`prompts_at_once`). If fewer than half of
         this number of jobs can be taken, only the first waiting job is returned. If the prompt of the first job was
@@ -209,8 +211,9 @@ class Batcher:
         return chosen if 2 * len(chosen) >= prompts_at_once(width) else chosen[:1]
 
     def _place(self, jobs: Sequence[Job], free: Sequence[int], width: int) -> None:
-        """Assigns completions of `jobs` to the slots `free`, and starts these completions. One prefill must have
-        computed the prompts of all `jobs`, each padded to `width` tokens."""
+        """Assigns completions of `jobs` to the slots `free`, and starts these completions. A job is a prompt with its
+        completions, and a slot holds one completion. One prefill must have computed the prompts of all `jobs`, each
+        padded to `width` tokens."""
         places, left = [], list(free)
         for job in jobs:
             while left and job.started < job.count:
@@ -228,8 +231,8 @@ class Batcher:
                         self._waiting.remove(job)
 
     def _parts(self, sampled: Sampled) -> list[tuple[Job, Part]]:
-        """Returns the new tokens of each running completion as a `Part`, and frees the slots of completions that have
-        ended."""
+        """Returns the new tokens of each running completion as a `Part`. Frees the slots (places in the arrays) of
+        completions that have ended."""
         parts = []
         for slot in self._occupied():
             row, count = self._rows[slot], int(sampled.counts[slot])

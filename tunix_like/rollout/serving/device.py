@@ -39,10 +39,12 @@ class Weights(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """The tokens that one call of `Slots.advance` sampled. The first `counts[a]` tokens of row `a` are valid.
+    """The tokens that one call of `Slots.advance` sampled. Row `a` has the tokens of one completion; the first
+    `counts[a]` tokens are valid.
 
     Attributes:
-      live: False if the row has ended: by an end-of-sequence token if `ended` is True, otherwise by its token limit.
+      live: False if the completion has ended: by an end-of-sequence token if `ended` is True, otherwise by its token
+        limit.
     """
 
     counts: Int[np.ndarray, "A"]
@@ -61,7 +63,8 @@ class Prefilled(NamedTuple):
 
 
 class Slots:
-    """The arrays of the slots on the device. A slot holds one completion with its prompt.
+    """The arrays on the device for the completions that are being sampled. A slot of the arrays holds one completion
+    with its prompt.
 
     Args:
       rows: number of slots. This is the maximum number of completions that are sampled at the same time.
@@ -83,7 +86,7 @@ class Slots:
         self.reset()
 
     def reset(self) -> None:
-        """Allocates the arrays of the slots, without completions. The previous arrays are lost."""
+        """Allocates empty arrays for prompts and completions. The previous arrays are lost."""
         self.__dict__.pop("state", None)  # frees the memory before the new arrays are allocated
         with scope(self.mesh):
             state = programs.empty_state(self.graphdef, self.params, self.count, self.widths[0])
@@ -102,10 +105,11 @@ class Slots:
         return next(width for width in self.prompt_widths if width >= length)
 
     def fit(self, prompt: int, needed: int) -> None:
-        """Resizes the caches for prompts of `prompt` columns, padding included, and completions of `needed` columns.
+        """Resizes the caches of keys and values for prompts of `prompt` tokens, padding included, and completions of
+        `needed` tokens.
 
         A cache shrinks only if at most half of the smaller width is needed. The cache of completions is at least as
-        wide as the cache of prompts, so that there are fewer pairs of widths.
+        wide as the cache of prompts, so that programs are compiled for fewer pairs of widths.
         """
         prompt_width = self._fitting(prompt, self.state.prompt_width)
         width = self._fitting(max(needed, prompt_width), self.state.width)
@@ -129,8 +133,9 @@ class Slots:
         return [Prefilled(out, row, width) for row in range(len(prompts))]
 
     def start(self, places: Sequence[tuple[int, Job, int]]) -> None:
-        """Starts completion `sample` of `job` in `slot`, for each `(slot, job, sample)` of `places`. The prompts of all
-        jobs must be results of one call of `prefill`, and the caches must have room for the completions."""
+        """Starts completion `sample` of `job` in `slot`, for each `(slot, job, sample)` of `places`. A job is a prompt
+        with its completions, and a slot holds one completion. The prompts of all jobs must be results of one call of
+        `prefill`, and the caches must have room for the completions."""
         if not places:
             return
         starts = no_starts(self.count)
@@ -149,8 +154,8 @@ class Slots:
         self.state = self._placed(programs.start(self.state, fresh.prompts, starts))
 
     def advance(self, keep: Bool[np.ndarray, "A"], stop_at: int, steps: int) -> Sampled:
-        """Samples up to `steps` tokens of each row, and stops earlier when at most `stop_at` rows are live. Rows for
-        which `keep` is False are cancelled."""
+        """Samples up to `steps` tokens of each running completion. Stops earlier when at most `stop_at` completions are
+        unfinished, or when the cache of a completion is full. Completions for which `keep` is False are cancelled."""
         until, began = np.array([stop_at, steps], np.int32), time.perf_counter()
         state = programs.advance(self.graphdef, self.params, self.head, self.state, keep, until, self.eos_ids)
         self.state = state = self._placed(state)
@@ -196,8 +201,8 @@ class Slots:
 
 
 def no_starts(count: int) -> programs.Starts:
-    """Returns `Starts` for `count` slots, as arrays on the host. `take` is False for every slot. The caller sets the
-    entries of the slots in which completions start."""
+    """Returns `Starts` (which completions to start) for `count` slots, as arrays on the host. A slot holds one
+    completion. `take` is False for every slot. The caller sets the entries of the slots in which completions start."""
     return programs.Starts(
         take=np.zeros(count, bool),
         source=np.zeros(count, np.int32),

@@ -113,8 +113,8 @@ class Fields:
         return value
 
     def neutral(self, values: Mapping[str, Sequence[Any]]) -> None:
-        """Checks fields that are not supported. `values` maps the name of each field to the values that have no effect.
-        Raises RequestError if a field has another value."""
+        """Checks the fields of a request that the server does not support. `values` maps the name of each such field to
+        the values that have no effect. Raises RequestError if a field has another value."""
         for name, allowed in values.items():
             value = self.take(name)
             same = (value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed)
@@ -122,7 +122,7 @@ class Fields:
                 raise self.error(name, "this parameter is not supported")
 
     def finish(self, ignored: Collection[str] = ()) -> None:
-        """Raises RequestError if the body has a field that was not read and is not in `ignored`."""
+        """Raises RequestError if the request has a field that no method has read and that is not in `ignored`."""
         for name in self._left:
             if name not in ignored:
                 raise self.error(name[:64], "there is no such parameter")

@@ -16,7 +16,7 @@ from tunix_like.rollout.serving.metrics import Metrics
 
 
 class Hub:
-    """Connects the event loop of the HTTP server with the batcher, which samples completions in its own thread.
+    """Connects the event loop of the HTTP server with the `Batcher`, which samples completions in its own thread.
 
     Args:
       max_waiting: a new request is refused if at least this number of completions waits.
@@ -34,7 +34,7 @@ class Hub:
         self.batcher.start()
 
     def check_room(self) -> None:
-        """Raises RequestError with the status 429 if at least `max_waiting` completions wait."""
+        """Raises RequestError with the status 429 if at least `max_waiting` completions wait to be started."""
         waiting = self.batcher.waiting
         if waiting >= self._max_waiting:
             message = f"{waiting} completions are waiting, and the limit is {self._max_waiting}; try again later"
@@ -61,7 +61,7 @@ class Hub:
 
 
 class Exchange:
-    """Submits the jobs of one request for sampling, and receives the new tokens of their completions.
+    """Submits the prompts of one request for sampling, and receives the new tokens of their completions.
 
     An exchange is an asynchronous context manager. On exit, completions that have not ended are cancelled.
     """
@@ -87,7 +87,8 @@ class Exchange:
             self._hub.batcher.cancel(job)
 
     async def parts(self) -> AsyncIterator[tuple[Job, Part]]:
-        """Yields new tokens of the completions as pairs of a job and a `Part`, until all completions have ended."""
+        """Yields the new tokens of a request's completions, until all completions have ended. Each item is a pair of a
+        job (a prompt with its completions) and a `Part` (new tokens of one completion)."""
         first = True
         while self._left:
             job, part = await self._queue.get()
@@ -101,7 +102,8 @@ class Exchange:
             yield job, part
 
     def stop(self, job: Job, sample: int) -> None:
-        """Cancels completion `sample` of a job. Afterwards `parts` yields no further tokens of this completion."""
+        """Cancels completion `sample` of a job, which is a prompt with its completions. Afterwards the iterator `parts`
+        yields no further tokens of this completion."""
         if (job, sample) in self._left:
             self._left.discard((job, sample))
             self._hub.batcher.cancel(job, sample)

@@ -1,5 +1,5 @@
-"""Defines the input and the output of the batcher: jobs, each a prompt with its completions, and new tokens of the
-completions."""
+"""Defines the input and the output of the batcher, which samples completions: jobs, each a prompt with its completions,
+and new tokens of the completions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class JobSampling:
-    """Sampling parameters of a job.
+    """Sampling parameters of a job, which is a prompt with its completions.
 
     Attributes:
       max_tokens: maximum number of tokens of a completion, end-of-sequence token included.
@@ -34,7 +34,7 @@ class Part(NamedTuple):
     """New tokens of a completion.
 
     Attributes:
-      sample: index of the completion in its job.
+      sample: index of the completion among the completions of its prompt.
       reason: why the completion has ended: "stop" (an end-of-sequence token or one of `JobSampling.stop_ids`), "length"
         or "error"; None if the completion has not ended.
       stop_id: the token id from `JobSampling.stop_ids` that ended the completion; otherwise None.

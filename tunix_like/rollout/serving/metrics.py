@@ -13,14 +13,14 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Histogram:
-    """Counts durations in buckets with the upper bounds `SECONDS`."""
+    """Counts durations in buckets with the upper bounds `SECONDS`, and longer durations in a last bucket."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(SECONDS) + 1)
         self.sum = 0.0
 
     def add(self, seconds: float) -> None:
-        """Adds one duration to the counts."""
+        """Counts one duration, in seconds."""
         self.counts[bisect.bisect_left(SECONDS, seconds)] += 1
         self.sum += seconds
 

@@ -1,9 +1,9 @@
 """Defines the compiled programs of the server, which start completions, sample tokens of all completions and resize the
 caches.
 
-The programs work on the arrays of `decoding.py` with one row per slot, so each slot holds one prompt and one
-completion. The sampling parameters are arrays, so requests with different parameters share the programs. The caches
-have only the widths that `widths_of` returns, so there are few array shapes.
+The programs work on the arrays of `decoding.py`. Each slot of the arrays holds one prompt and one completion. The
+sampling parameters are arrays, so requests with different parameters share the programs. The caches have only the
+widths that `widths_of` returns, so there are few array shapes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOKENS_OF_PREFILL, PROMPTS_OF_PREFILL = 1024, 8
 
 
 class State(NamedTuple):
-    """The prompts and completions of all `A` slots.
+    """The prompts and completions that the server samples. Each of `A` slots holds one prompt and one completion.
 
     Attributes:
       limits: maximum number of tokens of each completion.
@@ -49,17 +49,18 @@ class State(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of columns of the cache of completions."""
+        """Number of tokens per completion for which the cache has space."""
         return self.rows.room
 
     @property
     def prompt_width(self) -> int:
-        """Number of columns of the cache of prompts."""
+        """Number of tokens per prompt for which the cache has space."""
         return self.prompts.cache[0][1].shape[2]
 
 
 class Starts(NamedTuple):
-    """The completions to start, one entry per slot. Slots for which `take` is False are not changed.
+    """The completions to start, one entry per slot of the arrays. A slot holds one prompt and one completion. Slots for
+    which `take` is False are not changed.
 
     Attributes:
       source: index of the prompt in the argument `fresh` of the function `start`.
@@ -78,7 +79,8 @@ class Starts(NamedTuple):
 
 
 def widths_of(longest: int) -> list[int]:
-    """Returns the numbers of columns that the caches can have, in ascending order. The last number is `longest`."""
+    """Returns the sizes that the caches of keys and values can have, in tokens per prompt or completion, in ascending
+    order. The last size is `longest`."""
     widths = []
     width = FIRST_WIDTH
     while width < longest:
@@ -105,7 +107,8 @@ def prompts_at_once(width: int) -> int:
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "slots", "width"))
 def empty_state(graphdef: Any, params: Any, slots: int, width: int) -> State:
-    """Allocates `slots` slots without completions, and caches of `width` columns."""
+    """Allocates the arrays for `slots` prompts with one completion each, and caches for `width` tokens. No completion
+    is started."""
     tokens, lengths = jax.ShapeDtypeStruct((slots, width), jnp.int32), jax.ShapeDtypeStruct((slots,), jnp.int32)
     shapes = jax.eval_shape(functools.partial(prefill, graphdef), params, tokens, lengths)
     prompts = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -118,8 +121,8 @@ def empty_state(graphdef: Any, params: Any, slots: int, width: int) -> State:
 
 
 def start(state: State, fresh: Prompts, starts: Starts) -> State:
-    """Copies prompts of `fresh` to slots and starts a completion in each of these slots. The arrays of `state` are
-    donated.
+    """Copies prompts of `fresh` to slots and starts a completion in each of these slots. A slot holds one prompt and
+    one completion. The arrays of `state` are donated.
 
     Several slots can use the same prompt of `fresh`. The random numbers of a completion depend only on its seed,
     `number` and `sample`. `rollout.sampler.Sampler` uses the same random numbers if its key is made from the same seed.
@@ -137,8 +140,8 @@ def start(state: State, fresh: Prompts, starts: Starts) -> State:
 def _place(
     cache: list[KeyValue], fresh: list[KeyValue], take: Bool[Array, "A"], source: Int[Array, "A"]
 ) -> list[KeyValue]:
-    """Writes keys and values of prompts to the cache. For each slot `a` with `take[a]`, prompt `source[a]` of `fresh`
-    is written to the first columns of the slot."""
+    """Writes keys and values of prompts to the cache. For each entry `a` with `take[a]`, prompt `source[a]` of `fresh`
+    is written to the first columns of entry `a` of the cache."""
 
     def placed(old: Array, new: Array, axis: int) -> Array:
         here = take.reshape(-1, *(1,) * (old.ndim - 1))
@@ -150,8 +153,8 @@ def _place(
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def _begin(state: State, fresh: Prompts, starts: Starts) -> State:
-    """Computes the new state of the function `start`, except for the caches. The lists of caches in `state`, `fresh`
-    and the result are empty."""
+    """Computes the state that the function `start` returns, except for the caches. The lists of caches in `state`,
+    `fresh` and the result are empty."""
     take, rows = starts.take, state.rows
 
     def key_of(seed: Array, number: Array, sample: Array) -> Array:
@@ -184,7 +187,8 @@ def advance(
     until: Int[Array, "2"],
     eos_ids: tuple[int, ...],
 ) -> State:
-    """Samples tokens of all live rows, each with its own sampling parameters.
+    """Samples tokens of all running completions, each with its own sampling parameters. Each row of the arrays holds
+    one completion; a row is live while its completion is being sampled.
 
     Args:
       params: weights in the compute dtype, from `decoding.cast_params`; `advance` does not cast these weights.
@@ -195,7 +199,7 @@ def advance(
 
     Returns:
       the new state. `rows.tokens[:, 0, i]` and `rows.logprobs[:, 0, i]` are the results of step `i`. Only the first `n`
-      results of a row are valid, where `n` is the increase of its `rows.age`.
+      results of a row are valid, where `n` is the increase of its number of tokens, `rows.age`.
     """
     model = nnx.merge(graphdef, params)
     prompts = state.prompts
@@ -234,7 +238,8 @@ def advance(
 
 
 def resized(state: State, prompt_width: int, width: int) -> State:
-    """Changes the caches of prompts to `prompt_width` columns, and the caches of completions to `width` columns.
+    """Changes the caches of prompts to `prompt_width` columns, and the caches of completions to `width` columns. A
+    column holds the keys and values of one token.
 
     All running completions and their prompts must fit into the new widths.
     """
@@ -257,8 +262,8 @@ def _resized_prompts(cache: list[KeyValue], width: int) -> list[KeyValue]:
 def _resized_rows(
     cache: list[KeyValue], positions: Int[Array, "A 1 U"], column: Int[Array, ""], width: int
 ) -> dict[str, Any]:
-    """Changes the ring buffer to `width` columns: unrolls the buffer (oldest column first), then drops the oldest
-    columns or appends empty columns.
+    """Changes the cache of completions, a ring buffer, to `width` columns: moves the oldest column to the front, then
+    drops the oldest columns or appends empty columns.
 
     Returns:
       the fields of `Rows` that change.

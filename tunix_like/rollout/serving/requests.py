@@ -76,7 +76,7 @@ class Request:
     """A parsed and valid request.
 
     Attributes:
-      jobs: one per prompt; each has the number of completions that the parameter `n` requests.
+      jobs: one per prompt: the prompt, the number of its completions (parameter `n`) and their sampling parameters.
       stops: strings that end a completion.
       logprobs: whether the log-probabilities of the sampled tokens are returned.
       special: whether the text includes special tokens.

@@ -69,8 +69,8 @@ class TextStream:
         return next((size for size in sizes if any(stop.startswith(self._held[-size:]) for stop in self._stops)), 0)
 
     def _decoded(self, tokens: Sequence[int], last: bool) -> str:
-        """Returns the text that new tokens add; empty if the text ends with an incomplete character and `last` is
-        False."""
+        """Returns the text that new tokens add. The result is empty if the text ends with an incomplete character and
+        more tokens follow (`last` is False)."""
         self._window += tokens
         before, after = self._decode(self._window[: self._read]), self._decode(self._window)
         if not last and after.endswith("\ufffd"):  # probably an incomplete character

@@ -83,7 +83,7 @@ class EventFiles:
         RecordWriter(self._file).write(event.SerializeToString())
 
     def _config(self) -> Any:
-        """Returns the settings as a TensorBoard text. The text is indented, so Markdown shows it as a code block."""
+        """Returns the config as a TensorBoard text. The text is indented, so Markdown shows it as a code block."""
         from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
 
         lines = yaml.safe_dump(dict(self._settings), sort_keys=False).splitlines()

@@ -54,7 +54,7 @@ class Start(NamedTuple):
 
 @runtime_checkable
 class Logger(Protocol):
-    """Receives every row of metrics. The methods may raise any exception."""
+    """Writes rows of metrics to one destination, e.g. TensorBoard files. The methods may raise any exception."""
 
     def begin(self, start: Start) -> None:
         """Starts or resumes a training phase (supervised fine-tuning or reinforcement learning). Must be called before
@@ -199,8 +199,8 @@ def _save(file: Path, state: dict[str, Any]) -> None:
 
 
 def _is_busy(name: str) -> bool:
-    """Returns whether the thread of a tool is still logging an earlier training phase. If so, the tool must not be
-    started again."""
+    """Returns whether the thread of a logging tool is still logging an earlier training phase. If so, the tool must not
+    be started again."""
     if busy := any(thread.name == _thread_name(name) for thread in threading.enumerate()):
         logger.warning("%s: still busy with an earlier phase; this logger is off until the next start", name)
     return busy
@@ -232,12 +232,12 @@ class Tool:
             self._rows.put((number, row))
 
     def end(self, failed: bool) -> None:
-        """Tells the thread that no more rows follow, and whether the training phase has failed."""
+        """Tells the thread of the logging tool that no more rows follow, and whether the training phase has failed."""
         self._rows.put(failed)
 
     def ended(self, until: float) -> bool:
-        """Waits until the thread of the tool ends, at most until the `time.monotonic` value `until`. Does not wait for
-        a disabled tool. Returns whether the thread has ended or the tool was disabled."""
+        """Waits until the thread of the logging tool ends, at most until the `time.monotonic` value `until`. Does not
+        wait for a disabled tool. Returns whether the thread has ended or the tool was disabled."""
         if self._thread.ident is not None and not self._given_up:
             self._thread.join(max(0.0, until - time.monotonic()))
         return self._given_up or not self._thread.is_alive()
@@ -263,7 +263,7 @@ class Tool:
                 self._note(number)
 
     def _note(self, number: int) -> None:
-        """Records in `tracking.json` that the tool has the rows of `metrics.jsonl` up to row `number`."""
+        """Records in `tracking.json` that the logging tool has the rows of `metrics.jsonl` up to row `number`."""
         file = self._place.folder / FILE
         with _LOCK, contextlib.suppress(OSError, UserError):  # e.g. a full disk; a later update may succeed
             state = read_object(file, CURE)
