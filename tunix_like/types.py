@@ -212,7 +212,7 @@ class Responder(Protocol):
 
     @property
     def lockstep(self) -> bool:
-        """Whether the engine waits for the replies to all running completions before it samples further tokens.
+        """Whether the engine waits for the replies of all environments before it samples further tokens.
 
         If True, the order of the computations does not depend on how fast the replies come, so a rollout can be
         repeated bit for bit.

@@ -1,4 +1,5 @@
-"""Loads a user function from a file or an importable module. Describes return values and exceptions of user functions.
+"""Loads a user function from a file or an importable module, and formats its return values and exceptions for error
+messages.
 
 To load a function, its module is executed. The function itself is not called here.
 """

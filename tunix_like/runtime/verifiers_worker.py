@@ -129,8 +129,10 @@ def load(settings: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _with_taskset(path: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of the environment's configuration `arguments`, with the id of the taskset: `path`, or the name of
-    the Python file at `path` without `.py`. The folder of this file is added to `sys.path`."""
+    """Returns a copy of the environment's configuration `arguments` with the id of the taskset.
+
+    The id is `path`. If `path` is a Python file, the id is the name of the file without `.py`, and the folder of the
+    file is added to `sys.path`."""
     name = path
     if path.endswith(".py"):
         file = Path(path).absolute()

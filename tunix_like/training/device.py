@@ -65,8 +65,8 @@ class Device:
 def device_memory() -> int:
     """Returns the memory of one device in bytes.
 
-    If the device does not report its memory, the result is the memory of the host, or the cgroup limit if this limit is
-    lower, divided by the number of local devices. With several processes, the result is the minimum over all processes,
+    If the device does not report its memory, the result is the smaller of the host's memory and the cgroup limit,
+    divided by the number of local devices. With several processes, the result is the minimum over all processes,
     because all processes must choose the same sizes.
     """
     return min(gather(_own_memory()))

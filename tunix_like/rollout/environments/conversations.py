@@ -86,15 +86,15 @@ class Continued(NamedTuple):
 
 
 class Conversations:
-    """Renders conversations with the chat template, and returns the tokens to append to their completions.
+    """Renders the turns of conversations with the chat template, and returns the tokens that each turn appends.
 
     Args:
       tokenizer: a tokenizer whose template variables include the tools.
       tools: whether there are tools.
 
     Raises:
-      UserError: the chat template fails, or changes more than the last `MOST_OPENING` tokens of the prompt in later
-        turns.
+      UserError: the chat template fails, or a later turn changes the tokens of the prompt before its last `MOST_OPENING`
+        tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: bool):

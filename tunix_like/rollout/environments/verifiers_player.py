@@ -201,7 +201,8 @@ class VerifiersTrajectories(Trajectories):
 def _common(tokens: Sequence[int], later: Sequence[int] | str) -> int:
     """Returns how many tokens at the start of a prompt are also the first tokens of `later`, a longer conversation.
 
-    Returns the length of the prompt if no token is the same, or if `later` is the text of an error.
+    If not even the first token is the same, or if `later` is the text of an error, the result is the length of the
+    prompt: the two texts cannot be compared.
     """
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, later, strict=False))
     return sum(1 for _ in same) or len(tokens)
