@@ -93,7 +93,7 @@ class Conversations:
       tools: whether there are tools.
 
     Raises:
-      UserError: the chat template fails, or a later turn changes the tokens of the prompt before its last `MOST_OPENING`
+      UserError: the chat template fails, or a later turn changes tokens of the prompt before its last `MOST_OPENING`
         tokens.
     """
 
