@@ -36,8 +36,8 @@ def population_weights(
         w(p) = E_j[ A_succ(j + 1) - A_fail(j) ],   j ~ Bin(G - 1, p).
 
     The right side is the expected increase of a completion's advantage if the completion succeeds instead of failing
-    and the other completions stay the same. The estimator is called once, with all `G + 1` possible groups and with
-    completions of one token. The expectation is computed in float64.
+    and the other completions stay the same. One call of the estimator computes the advantages of all `G + 1`
+    possible groups, with completions of one token. The expectation is computed in float64.
 
     Args:
       advantage_estimator: a registered name, or `FILE.py:function`.

@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _trains(arguments: argparse.Namespace) -> bool:
-    """Returns whether the command trains a run. A training command continues if its output cannot be written; other
-    commands stop."""
+    """Returns whether the command trains a run. A training command continues if its output cannot be written. Any other
+    command stops, unless it runs in several processes."""
     return arguments.command in ("train", "sft") and not getattr(arguments, "dry_run", False)
 
 

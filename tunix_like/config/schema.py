@@ -422,7 +422,7 @@ class RLTrainingConfig(Checked):
     train_micro_batch_size: int | str = key(
         "auto",
         doc="number of completions of full length per forward and backward pass; auto: as many as fit into memory, "
-        "with at most 512 tokens in total on a CPU and 16384 on other devices",
+        "with at most 512 tokens on a CPU and 16384 per device on other devices",
         choices=("auto",),
         at_least=1,
     )

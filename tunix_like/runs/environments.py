@@ -35,8 +35,9 @@ def has_environment(config: Config) -> bool:
     """Returns whether the config has an environment: `environment.name`, `environment.tools` or `data.name=verifiers`.
 
     Raises:
-      UserError: both `environment.name` and `environment.tools` are set, other keys of the section `environment` are
-        set without an environment, or a key is not valid for `verifiers`.
+      UserError: both `environment.name` and `environment.tools` are set, `environment.tools` is an empty list, other
+        keys of the section `environment` are set without an environment, a key is not valid for `verifiers`, or
+        `verifiers` is a part of a mix.
     """
     section = config.environment
     if config.data.name == VERIFIERS:

@@ -38,7 +38,7 @@ def run(
 
     Args:
       config: a YAML file, or a `tunix_like.config.schema.Config`.
-      overrides: `key=value` strings, e.g. `["training.seed=1"]`; allowed only if `config` is a file.
+      overrides: `key=value` strings, e.g. `["training.seed=1"]`; ignored if `config` is a `Config`.
       on_row: called with every row of metrics when the row is logged.
 
     Returns:

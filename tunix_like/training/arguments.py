@@ -73,7 +73,8 @@ def forward_options(
 def identity_of(learner: Learner) -> dict[str, Any]:
     """Returns the settings that must be equal in a run and in the checkpoint from which the run resumes.
 
-    The result has all settings on which the next step depends. State, data and code are not included.
+    The result has the settings of the learner on which the next step depends. State, data and code are not included.
+    `Learner.train` adds the batch sizes, the number of rows and the fingerprint of frozen weights.
     """
     rollout = dataclasses.asdict(learner.rollout_config)
     for name in ("max_concurrent_rows", "mesh", "engine", "urls", "weights_folder", "devices"):

@@ -49,7 +49,7 @@ class RLOOConfig(AlgorithmConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaxRLConfig(GRPOConfig):
-    """Defaults of MaxRL: clipped-ratio loss, mean over all tokens of the batch. The paper uses no KL."""
+    """Defaults of MaxRL: clipped-ratio loss, mean over all tokens of an update. The paper uses no KL."""
 
     advantage_estimator: str | None = "maxrl"
     loss_agg_mode: str | None = "token-mean"

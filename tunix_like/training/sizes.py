@@ -38,7 +38,7 @@ A few hundred operations per byte are enough to use the arithmetic units fully, 
 
 def micro_batch_size(width: int, backend: str = "cpu") -> int:
     """Returns the maximum number of completions of `width` tokens per forward and backward pass, if
-    `train_micro_batch_size` is `auto`."""
+    `train_micro_batch_size` is `auto`. If the completions are divided over devices, each part has this maximum."""
     return max(1, (CHUNK_TOKENS if backend == "cpu" else ACCELERATOR_CHUNK_TOKENS) // width)
 
 

@@ -295,7 +295,8 @@ def train_step(
       the new state, scalar metrics and the advantages. The state is unchanged in two cases: an advantage, the loss or
       the gradient is non-finite (`update/skipped` is 1), or no token contributes to the loss (`update/empty` is 1). In
       the second case, an optimizer step would change the weights by momentum and weight decay only. A batch whose
-      rewards are all equal is not empty: the optimizer gets its gradient, which is 0.
+      advantages are all 0 is not empty: the optimizer gets its gradient, which is 0 if every term of the loss contains
+      the advantage.
     """
     batch = jax.tree.map(jnp.asarray, inputs.batch)
     lengths, ids = batch.sampled_lengths, batch.estimator_ids

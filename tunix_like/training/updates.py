@@ -219,7 +219,7 @@ def pack_update(
     reference: bool = False,
 ) -> Packed:
     """Packs completions of a rollout batch into chunks. The model processes one chunk per forward and backward pass.
-    The config sets the size of the chunks (`train_micro_batch_size`).
+    `train_micro_batch_size` is the size of the chunks; with `auto`, the size depends on the available memory.
 
     Args:
       rows: mask of the completions to pack.

@@ -224,7 +224,7 @@ class VerifiersEnvironments:
             self._observe(number, episode)
 
     def _observe(self, number: int, episode: _Episode) -> None:
-        """Adds an outcome whose observation is the oldest unanswered chat request of an episode."""
+        """Adds an outcome. Its observation has the new messages of the oldest unanswered chat request of an episode."""
         episode.deadline = None
         call = self.calls[number] = episode.calls[0]
         self._ready.append(Outcome(number, observation=call.latest))
