@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import yaml
 
 import tunix_like
 from tests.tiny_model import HF
@@ -97,3 +98,17 @@ def test_results_are_printed_before_the_error_of_a_checkpoint_that_was_not_saved
     printed = capsys.readouterr()
     assert printed.err.endswith(f"error: {rl or sft}\n")
     assert ("run folder:" in printed.out) == (not stopped)
+
+
+@pytest.mark.slow
+def test_run_folder_of_an_earlier_version_is_resumed(tmp_path):
+    """Keys that its config lacks count as set to their defaults."""
+    tunix_like.run(YAML, [*SMALL, f"training.output_dir={tmp_path}"])
+    file = tmp_path / "config.yaml"
+    config = yaml.safe_load(file.read_text())
+    del config["environment"], config["algorithm"]["binarize"]
+    file.write_text(yaml.safe_dump(config))
+    more = [*SMALL, f"training.output_dir={tmp_path}", "training.max_steps=2"]
+    with pytest.raises(UserError, match=r"another config:\n  algorithm.binarize: False -> True\nUse the same"):
+        tunix_like.run(YAML, [*more, "algorithm.binarize=true"])
+    assert tunix_like.run(YAML, more)["step"] == 2

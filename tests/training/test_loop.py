@@ -446,3 +446,12 @@ def test_checkpoint_of_another_run_is_rejected(tmp_path):
     )
     with pytest.raises(UserError, match=r"new: .\(absent\). -> 7"):
         go(Counting(new=7), tmp_path)
+
+
+def test_keys_that_were_added_after_the_checkpoint_have_their_defaults(tmp_path):
+    """A checkpoint of an earlier version is resumed if the new keys have their defaults, and refused otherwise."""
+    assert go(Counting(2, rollout={"temperature": 0.5}), tmp_path) == 2
+    with pytest.raises(UserError, match="rollout.max_staleness: 0 -> 1"):
+        go(Counting(4, rollout={"temperature": 0.5, "max_staleness": 1}), tmp_path)
+    resumed = Counting(4, rollout={"temperature": 0.5, "max_staleness": 0})
+    assert go(resumed, tmp_path) == 4 and resumed.loaded == 2

@@ -122,6 +122,19 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def with_defaults(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `saved` with the keys of `defaults` that it lacks, also in nested mappings.
+
+    Settings that an earlier version wrote lack the keys that were added later. The default of such a key has the effect
+    that the earlier version had.
+    """
+    result = dict(defaults) | dict(saved)
+    for name, value in defaults.items():
+        if isinstance(value, Mapping) and isinstance(result[name], Mapping):
+            result[name] = with_defaults(result[name], value)
+    return result
+
+
 class Key(NamedTuple):
     """The documentation of a key: its dotted name, default (as YAML), meaning and allowed values."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tunix_like.config.load import as_dict, differences, read_yaml, save, temporary_of
+from tunix_like.config.load import as_dict, differences, read_yaml, save, temporary_of, with_defaults
 from tunix_like.config.schema import Config
 from tunix_like.errors import UserError
 from tunix_like.models.loading import save_description
@@ -77,7 +77,8 @@ def claim(folder: Path, parts: Parts) -> None:
 def _claim(folder: Path, parts: Parts, begun: bool) -> None:
     file = folder / "config.yaml"
     if file.exists():
-        changed = differences(read_yaml(file), as_dict(parts.config))
+        saved = with_defaults(read_yaml(file), as_dict(Config()))
+        changed = differences(saved, as_dict(parts.config))
         fixed = [line for line in changed if not line.startswith(CHANGEABLE)]
         free = [line for line in changed if line.startswith(CHANGEABLE)]
         if fixed and begun:  # without a checkpoint, the run can start again without loss

@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from tunix_like.config.load import differences
+from tunix_like.config.load import differences, with_defaults
+from tunix_like.config.schema import AlgorithmConfig, EnvironmentConfig, OptimizerConfig, RolloutConfig
 from tunix_like.errors import EngineLost, NotSaved, UserError
 from tunix_like.models.lora import check_base
 from tunix_like.runtime import output, progress
@@ -259,8 +260,21 @@ def _resume(trainer: Trainer, checkpoints: Checkpoints | None, log: MetricsLog) 
     return bool(meta["over"]) or trainer.complete
 
 
+_SECTIONS = {
+    "algorithm": AlgorithmConfig,
+    "rollout": RolloutConfig,
+    "optimizer": OptimizerConfig,
+    "environment": EnvironmentConfig,
+}
+"""The parts of an identity (`Trainer.identity`) that are sections of a config."""
+
+
 def _check_same_run(checkpoints: Checkpoints, saved: dict[str, Any], current: dict[str, Any]) -> None:
     check_base(checkpoints.folder, saved, current)
+    for name, section in _SECTIONS.items():  # keys that were added after the checkpoint was written
+        if isinstance(saved.get(name), dict) and isinstance(current.get(name), dict):
+            added = {key: value for key, value in dataclasses.asdict(section()).items() if key in current[name]}
+            saved = saved | {name: with_defaults(saved[name], added)}
     changed = differences(*(json.loads(json.dumps(identity | {"base": None})) for identity in (saved, current)))
     if changed:
         raise UserError(
