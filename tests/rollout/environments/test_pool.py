@@ -445,7 +445,7 @@ def test_episodes_leave_no_processes_or_descriptors():
 @pytest.mark.slow
 def test_many_episodes_leave_no_processes_or_descriptors():
     _, _, opened, resident = soak(20)
-    before, after, opened_later, resident_later = soak(300)
+    before, after, opened_later, resident_later = soak(600)
     assert after == before and opened_later == opened and resident_later < 1.1 * resident
 
 
