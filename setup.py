@@ -7,12 +7,13 @@ CORE = [
     "flax>=0.12.8",  # NNX modules: the decoder
     "optax>=0.2.8",  # AdamW, clipping, schedules
     "orbax-checkpoint>=0.12.8",  # asynchronous, atomic, sharded checkpoints
+    "filelock>=4.2",  # the lock of a run folder, also on file systems that several hosts share
     "grain>=0.2.18",  # a data stream whose place can be saved and restored
     "ml-collections>=1.1.0",  # the locked tree that a YAML file and key=value overrides are merged in
     "numpy>=2.0",  # host arrays
     "scipy>=1.13",  # the incomplete beta function of exact confidence intervals; jax brings it
     "jaxtyping>=0.3.11",  # shapes in signatures, checked by the tests
-    "safetensors>=0.8.0",  # weights in and out, in Hugging Face's format
+    "safetensors>=0.7.0",  # weights in and out, in Hugging Face's format; google-tunix 0.1.7 needs it below 0.8
     "tokenizers>=0.23.1",  # tokenizer.json, without transformers
     "jinja2>=3.1.6",  # chat templates, sandboxed, without transformers
     "math-verify>=0.9.0",  # equality of mathematical answers where comparing numbers does not settle it
@@ -47,6 +48,8 @@ EXTRAS = {
     "serve": [
         "starlette>=1.10.0",  # routes, requests and streamed answers of `tunix-like serve`
         "uvicorn>=0.54.0",  # the HTTP server under it
+        "pydantic>=2.12",  # reads and checks the requests
+        "prometheus-client>=0.22",  # the metrics
     ],
     "wandb": ["wandb>=0.31.0"],  # metrics to Weights & Biases
     "trackio": ["trackio>=0.43.0"],  # metrics to trackio
@@ -59,6 +62,8 @@ EXTRAS = {
         "websockets>=15.0.1",  # the extra `openenv`
         "starlette>=1.10.0",  # as in the extra serve
         "uvicorn>=0.54.0",
+        "pydantic>=2.12",
+        "prometheus-client>=0.22",
         "openai>=3.54.0",  # the client that the tests of `serve` use
         "httpx>=0.28.1",  # plain requests to it
         "pandas>=3.1.1",  # reads rollouts and metrics as the documentation says

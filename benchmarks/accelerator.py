@@ -113,7 +113,8 @@ class Battery:
 
     def environment(self) -> dict[str, str]:
         """Returns the environment of the stages: one device, compiled programs kept for the next call, no downloads."""
-        chosen = {"JAX_COMPILATION_CACHE_DIR": str(self.out / "cache"), "HF_HUB_OFFLINE": "1", **ONE_DEVICE}
+        cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(self.out / "cache"))
+        chosen = {"JAX_COMPILATION_CACHE_DIR": cache, "HF_HUB_OFFLINE": "1", **ONE_DEVICE}
         if self.size == "tiny":
             chosen["JAX_PLATFORMS"] = "cpu"
             if importlib.metadata.version("jaxlib").startswith("0.10."):  # an unknown flag would end the process

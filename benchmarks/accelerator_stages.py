@@ -30,22 +30,12 @@ from benchmarks.cases import MODELS, Case, Model, floating_operations
 from benchmarks.worker import Finished, Gate, median
 from tunix_like import load_model
 from tunix_like.cli.common import setup_jax
-from tunix_like.cli.programs import Target, compile_program
+from tunix_like.compile import programs
+from tunix_like.compile.report import Target, compile_program
 from tunix_like.config.load import load
 from tunix_like.models.counts import parameter_count
-from tunix_like.runs import programs
-from tunix_like.runtime.accelerators import KINDS, Accelerator
-from tunix_like.training.device import this_device
-
-DEVICE_KINDS = {
-    "TPU v5 lite": "v5e",
-    "TPU v5": "v5p",
-    "TPU v6 lite": "v6e",
-    "NVIDIA A100": "a100",
-    "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA H200": "h200",
-}
-"""Kind in `accelerators.KINDS` by the prefix of jax's name of a device. The longest matching prefix is used."""
+from tunix_like.runtime.accelerators import KINDS, Accelerator, known_name
+from tunix_like.training.sizes import this_device
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 
@@ -132,14 +122,14 @@ def kind_of(measured: Mapping[str, Any]) -> Accelerator:
     """Returns the peak values of this device: those of its data sheet, or those that the stage `machine` has
     measured."""
     name = jax.devices()[0].device_kind
-    known = [prefix for prefix in DEVICE_KINDS if name.startswith(prefix)]
-    if known:
-        return KINDS[DEVICE_KINDS[max(known, key=len)]]
+    for kind in KINDS.values():
+        if kind.jax_name == known_name(name):
+            return kind
     if "matmul_operations" not in measured or "copy_bytes" not in measured:
         raise RuntimeError(f"{name} has no data sheet here, and the stage machine has measured nothing")
     memory = this_device().memory
     rates = measured["matmul_operations"], measured["copy_bytes"], measured["copy_bytes"]
-    return Accelerator("measured", jax.default_backend(), memory, *rates)
+    return Accelerator("measured", name, jax.default_backend(), memory, *rates)
 
 
 def best_seconds(call: Callable[[Any], Any], value: Any, chained: int = 10, tries: int = 5) -> float:

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tunix_like.runtime.accelerators import Accelerator, described_devices, parse_devices
-from tunix_like.runtime.compiled_costs import Counter, Trips
+from tunix_like.compile.costs import Counter, Trips
+from tunix_like.compile.devices import described_devices, parse_devices
+from tunix_like.runtime.accelerators import Accelerator
 
 
 @dataclasses.dataclass(frozen=True)

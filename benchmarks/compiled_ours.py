@@ -1,18 +1,18 @@
-"""This library's side of `benchmarks.peer_compiled`: its update and its decoding, described by `runs/programs.py`."""
+"""This library's side of `benchmarks.peer_compiled`: its update and its decoding, from `compile/programs.py`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from benchmarks.compiled import Work, read_costs, serve
-from tunix_like.runtime.accelerators import prepare
+from tunix_like.compile.devices import prepare
 
 prepare()
 
+from tunix_like.compile.programs import Plan, decode_program, make_plan, update_program  # noqa: E402
 from tunix_like.config.load import load  # noqa: E402 (after `prepare`, which has to run before jax is imported)
 from tunix_like.models.sharding import scope  # noqa: E402
-from tunix_like.runs.programs import Plan, decode_program, make_plan, update_program  # noqa: E402
-from tunix_like.training.device import Device  # noqa: E402
+from tunix_like.training.sizes import Device  # noqa: E402
 
 
 def plan_of(work: Work, prompts: int) -> Plan:

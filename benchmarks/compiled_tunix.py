@@ -12,7 +12,7 @@ import functools
 from typing import Any
 
 from benchmarks.compiled import Work, read_costs, serve
-from tunix_like.runtime.accelerators import prepare
+from tunix_like.compile.devices import prepare
 
 prepare()
 

@@ -157,8 +157,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _number(value: float) -> str:
-    if value >= 1e4:
-        return f"{value:.0e}".replace("e+", "e")
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -32,8 +32,7 @@ from tunix_like.rollout.requests import collect, samples_of
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.training import sizes
 from tunix_like.training.learners import GRPOConfig, GRPOLearner
-from tunix_like.training.memory import rollout_phase, update_phases
-from tunix_like.training.phases import Phase
+from tunix_like.training.memory import Phase, rollout_phase, update_phases
 from tunix_like.types import Completions, Request, Sample
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -179,7 +178,7 @@ def _learn(case: Case, model: Decoder, gate: Gate, given: _Given | None) -> None
     rows = [{"prompt": _text(prompt)} for prompt in batch.prompts]
     shape, widths = (case.prompts, case.group), (case.prompt_length, case.length)
     work = sizes.update_work(learner.training, model, shape, widths, reference=case.beta > 0)
-    phases = update_phases(work, sizes.chunk_size(learner.training, model, shape, widths, case.beta > 0))
+    phases = update_phases(work, sizes.chunk_size(learner.training.train_micro_batch_size, work))
     memory = Memory(*phases, *([] if given else [rollout_phase(work, case.rows, case.prompts)]))
     gate.begin()
     learner.train(rows, batch_size=case.prompts, shuffle=False)
@@ -208,7 +207,7 @@ def _update_single(case: Case, model: Decoder, gate: Gate) -> None:
     tokens = int(batch.lengths.sum())
     shape, widths = (case.prompts, 1), (case.prompt_length, case.length)
     work = dataclasses.replace(sizes.update_work(trainer.training, model, shape, widths), clipped=False)
-    memory = Memory(*update_phases(work, sizes.chunk_size(trainer.training, model, shape, widths)))
+    memory = Memory(*update_phases(work, sizes.chunk_size(trainer.training.train_micro_batch_size, work)))
     gate.begin()
     trainer.train(rows, on_row=lambda row: gate.end(tokens, **memory.read()))
 

@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.against_tunix import VERSION, python_of
 from benchmarks.compiled import Work
 from benchmarks.worker import ROOT, count
-from tunix_like.runtime.accelerators import compiler_of
+from tunix_like.compile.devices import compiler_of
 
 VENV = Path.home() / ".cache" / "tunix_like" / f"tunix-{VERSION}-tpu"
 PROGRAMS = ("update", "decode")

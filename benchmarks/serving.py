@@ -32,11 +32,10 @@ from benchmarks.turns import GREEDY, VOCABULARY, WIDTH, counting_model
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.rollout.requests import collect
 from tunix_like.rollout.sampler import Sampler
-from tunix_like.rollout.serving.app import Server, make_app
-from tunix_like.rollout.serving.device import Slots, Weights
-from tunix_like.rollout.serving.hub import Hub
-from tunix_like.rollout.serving.metrics import Metrics
-from tunix_like.rollout.serving.requests import Settings
+from tunix_like.serving.app import make_app
+from tunix_like.serving.requests import Settings
+from tunix_like.serving.runner import Runner, Weights
+from tunix_like.serving.server import Server
 from tunix_like.types import Request
 
 PROMPT, SHORTEST, LONGEST = 32, 64, 255
@@ -63,13 +62,14 @@ class Running:
     """A server in a thread, warmed up, that runs until `close`."""
 
     def __init__(self, weights: Weights, rows: int):
-        slots = Slots(weights, rows, PROMPT + LONGEST + 1)
-        slots.warm_up()
-        self.hub = Hub(slots, Metrics(), max_waiting=1 << 20)
+        longest = PROMPT + LONGEST + 1
+        runner = Runner(weights, rows, longest)
+        runner.warm_up()
         words = {f"t{token}": token for token in range(VOCABULARY)}
         tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0")))
-        settings = Settings("counting", "default", VOCABULARY, slots.longest, LONGEST)
-        app = make_app(Server(settings, tokenizer, self.hub), None)
+        settings = Settings("counting", "default", VOCABULARY, longest, LONGEST, max_waiting=1 << 20)
+        self.server = Server(settings, tokenizer, runner)
+        app = make_app(self.server, None)
         self.http = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
         self.thread = threading.Thread(target=lambda: asyncio.run(self.run()))
         self.thread.start()
@@ -79,14 +79,14 @@ class Running:
 
     async def run(self) -> None:
         """Serves until `close`."""
-        self.hub.open()
+        self.server.open()
         await self.http.serve()
 
     def close(self) -> None:
         """Ends the server."""
         self.http.should_exit = True
         self.thread.join()
-        self.hub.batcher.close()
+        self.server.batcher.close()
 
 
 def run_clients(address: str, prompts: list[list[int]], count: int, orders: Connection) -> None:

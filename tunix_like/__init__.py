@@ -23,20 +23,21 @@ if TYPE_CHECKING:
     from tunix_like.config.schema import RolloutConfig as RolloutConfig
     from tunix_like.config.schema import SFTConfig as SFTConfig
     from tunix_like.data.tokenizer import Tokenizer as Tokenizer
+    from tunix_like.environments.local import LocalEnvironments as LocalEnvironments
+    from tunix_like.environments.pool import EnvironmentPool as EnvironmentPool
+    from tunix_like.environments.protocol import EnvStepResult as EnvStepResult
+    from tunix_like.environments.registry import register_environment as register_environment
     from tunix_like.errors import EnvironmentUnavailable as EnvironmentUnavailable
     from tunix_like.errors import UserError as UserError
     from tunix_like.models.loading import export_model as export_model
-    from tunix_like.models.loading import load_model as load_model
     from tunix_like.models.lora import add_lora as add_lora
     from tunix_like.models.lora import load_adapter as load_adapter
     from tunix_like.models.lora import merge_lora as merge_lora
     from tunix_like.models.lora import save_adapter as save_adapter
     from tunix_like.rewards import register_reward_fn as register_reward_fn
-    from tunix_like.rollout.environments.local import LocalEnvironments as LocalEnvironments
-    from tunix_like.rollout.environments.pool import EnvironmentPool as EnvironmentPool
-    from tunix_like.rollout.environments.protocol import EnvStepResult as EnvStepResult
-    from tunix_like.rollout.environments.registry import register_environment as register_environment
     from tunix_like.runs.recipe import run as run
+    from tunix_like.runs.trained import load_model as load_model
+    from tunix_like.training.generation import generate as generate
     from tunix_like.training.learner import Learner as Learner
     from tunix_like.training.learners import LEARNERS as LEARNERS
     from tunix_like.training.learners import CustomConfig as CustomConfig
@@ -67,15 +68,17 @@ _NAMES_OF_MODULE = {
         "SFTConfig"
     ),
     "tunix_like.errors": "EnvironmentUnavailable UserError",
-    "tunix_like.models.loading": "export_model load_model",
+    "tunix_like.models.loading": "export_model",
     "tunix_like.models.lora": "add_lora load_adapter merge_lora save_adapter",
     "tunix_like.rewards": "register_reward_fn",
     "tunix_like.algorithms.advantages": "compute_advantages register_advantage_estimator",
-    "tunix_like.rollout.environments.local": "LocalEnvironments",
-    "tunix_like.rollout.environments.pool": "EnvironmentPool",
-    "tunix_like.rollout.environments.protocol": "EnvStepResult",
-    "tunix_like.rollout.environments.registry": "register_environment",
+    "tunix_like.environments.local": "LocalEnvironments",
+    "tunix_like.environments.pool": "EnvironmentPool",
+    "tunix_like.environments.protocol": "EnvStepResult",
+    "tunix_like.environments.registry": "register_environment",
     "tunix_like.runs.recipe": "run",
+    "tunix_like.runs.trained": "load_model",
+    "tunix_like.training.generation": "generate",
     "tunix_like.training.learner": "Learner",
     "tunix_like.training.learners": (
         "LEARNERS CustomConfig CustomLearner DrGRPOConfig DrGRPOLearner GRPOConfig GRPOLearner MaxPOConfig "

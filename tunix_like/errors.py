@@ -26,8 +26,8 @@ class NotSaved(UserError):
 
 
 class EngineLost(UserError):
-    """The servers that generate completions, or the service of the environments, do not answer. The state of the run is
-    saved, and the run can be resumed."""
+    """The servers that generate completions, or the service of the environments, do not answer, or no completion could
+    be scored in several consecutive steps. The state of the run is saved, and the run can be resumed."""
 
     status = 75  # EX_TEMPFAIL of sysexits.h
 

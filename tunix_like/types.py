@@ -154,14 +154,7 @@ class Completions(NamedTuple):
     Attributes:
       tokens: token ids [P, G, T]. `T` is at least the length of the longest completion.
       lengths: number of tokens of each completion, including the end-of-sequence token.
-      logprobs: log-probability of each token in nats, with the sampling temperature and before truncation by top-k or
-        top-p.
-      finished: False if the token limit truncated the completion.
-      token_mask: True for tokens that the policy sampled, False for tokens from a `Responder`, such as an environment,
-        and beyond the length (None: the policy sampled every token).
-      segment_start: for each token, the index of the first token of its segment. A segment is a part of a completion
-        whose tokens see only the prompt and the earlier tokens of the same part (None: every completion is one
-        segment).
+      logprobs, finished, token_mask, segment_start: as in `Sample`. `token_mask` is False beyond the length.
     """
 
     tokens: Int[np.ndarray, "P G T"]
@@ -208,7 +201,7 @@ class Reply(NamedTuple):
 @runtime_checkable
 class Responder(Protocol):
     """Answers each turn of a trajectory (the tokens that the policy sampled before it stopped) with further tokens.
-    `rollout.environments` implements this protocol, and engines call it."""
+    `environments` implements this protocol, and engines call it."""
 
     @property
     def lockstep(self) -> bool:

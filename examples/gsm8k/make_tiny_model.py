@@ -1,9 +1,9 @@
 """Makes a tiny model folder in Hugging Face format, without weights, to run GSM8K or data of one's own on any machine.
 
     python examples/gsm8k/make_tiny_model.py --data FOLDER --out tiny --family qwen2
-    python examples/gsm8k/make_tiny_model.py --data mine.jsonl --column question --out tiny
+    python examples/gsm8k/make_tiny_model.py --data mine.jsonl --column question --out tiny --layers 6 --width 256
 
-The tokenizer is a byte-level BPE of at most 2,048 tokens, trained on one column of a JSON-lines file (of a folder:
+The tokenizer is a byte-level BPE of at most --vocab tokens, trained on one column of a JSON-lines file (of a folder:
 train.jsonl), with a ChatML template that renders tools. Use the folder as `model.path=tiny model.init=random`. It does
 NOT make anything that can solve a problem.
 """
@@ -25,7 +25,6 @@ from tunix_like.data.jsonl import JsonlRows
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 
-VOCAB_SIZE = 2048
 PAD, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # ChatML. Tools are written into the system message, and tool calls as in the templates of Qwen2.5.
 CHATML = r"""
@@ -71,8 +70,8 @@ def texts(data: Path, column: str) -> list[str]:
     return [row[column] for row in JsonlRows(data, check)]
 
 
-def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
-    """A byte-level BPE over `texts`, cut as Qwen's is."""
+def train_tokenizer(texts: Iterator[str], vocab: int = 2048) -> Tokenizer:
+    """A byte-level BPE of at most `vocab` tokens over `texts`, cut as Qwen's is."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -83,7 +82,7 @@ def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
     )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab,
         special_tokens=[PAD, IM_START, IM_END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -92,17 +91,17 @@ def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
     return Tokenizer(backend, eos_token=IM_END, pad_token=PAD, chat_template=CHATML)
 
 
-def model_config(family: str, eos: int, pad: int) -> dict[str, Any]:
-    """config.json of a two-layer model of the family."""
+def model_config(family: str, size: argparse.Namespace, eos: int, pad: int) -> dict[str, Any]:
+    """config.json of a model of the family; `size` has the options of the command line."""
     config: dict[str, Any] = {
         "architectures": [{"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]],
         "model_type": family,
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "vocab_size": size.vocab,
+        "hidden_size": size.width,
+        "intermediate_size": 2 * size.width,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads // 2 if size.heads % 2 == 0 else size.heads,
         "hidden_act": "silu",
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6,
@@ -114,16 +113,16 @@ def model_config(family: str, eos: int, pad: int) -> dict[str, Any]:
         "eos_token_id": eos,
         "pad_token_id": pad,
     }
-    return config | ({"head_dim": 16, "attention_bias": False} if family == "qwen3" else {})
+    return config | ({"head_dim": size.width // size.heads, "attention_bias": False} if family == "qwen3" else {})
 
 
-def make(data: Path, column: str, out: Path, family: str) -> None:
+def make(data: Path, column: str, out: Path, family: str, size: argparse.Namespace) -> None:
     """Writes the folder `out`."""
-    tokenizer = train_tokenizer(iter(texts(data, column)))
+    tokenizer = train_tokenizer(iter(texts(data, column)), size.vocab)
     tokenizer.save(out)
     eos, pad = tokenizer.eos_ids[0], tokenizer.pad_id
     generation = {"eos_token_id": [eos, pad], "pad_token_id": pad, "do_sample": True}
-    for name, value in (("config.json", model_config(family, eos, pad)), ("generation_config.json", generation)):
+    for name, value in (("config.json", model_config(family, size, eos, pad)), ("generation_config.json", generation)):
         (out / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
@@ -133,15 +132,23 @@ def main() -> None:
     parser.add_argument("--column", default="question", help="column whose text the tokenizer learns from")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--family", choices=("qwen2", "qwen3"), default="qwen2")
+    parser.add_argument("--layers", type=int, default=2, help="number of layers (default 2)")
+    parser.add_argument("--width", type=int, default=64, help="hidden size, a multiple of 2 x heads (default 64)")
+    parser.add_argument("--heads", type=int, default=4, help="attention heads; half as many for keys and values")
+    parser.add_argument("--vocab", type=int, default=2048, help="largest number of tokens (default 2048)")
     arguments = parser.parse_args()
+    if min(arguments.layers, arguments.width, arguments.heads) < 1 or arguments.width % (2 * arguments.heads):
+        parser.error("--width must be a multiple of 2 x --heads, and --layers and --heads at least 1")
+    if arguments.vocab < 259:
+        parser.error("--vocab must be at least 259: 256 bytes and 3 control tokens")
     data = arguments.data / "train.jsonl" if arguments.data.is_dir() else arguments.data
     if not data.is_file():
         parser.error(f"{data} does not exist: --data names a JSON-lines file, or a folder with train.jsonl")
     try:
-        make(data, arguments.column, arguments.out, arguments.family)
+        make(data, arguments.column, arguments.out, arguments.family, arguments)
     except UserError as error:
         sys.exit(f"error: {error}")
-    print(f"wrote {arguments.out}: a tiny {arguments.family}, to be used with model.init=random")
+    print(f"wrote {arguments.out}: a {arguments.family}, to be used with model.init=random")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ After the image classification of the MaxRL paper (arXiv 2602.02710), with synth
 completion one sampled class, the reward 1 for the right class: the log-likelihood of success is the log-likelihood of
 the label, so that here, other than in text, maximum likelihood itself can be run beside its approximations. Groups of N
 samples; the advantages are those of the library's estimators. Writes `classification.json` (all curves, all learning
-rates) and `maxrl_classification.png`, and prints the tables of docs/results.md; about four minutes of processor time.
+rates) and `maxrl_classification.png`, and prints the tables of docs/studies.md; about four minutes of processor time.
 
 The task: 256 Gaussian classes around random centres in 16 dimensions, seen through a random nonlinear map of 64
 outputs; 20 training inputs a class. The initial pass rate is about 1/256 everywhere. Each seed draws its own task,

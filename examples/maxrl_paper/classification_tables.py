@@ -1,4 +1,4 @@
-"""The tables and the figure of `classification.py`, from the file that it writes: what docs/results.md shows."""
+"""The tables and the figure of `classification.py`, from the file that it writes: what docs/studies.md shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums up the runs of `maze.py`: `results/maze.json` beside this file, pictures, and the tables of docs/results.md.
+"""Sums up the runs of `maze.py`: `results/maze.json` beside this file, pictures, and the tables of docs/studies.md.
 
 python examples/maxrl_paper/maze_figures.py --out runs/maxrl_paper
 """
@@ -92,7 +92,7 @@ def shown(values: Sequence[float], sign: bool = False) -> str:
 
 
 def tables(runs: dict[str, Any]) -> dict[str, str]:
-    """The tables of docs/results.md: `passk`, `paired` (differences to MaxRL of the same start), `rates`, `scaling`."""
+    """The tables `passk`, `paired` (differences to MaxRL of the same start), `rates` and `scaling`."""
     head = ["", *(f"pass@{k}" for k in TABLE_KS)]
     passk = [[LABELS[name], *(shown(list(at(runs, name, k).values())) for k in TABLE_KS)] for name in ORDER]
     paired = []

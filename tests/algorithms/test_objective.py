@@ -496,6 +496,9 @@ def test_the_loss_is_the_sum_of_its_terms():
         expected = jnp.where(MASK, weight * policy + 0.25 * kl - 0.125 * given.entropy, 0)
         np.testing.assert_allclose(loss, expected, rtol=1e-6, atol=1e-7)
         np.testing.assert_array_equal(metrics["kl"], kl)
+        if correction is not None:  # the loss has the weighted estimate, the metric the estimate itself
+            weighted = dataclasses.replace(objective, config=dataclasses.replace(objective.config, sampler_is_kl=True))
+            np.testing.assert_array_equal(weighted.token_loss(given, ADVANTAGES)[1]["kl"], kl)
 
 
 def test_each_loss_gets_the_log_probabilities_of_its_definition():

@@ -16,7 +16,6 @@ import tunix_like
 from tunix_like.algorithms.objective import GroupEstimator
 from tunix_like.cli import advantages as advantages_table
 from tunix_like.cli import main as cli
-from tunix_like.cli import weights_figure
 
 PACKAGE = Path(tunix_like.__file__).parent
 OWN = """
@@ -263,9 +262,9 @@ def line_of(figure, label):
 
 def test_the_lines_of_the_figure():
     size = 8
-    p = weights_figure.pass_rates(size)
-    curves = weights_figure.curves_of(weights_figure.drawn_estimators(size, 2, truncation_order=3, ddof=0), size, p)
-    figure = weights_figure.weights_figure(curves, size, p)
+    p = advantages_table.pass_rates(size)
+    curves = advantages_table.curves_of(advantages_table.drawn_estimators(size, 2, truncation_order=3, ddof=0), size, p)
+    figure = advantages_table.weights_figure(curves, size, p)
     expected = {
         "ML, 1/p": 1 / p,
         "RL = MaxRL order 1": np.ones_like(p),
@@ -300,19 +299,19 @@ def test_the_lines_of_the_figure():
     ],
 )
 def test_figure_of_small_group_sizes(size, k, labels):
-    p = weights_figure.pass_rates(size)
-    curves = weights_figure.curves_of(weights_figure.drawn_estimators(size, k), size, p)
+    p = advantages_table.pass_rates(size)
+    curves = advantages_table.curves_of(advantages_table.drawn_estimators(size, k), size, p)
     assert {curve.label for curve in curves} == labels
 
 
 def test_weights_that_are_never_positive_do_not_break_the_axes():
-    p = weights_figure.pass_rates(4)
+    p = advantages_table.pass_rates(4)
     curves = [
-        weights_figure.Curve("ML, 1/p", "ml", 1 / p),
-        weights_figure.Curve("against", "other", -p),
-        weights_figure.Curve("tiny", "other", 1e-3 * p),
+        advantages_table.Curve("ML, 1/p", "ml", 1 / p),
+        advantages_table.Curve("against", "other", -p),
+        advantages_table.Curve("tiny", "other", 1e-3 * p),
     ]
-    figure = weights_figure.weights_figure(curves, 4, p)
+    figure = advantages_table.weights_figure(curves, 4, p)
     assert np.isnan(line_of(figure, "against").get_ydata()).all()
     bottom, top = figure.axes[0].get_ylim()
     assert bottom < 1e-3 and top > 1 / p[0]
@@ -381,4 +380,4 @@ assert "matplotlib" in sys.modules and "matplotlib.pyplot" not in sys.modules
         if (isinstance(node, ast.ImportFrom) and str(node.module).startswith("matplotlib"))
         or (isinstance(node, ast.Import) and any(alias.name.startswith("matplotlib") for alias in node.names))
     }
-    assert naming == {"weights_figure.py", "figures.py"}
+    assert naming == {"advantages.py", "figures.py"}

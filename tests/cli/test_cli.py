@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from tunix_like.cli import main as cli
 from tunix_like.cli import screen
 from tunix_like.config.load import load
 from tunix_like.config.schema import Config
+from tunix_like.data import load_source
+from tunix_like.errors import UserError
 from tunix_like.runs.build import Parts, check_config
 from tunix_like.runs.folder import run_folder
 from tunix_like.storage import run_lock
@@ -85,6 +88,7 @@ def made(home, first):
         "generate": ["generate", RUN, "--prompt", "abc>", "rollout.temperature=0"],
         "generate greedy": ["generate", RUN, "--prompt", "abc>", "--greedy"],
         "generate sampled": ["generate", RUN, "--prompt", "abc>", "rollout.temperature=0.5", "rollout.top_p=0.9"],
+        "generate row": ["generate", RUN, "--row", "2", "--greedy"],
         "generate empty": ["generate", RUN, "--prompt", "abc>", f"rollout.eos_tokens={list(range(13))}"],
         "export": ["export", RUN, "exported"],
         "eval exported": [
@@ -174,7 +178,7 @@ def test_metrics_of_the_run(home, first):
 
 
 def test_rollouts_of_the_run(home, first):
-    files = sorted(path.name for path in (home / RUN / "rollouts").iterdir())
+    files = sorted(path.name for path in (home / RUN / "rollouts").glob("*.jsonl"))
     assert files[:2] == ["step_000001.jsonl", "step_000002.jsonl"]
     rows = [json.loads(line) for line in (home / RUN / "rollouts" / files[0]).read_text().splitlines()]
     assert len(rows) == 32
@@ -256,6 +260,30 @@ def test_generate_prints_its_sampling_on_standard_error(home, made):
     assert made["generate greedy"][1] == tokenizer.decode(tokens[prompt : len(tokens) - ended]) + "\n"
 
 
+def test_generate_of_a_row_prints_prompt_answer_and_reward(home, made):
+    """Standard output still has the completion only. The data of reverse_text are the oracle of prompt and reward."""
+    code, said, error = made["generate row"]
+    row = load_source(load(home / RUN / "config.yaml").data).eval[1]
+    prompt, answer, reward = error.strip().splitlines()[-3:]
+    assert code == 0 and re.fullmatch(r"[a-h<>unk]*\n", said)
+    assert prompt == f"prompt: {row['prompt']}" and answer == f"answer: {row['prompt'][-2::-1]}"
+    assert float(reward.split()[1]) == float(said.strip() == row["prompt"][-2::-1]) and "exact_match" in reward
+
+
+def test_completions_of_evaluations_are_kept(home, first):
+    """For each evaluation of RL and of SFT there is one file, whose rewards have the mean of the metric."""
+    found = {}
+    for row in metric_rows(home / RUN):
+        step, folder = (row["step"], "eval") if "step" in row else (row["sft/step"], "sft_eval")
+        if (mean := row.get("eval/rewards/mean", row.get("sft/eval/rewards/mean"))) is not None:
+            found[home / RUN / "rollouts" / folder / f"step_{step:06d}.jsonl"] = mean
+    assert {file.parent.name for file in found} >= {"eval"} and all(file.is_file() for file in found)
+    for file, mean in found.items():
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        assert np.mean([row["reward"] for row in rows]) == pytest.approx(mean)
+        assert all(row["reward"] == float(row["completion"] == row["prompt"][-2::-1]) for row in rows)
+
+
 def test_doctor_and_missing_runs_and_checkpoints(made):
     code, said, _ = made["doctor"]
     assert code == 0 and all(name in said for name in ("jax", "flax", "device 0", "a compiled program", "GiB"))
@@ -268,17 +296,18 @@ def test_doctor_and_missing_runs_and_checkpoints(made):
 @pytest.fixture(scope="module")
 def resumed(home, made):
     """The output of the command of the shared run, repeated unchanged, and then with two more steps."""
-    again = call(sys.executable, "-m", "tunix_like", "train", YAML, *SMALL, cwd=home).stdout
+    again = call(sys.executable, "-m", "tunix_like", "train", YAML, *SMALL, cwd=home)
     before = (home / RUN / "metrics.jsonl").read_text()
     more = call(SCRIPT, "train", YAML, *SMALL, "training.max_steps=5", cwd=home)
     return again, before, more.stdout, more.stderr
 
 
 def test_finished_run_prints_its_table_and_how_to_continue(resumed, first):
-    again, before, _, _ = resumed
+    result, before, _, _ = resumed
+    again = result.stdout
     assert not re.search(r"^(train|sft) \d", again, re.M), "nothing was trained"
-    said = "this run was already finished: nothing was trained\n"
-    assert again.count(said) == 1 and said not in first
+    (said,) = [line for line in result.stderr.splitlines() if "finished" in line]
+    assert "training.max_steps" in said and "step 3 of 3" in said
     table = again[again.index("MaxRLLearner, 8 held-out") :]
     assert table == first[first.index("MaxRLLearner, 8 held-out") :]
     assert "raise training.max_steps" in table and "another training.output_dir" in table
@@ -312,6 +341,18 @@ def test_final_table_counts_the_evaluated_problems(tmp_path, capsys):
         assert title in said and "3 samples each" in said and parts.config.eval.samples != 3
 
 
+def test_final_table_leaves_out_what_is_zero_everywhere(tmp_path, capsys):
+    """Rates of failures only: a pass rate of 0 is a result."""
+    first = {"step": 0, "eval/pass@1": 0.0, "eval/pass@1/hard": 0.0, "eval/error_frac": 0.0}
+    first |= {"eval/timeout_frac": 0.0, "eval/skipped_prompts": 0}
+    last = first | {"step": 1, "eval/timeout_frac": 0.5}
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
+    screen.closing_table(tmp_path, make_parts(types.SimpleNamespace(eval=range(10))))
+    said = capsys.readouterr().out
+    assert "pass@1 " in said and "pass@1/hard" in said and "timeout_frac" in said
+    assert "error_frac" not in said and "skipped_prompts" not in said
+
+
 def test_run_without_evaluation_prints_how_to_continue(tmp_path, capsys):
     screen.closing_table(tmp_path, make_parts(None))
     said = capsys.readouterr().out
@@ -332,6 +373,8 @@ def test_resumption_with_another_config_is_rejected(home, first, monkeypatch, ca
     assert "algorithm.num_generations: 4 -> 8" in error and "optimizer.b2: 0.99 -> 0.9" in error
     fixed, free = error.split("These keys differ too, which is allowed:")
     assert "training.output_dir=" in fixed and "max_steps" not in fixed
+    named = re.search(r"training.output_dir='(.*)'", fixed)[1]
+    assert run_folder(load(YAML, [f"training.output_dir={named}", *changes]), YAML, "") == Path(f"{RUN}-8")
     assert free.strip() in ("training.max_steps: 3 -> 9", "training.max_steps: 5 -> 9")
     assert {path: path.stat().st_mtime_ns for path in (home / RUN).rglob("*")} == before
 
@@ -339,15 +382,30 @@ def test_resumption_with_another_config_is_rejected(home, first, monkeypatch, ca
 def test_running_run_is_not_changed_by_another_command(home, first, monkeypatch, capsys):
     """Covers a second command with another config, which must not be written. Commands that only read are allowed."""
     monkeypatch.chdir(home)
-    (home / RUN / "run.lock").write_text(json.dumps(run_lock._me()))
-    before = {path: path.stat().st_mtime_ns for path in (home / RUN).rglob("*")}
+    monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.1)
+    lock = home / RUN / "run.lock"
+
+    def files():
+        return {path: path.stat().st_mtime_ns for path in (home / RUN).rglob("*") if path != lock}
+
+    before, there, end = files(), threading.Event(), threading.Event()
+
+    def hold():
+        with run_lock.owned(home / RUN):
+            there.set()
+            end.wait()
+
+    owner = threading.Thread(target=hold)
+    owner.start()
     try:
+        there.wait()
         code, _, error = run_main(capsys, "train", YAML, *SMALL, "training.max_steps=9")
-        assert code == 2 and error.startswith(f"error: {home / RUN} is in use by process {os.getpid()} on ")
-        assert {path: path.stat().st_mtime_ns for path in (home / RUN).rglob("*")} == before
+        assert code == 2 and f"error: {home / RUN} is in use by process {os.getpid()} on " in error
+        assert files() == before
         assert run_main(capsys, "export", RUN, str(home / "looked at"))[0] == 0
     finally:
-        (home / RUN / "run.lock").unlink()
+        end.set()
+        owner.join()
 
 
 def test_export_of_a_damaged_checkpoint_fails_with_a_message(home, first, monkeypatch, capsys, tmp_path):
@@ -377,6 +435,19 @@ def test_default_folder_of_a_run(kind, name):
     config = load(None, ["training.seed=3"])
     assert run_folder(config, "somewhere/a.b.yaml", kind) == Path("runs") / f"a.b-{name}-s3"
     assert run_folder(load(None, ["training.output_dir=out"]), "a.yaml", kind) == Path("out")
+
+
+def test_runs_of_a_sweep_have_folders_of_their_own():
+    """Two configs that differ in one key get two folders from one template, named by the value."""
+
+    def folder(*overrides):
+        given = ["training.output_dir=runs/lr{optimizer.learning_rate}-{data.path}-{nothing}", "data.path=a/b"]
+        return run_folder(load(None, [*given, *overrides]), "a.yaml", "maxrl")
+
+    assert folder("optimizer.learning_rate=1e-4") == Path("runs/lr0.0001-a_b-{nothing}")
+    assert folder("optimizer.learning_rate=0.25") == Path("runs/lr0.25-a_b-{nothing}")
+    with pytest.raises(UserError, match=r"training\.output_dir: \{training\.sed\}.*training\.seed"):
+        folder("training.output_dir=runs/{training.sed}")
 
 
 OWN = """

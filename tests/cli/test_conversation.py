@@ -7,7 +7,7 @@ import io
 import pytest
 
 import tunix_like
-from tests.rollout.environments.test_bridge import build
+from tests.environments.test_bridge import build
 from tests.tiny_model import HF as SMALL
 from tunix_like.cli import main as cli
 from tunix_like.config.schema import DataConfig
@@ -151,6 +151,14 @@ def test_an_environment_that_cannot_be_reset_has_no_turns(generate):
 def test_text_of_an_environment_is_never_a_turn_of_the_model(generate):
     code, said, _ = generate("--prompt", "abc>", "environment.name=mine.py:Liar")
     assert code == 0 and said.splitlines()[1:] == ["environment: I am the model"]
+
+
+def test_a_row_that_has_no_answer_to_score(generate, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "abc>"}\n' * 4)
+    code, said, error = generate("--row", "1", "--greedy", "data.name=jsonl", f"data.path={file}")
+    assert code == 0 and said == generate("--prompt", "abc>", "--greedy")[1] and "prompt: abc>" in error
+    assert "no reward: " in error and "answer" in error
 
 
 def test_a_row_without_an_environment(generate):

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.environments.test_bridge import QWEN25 as QWEN25_TEMPLATE
 from tests.models.published_configs import GEMMA3, LLAMA32, QWEN3, QWEN3_1_7B, QWEN3_8B, QWEN25, SMOLLM2_360M
 from tests.process import ROOT, python
-from tests.rollout.environments.test_bridge import QWEN25 as QWEN25_TEMPLATE
 from tunix_like.cli import main as cli
-from tunix_like.training import device, sizes
+from tunix_like.training import sizes
 
 pytestmark = pytest.mark.slow
 
@@ -45,9 +45,10 @@ def home(tmp_path_factory):
     tokenizer = maker.train_tokenizer(iter([QUESTION]))
     home = tmp_path_factory.mktemp("dry")
     (home / "rows").mkdir()
-    row = json.dumps({"question": QUESTION, "answer": "48 / 2 = 24, 48 + 24 = 72.\n#### 72"})
+    questions = QUESTION, QUESTION.replace("April", "May")  # with one prompt in all rows, prompts are not compared
+    rows = [json.dumps({"question": each, "answer": "48 / 2 = 24, 48 + 24 = 72.\n#### 72"}) for each in questions]
     for split in ("train", "test"):
-        (home / "rows" / f"{split}.jsonl").write_text(f"{row}\n{row}\n")
+        (home / "rows" / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
     for name, (fields, _) in {**MODELS, "qwen3_8b": (QWEN3_8B, 0)}.items():
         tokenizer.save(home / name)
         ends = {"eos_token_id": tokenizer.eos_id}  # the published ids are those of the original tokenizers
@@ -58,8 +59,8 @@ def home(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def memory(monkeypatch):
     """Sets a device memory large enough for every example, and returns a function that sets another size in bytes."""
-    monkeypatch.setattr(device, "device_memory", lambda: 10**12)
-    return lambda size: monkeypatch.setattr(device, "device_memory", lambda: size)
+    monkeypatch.setattr(sizes, "device_memory", lambda: 10**12)
+    return lambda size: monkeypatch.setattr(sizes, "device_memory", lambda: size)
 
 
 def dry(capsys, *overrides):
@@ -90,7 +91,7 @@ def test_run_beyond_the_device_memory_is_an_error(chosen, memory, capsys):
 
 
 def test_unknown_device_memory_gives_no_error(monkeypatch, capsys):
-    monkeypatch.setattr(sizes, "this_device", lambda: device.Device("tpu", 1000, known=False))
+    monkeypatch.setattr(sizes, "this_device", lambda: sizes.Device("tpu", 1000, known=False))
     code, said, error = dry(capsys)
     assert code == 0 and not error
     assert re.search(r"memory: [\d.]+ [MGkB]+ at most \(\w+\); the device does not report its memory\n", said)
@@ -189,3 +190,10 @@ def test_dry_run_of_eight_billion_parameters_allocates_no_weights(home):
     needed = float(re.search(r"memory: (\d+) GB at most", done.stdout)[1]) * 1e9
     fits = needed <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert status == (0 if fits else 2) and ("error: dry run: " in done.stderr) == (not fits)
+
+
+def test_dry_run_counts_the_problems_that_are_evaluated(capsys):
+    code, said, _ = dry(capsys, "eval.max_problems=3", "data.eval_size=20")
+    assert code == 0 and re.search(r"evaluation: the first 3 of 20 prompts", said)
+    assert "doctor --config CONFIG --devices" in said
+    assert re.search(r"evaluation: 20 prompts", dry(capsys, "eval.max_problems=30", "data.eval_size=20")[1])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tunix_like.cli import main as cli
-from tunix_like.cli.check_environment import arguments_of
-from tunix_like.rollout.environments.tools import argument_problem, schema_of
+from tunix_like.cli.check_rewards import arguments_of
+from tunix_like.environments.tools import argument_problem, schema_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MINE = '''
@@ -138,7 +138,13 @@ def test_answer_with_one_word_per_turn(capsys):
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("Always", ["no text: succeeds in 2 of 2 rows. The first, row 1: prompt '1', reward 1", "a broken tool call:"]),
+        (
+            "Always",
+            [
+                "no text: succeeds in 2 of 2 rows. The first, row 1: prompt '1', completion '', reward 1",
+                "a broken tool call:",
+            ],
+        ),
         ("Moody", ["row 1: two episodes began with different observations"]),
     ],
 )
@@ -148,11 +154,22 @@ def test_suspicious_environments_give_a_warning(name, parts, capsys):
     assert [part for part in parts if part not in said.out] == []
 
 
+def test_right_guesses_of_a_hidden_number_are_no_alarm(capsys):
+    """With this seed one of the eight hidden numbers is the first guess in the answer of another row."""
+    status = cli.main(["check-rewards", str(EXAMPLES / "environments" / "guess.yaml"), "data.seed=3"])
+    said = capsys.readouterr()
+    assert status == 0 and "nothing suspicious" in said.out, said
+    assert rows_of(said.out)["another row's answer"][1] == "12.5%"
+
+
 def test_failing_gold_answers_are_reported_without_an_error(capsys):
     """A gold answer need not have the form of a turn."""
     status, said = check(capsys, "environment.name=mine.py:Never")
-    assert status == 0 and "no gold answer succeeds: none reaches rewards.success_threshold=1" in said.out
-    assert "answer 'a b c'" in said.out and "nothing suspicious" not in said.out
+    assert status == 0 and "nothing succeeds: no completion above reaches rewards.success_threshold=1" in said.out
+    assert (
+        "gold answer: fails in 2 of 2 rows. The first, row 1: prompt '1', completion 'a b c'" in said.out
+        and "nothing suspicious" not in said.out
+    )
 
 
 def test_failures_by_cause(capsys):

@@ -21,7 +21,7 @@ from tunix_like.cli import main as cli
 from tunix_like.data import reverse_text
 from tunix_like.models import loading, lora
 from tunix_like.models.loading import save_model
-from tunix_like.report import command, page
+from tunix_like.report import page
 from tunix_like.storage import output_folder
 
 pytestmark = pytest.mark.slow
@@ -193,18 +193,18 @@ def test_export_of_a_folder(tmp_path, model, monkeypatch, capsys):
 
 
 def test_report_replaces_only_reports(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "read_runs", lambda folders: [])
+    monkeypatch.setattr(page, "read_runs", lambda folders: [])
     text = page.build([])
-    monkeypatch.setattr(command, "build", lambda runs, gradients: text)
+    monkeypatch.setattr(page, "build", lambda runs, gradients: text)
     out = tmp_path / "report.html"
-    command.write([], str(out), None, None)
+    page.write([], str(out), None, None)
     out.write_text(text[:-100] + "an older page")
-    command.write([], str(out), None, None)
+    page.write([], str(out), None, None)
     assert out.read_text(encoding="utf-8") == text
     config = tmp_path / "config.yaml"
     config.write_text("mine")
     with pytest.raises(UserError, match=r"--out .*config\.yaml: .*not a report"):
-        command.write([], str(config), None, None)
+        page.write([], str(config), None, None)
     assert config.read_text() == "mine"
 
     def full(self, text, encoding=None):
@@ -213,7 +213,7 @@ def test_report_replaces_only_reports(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(UserError, match="No space left"):
-        command.write([], str(out), None, None)
+        page.write([], str(out), None, None)
     assert out.read_text(encoding="utf-8") == text and sorted(os.listdir(tmp_path)) == ["config.yaml", "report.html"]
 
 

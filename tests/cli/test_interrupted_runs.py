@@ -24,17 +24,17 @@ pytestmark = pytest.mark.slow
 REWARD = """
 import os, pathlib, resource, signal, time
 
-from tunix_like.storage import checksums
+from tunix_like.storage import checkpoint_files
 
 calls = 0
-write = checksums.write
+write = checkpoint_files.write_checksums
 
 def killed(folder):
     if folder.name.startswith(os.environ.get("KILL_WRITING", "none")):
         os.kill(os.getpid(), signal.SIGKILL)
     write(folder)
 
-checksums.write = killed
+checkpoint_files.write_checksums = killed
 
 def reward(prompts, completions, answer):
     global calls

@@ -41,7 +41,7 @@ SUSPICIOUS = {
     "always": ["another row's answer: succeeds in 50 of 50", "no text: succeeds in 50 of 50", "prompt again: succeeds"],
     "not_empty": ["another row's answer: succeeds", "'I do not know.': succeeds in 50 of 50"],
     "unsure": ["gold answer: not scored in 50 of 50 rows"],
-    "broken": ["gold answer: the function failed or timed out in 50 of 50 rows", "ZeroDivisionError"],
+    "broken": ["gold answer: error in 50 of 50 rows", "ZeroDivisionError"],
 }
 
 
@@ -82,14 +82,34 @@ def test_without_a_gold_answer(tmp_path, capsys):
             "rewards: {workers: 0, functions: [{name: mine.py:never}]}\n"
         )
         status, said = cli.main(["check-rewards", "run.yaml"]), capsys.readouterr()
-        assert status == 1 and "nothing suspicious" not in said.out, said.err
+        assert status == 0 and "nothing suspicious" not in said.out, said.err
         assert "no column `answer`" in said.out and "data.answer_template" in said.out
         assert "nothing succeeds: no completion above reaches rewards.success_threshold=1" in said.out
 
 
+@pytest.mark.parametrize(("name", "alarm"), [("low_or_right", False), ("always_but_empty", True)])
+def test_rows_with_one_prompt(name, alarm, tmp_path, capsys):
+    """The answer of another row is a guess, which some rows may accept. An alarm remains if all rows accept it."""
+    (tmp_path / "mine.py").write_text(
+        "def low_or_right(completions, answer):\n"
+        "    return [float(c == a or (a in '123' and c.isdigit())) for c, a in zip(completions, answer)]\n\n"
+        "def always_but_empty(completions):\n    return [float(c.isdigit()) for c in completions]\n"
+    )
+    rows = [f'{{"question": "Guess my number.", "answer": "{number}"}}' for number in range(1, 8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    (tmp_path / "run.yaml").write_text(
+        "data: {name: jsonl, path: rows.jsonl, prompt_template: '{question}'}\n"
+        f"rewards: {{workers: 0, functions: [{{name: mine.py:{name}}}]}}\n"
+    )
+    status, said = cli.main(["check-rewards", "run.yaml"]), capsys.readouterr()
+    assert (status == 1) == ("another row's answer: succeeds in 7 of 7 rows" in said.out) == alarm, said
+    other = next(line for line in said.out.splitlines() if "another row's answer" in line).split("│")
+    assert float(other[2]) > 0.1, "the answer of another row succeeds in some rows"
+
+
 def test_failures_are_reported_once(capsys):
     said = check(capsys, "rewards.functions=[{name: mine.py:broken}]")[1].out
-    assert said.count("\nPrompt: ") == 1 and "nan" not in said and said.count("no reward") == 5
+    assert said.count("\nPrompt: ") == 1 and "nan" not in said
 
 
 @pytest.mark.parametrize("workers", [0, 1])

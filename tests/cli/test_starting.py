@@ -94,7 +94,7 @@ def test_user_defined_environment_is_checked_trained_and_played(capsys):
     assert cli.main(["init", "mine", "--like", "env"]) == 0
     assert cli.main(["check-rewards", "mine.yaml"]) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
-    assert "no gold answer succeeds" in said and "INVALID" in said, "the answers are games with more numbers"
+    assert "nothing succeeds" in said and "INVALID" in said, "the answers are games with more numbers"
     small = ["training.max_steps=1", "training.eval_every_n_steps=1", "sft.max_steps=1", "data.batch_size=8"]
     small += ["eval.max_problems=8", "eval.samples=1", "algorithm.num_generations=2", "data.train_size=64"]
     assert cli.main(["train", "mine.yaml", *small]) == 0

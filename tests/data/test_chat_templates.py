@@ -1,10 +1,8 @@
-"""Tests chat templates that take too much time or memory, and prompts of many megabytes: they give an error or a
-skipped row within seconds. Other conversations are rendered as usual, also many at a time."""
+"""Tests chat templates that fail or render too much text, and prompts of many megabytes: they give an error or a
+skipped row. Other conversations are rendered as usual."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 
 import jinja2
@@ -14,9 +12,8 @@ from tests.data.test_tokenizer import CHATML, CHATS, bpe
 from tunix_like import UserError
 from tunix_like.config.schema import DataConfig
 from tunix_like.data.source import PromptFormat
-from tunix_like.data.stream import check_prompts, prompt_batches, render, render_all
+from tunix_like.data.stream import check_prompts, render
 from tunix_like.data.tokenizer import Tokenizer
-from tunix_like.runtime import chat_templates
 from tunix_like.runtime.untrusted import fill
 
 pytestmark = pytest.mark.slow
@@ -26,103 +23,43 @@ RANGE = "{% for a in range(99999) %}"
 END = "{% endfor %}"
 
 
-@pytest.fixture
-def limits(monkeypatch):
-    """Gives the test its own worker with small limits."""
-    monkeypatch.setattr(chat_templates, "_worker", None)
-    monkeypatch.setattr(chat_templates, "SECONDS", 0.5)
-    monkeypatch.setattr(chat_templates, "MEMORY", 512 * 1024**2)
-    yield
-    chat_templates._forget()
-
-
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (RANGE * 4 + END * 4, "more than 0.5 seconds"),
-        ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "RecursionError|more than 0.5 seconds"),
-        ("{{ 10 ** (10 ** 10) }}", "more than 0.5 seconds|memory|MemoryError|digits"),
-        ("{{ messages | tojson * 10 ** 10 }}", "memory|MemoryError"),
-        ("{{ 'x' * 10 ** 10 }}", "memory|MemoryError"),
-        ("{{ '%1000000000s' % 1 }}", "memory|MemoryError|characters"),
         ("{{ '%20000000s' % 1 }}", "more than 10000000 characters"),
-        ("{{ '{:>1000000000}'.format(1) }}", "memory|MemoryError|characters"),
-        ("{{ 'x'.rjust(10 ** 10) }}", "memory|MemoryError"),
-        ("{{ 'a' | center(10 ** 10) }}", "memory|MemoryError"),
-        ("{{ 'a b' | replace(' ', 'x' * 10 ** 8) }}", "characters|memory|seconds"),
-        ("{% set x = namespace(v='ab') %}" + RANGE + "{% set x.v = x.v ~ x.v %}" + END, "memory|seconds"),
-        (RANGE + "{{ messages[0].content * 1000 }}" + END, "characters|memory|seconds"),
+        (RANGE + RANGE + "{{ messages[0].content * 1000 }}" + END + END, "more than 10000000 characters"),
+        ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "RecursionError"),
         ("{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError"),
+        ("{{ messages.__class__.__mro__ }}", "SecurityError"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{{ raise_exception('bad one') }}", "bad one"),
     ],
 )
-def test_template_beyond_the_time_or_memory_limit_raises_an_error(limits, template, said):
-    begun = time.monotonic()
-    with pytest.raises(
-        UserError, match=rf"^The tokenizer's chat template failed on a conversation \(user\): .*({said})"
-    ):
+def test_template_that_fails_or_renders_too_much_raises_an_error(template, said):
+    with pytest.raises(UserError, match=rf"^The tokenizer's chat template failed on a conversation \(user\): .*{said}"):
         bpe(template).render(TURN)
-    assert time.monotonic() - begun < 20
-    assert bpe().render(TURN).startswith("<|im_start|>user\nhi"), "the next is rendered as ever"
 
 
-def test_batch_rendering_equals_rendering_one_by_one(limits):
-    """Includes a conversation larger than a pipe buffer, and conversations that fail in each possible way."""
-    template = (
-        "{% if 'loop' in messages[0].content %}" + RANGE * 4 + END * 4 + "{% endif %}"
-        "{% if 'bad' in messages[0].content %}{{ raise_exception('bad one') }}{% endif %}" + CHATML
-    )
-    texts = ["a", "long " * 40_000, "b", "loop", "c", "bad", "d" * 300, *map(str, range(300)), "bad", "\ud800x", "e"]
+def test_rows_that_fail_are_errors():
+    template = "{% if 'bad' in messages[0].content %}{{ raise_exception('bad one') }}{% endif %}" + CHATML
+    texts = ["a", "long " * 40_000, "b", "bad", "c", "d" * 300, "\ud800x", "e"]
     rows = [{"prompt": [{"role": "user", "content": text}], "n": i} for i, text in enumerate(texts)]
     rows[2]["prompt"] = "as it is"
     rows[4] = {"question": "no prompt"}
-    rows[6]["prompt"] = [{"content": "no role"}]
-    rows[8]["prompt"][0]["more"] = lambda: None  # cannot be pickled
+    rows[5]["prompt"] = [{"content": "no role"}]
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-    errors = {
-        3: "0.5 seconds",
-        4: "needs a 'prompt' column",
-        5: "bad one",
-        6: "must have 'role'",
-        8: "cannot be pickled",
-    }
-    errors |= {len(texts) - 3: "bad one", len(texts) - 2: "lone surrogate"}
+    errors = {3: "bad one", 4: "needs a 'prompt' column", 5: "must have 'role'", 6: "lone surrogate"}
     tokenizer = bpe(template)
-    for number, found in enumerate(render_all(rows, tokenizer)):
+    for number, row in enumerate(rows):
         if number in errors:
-            assert isinstance(found, UserError) and errors[number] in str(found), (number, found)
+            with pytest.raises(UserError, match=errors[number]):
+                render(row, tokenizer)
             continue
+        found = render(row, tokenizer)
         prompt = rows[number]["prompt"]
         made = environment.from_string(CHATML).render(messages=prompt, add_generation_prompt=True)
         expected = prompt if isinstance(prompt, str) else made
         assert found.text == expected and found.tokens == tokenizer.encode(expected) and found.columns == {"n": number}
-    assert number == len(rows) - 1
-
-
-def test_row_with_an_endless_template_loop_is_skipped_or_raises_an_error(limits):
-    template = "{% if messages[0].content == 'loop' %}" + RANGE * 4 + END * 4 + "{% endif %}" + CHATML
-    rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("a", "b", "loop", "c")]
-    with pytest.raises(UserError, match=r"training row 2: .*more than 0.5 seconds"):
-        check_prompts(rows, bpe(template), 200, "skip", "training")
-    kinds = {"batch_size": 3, "max_prompt_length": 200, "seed": 0, "shuffle": False, "forever": False}
-    (batch,) = prompt_batches(rows, bpe(template), **kinds)
-    assert [prompt.text[17] for prompt in batch] == ["a", "b", "c"]
-
-
-def test_dead_or_interrupted_worker_is_replaced(limits):
-    tokenizer = bpe()
-    text = tokenizer.render(TURN)
-    os.kill(chat_templates._worker.process.pid, signal.SIGKILL)
-    chat_templates._worker.process.wait()
-    assert tokenizer.render(TURN) == text
-    with pytest.raises(KeyboardInterrupt):
-
-        def interrupted(*args):
-            raise KeyboardInterrupt
-
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(chat_templates._Worker, "_read", interrupted)
-            tokenizer.render(CHATS[1])
-    assert tokenizer.render(TURN) == text, "not the answer that was still to come"
 
 
 @pytest.mark.parametrize(

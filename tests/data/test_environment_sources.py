@@ -9,13 +9,13 @@ import re
 import pytest
 
 from tunix_like.config.schema import DataConfig
-from tunix_like.data import calculator, guess, load_source, maze_steps, words
+from tunix_like.data import calculator, games, load_source
 from tunix_like.data.shared import shared_prompts
+from tunix_like.environments import guess as guess_environment
+from tunix_like.environments import maze_steps as maze_environment
+from tunix_like.environments.calculator import calculator as tool
 from tunix_like.errors import UserError
-from tunix_like.rollout.environments import guess as guess_environment
-from tunix_like.rollout.environments import maze_steps as maze_environment
-from tunix_like.rollout.environments.calculator import calculator as tool
-from tunix_like.rollout.environments.tool_calls import tool_calls
+from tunix_like.runtime.tool_calls import tool_calls
 
 NAMES = ("guess", "maze_steps", "calculator")
 
@@ -28,7 +28,7 @@ def played(environment, answer):
     """Returns the results of the turns in an SFT answer, and asserts that the observations in it are those of the
     environment."""
     results = []
-    for turn in answer.split(f" {words.END}"):
+    for turn in answer.split(f" {games.END}"):
         given, _, move = turn.strip().rpartition(" ")
         if results:
             assert given == results[-1].observation
@@ -54,10 +54,10 @@ def test_every_word_has_a_token(name):
 
 
 def test_constants_equal_those_of_the_environments():
-    assert (guess.NUMBERS, guess.MOST_GUESSES) == (guess_environment.NUMBERS, guess_environment.MOST_GUESSES)
+    assert (games.NUMBERS, games.MOST_GUESSES) == (guess_environment.NUMBERS, guess_environment.MOST_GUESSES)
     names = ("HIGHER", "LOWER", "INVALID")
-    assert [getattr(guess, name) for name in names] == [getattr(guess_environment, name) for name in names]
-    assert maze_steps.MOST_MOVES == maze_environment.MOST_MOVES and maze_steps.MOVES == maze_environment.MOVES
+    assert [getattr(games, name) for name in names] == [getattr(guess_environment, name) for name in names]
+    assert games.MOST_MOVES == maze_environment.MOST_MOVES and games.MOVES == maze_environment.MOVES
 
 
 def test_games_are_legal_and_random():

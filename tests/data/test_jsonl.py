@@ -168,3 +168,11 @@ def test_hub_source_loads_the_configured_splits(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # import raises
     with pytest.raises(UserError, match=r"tunix-like\[hub\]"):
         load_source(DataConfig(name="hub", path="me/set"))
+
+
+def test_an_answer_with_the_column_role_is_data(tmp_path):
+    """Only SFT reads an answer as messages. A reward gets what the file has."""
+    answer = [{"role": "ceo", "name": "Ann", "since": None}]
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'prompt': 'who?', 'answer': answer})}\n" * 2)
+    source = load_source(DataConfig(name="jsonl", path=str(tmp_path / "rows.jsonl"), eval_size=1))
+    assert source.train[0]["answer"] == answer

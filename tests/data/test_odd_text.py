@@ -21,7 +21,7 @@ from tests.tiny_model import HF
 from tunix_like import MaxRLConfig, MaxRLLearner, RLTrainingConfig, RolloutConfig, UserError
 from tunix_like.config.schema import DataConfig
 from tunix_like.data import load_source, reverse_text, stream
-from tunix_like.data.jsonl import MOST_COLUMNS, MOST_NESTED, JsonlRows
+from tunix_like.data.jsonl import MOST_COLUMNS, JsonlRows
 from tunix_like.data.stream import check_prompts, prompt_batches, refusing, render, usable
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.evaluation.evaluate import eval_problems
@@ -48,14 +48,12 @@ def nested(levels):
         (b'{"prompt": "a", "b\xff": 1}', r"byte 19 of the line \(0xff\) is not UTF-8"),
         ("\ufeff{}".encode("utf-16-le"), r"byte 1 of the line \(0xff\) is not UTF-8; convert .* -f UTF-16 -t UTF-8"),
         (b'{"prompt": "\xed\xa0\x80"}', r"byte 13 of the line \(0xed\) is not UTF-8"),  # half a character, as bytes
-        (rb'{"prompt": "a\ud83d"}', r"column 'prompt' contains a lone surrogate \('\\ud83d'"),
-        (rb'{"prompt": "a", "more": {"x": ["\uDE00"]}}', r"column 'more' contains a lone surrogate \('\\ude00'"),
-        (rb'{"prompt": "a", "\udfff": 1}', r"column '\\udfff' contains a lone surrogate"),
+        (rb'{"prompt": "a\ud83d"}', r"contains a lone surrogate \('\\ud83d'"),
+        (rb'{"prompt": "a", "more": {"x": ["\uDE00"]}}', r"contains a lone surrogate \('\\ude00'"),
+        (rb'{"prompt": "a", "\udfff": 1}', r"contains a lone surrogate"),
         (b'{"prompt": "a\0b"}', r"not valid JSON \(Invalid control character at at column 14\)"),
         (b"\0" * 50, r"not valid JSON \(Expecting value at column 1\)"),
-        (nested(MOST_NESTED + 1), r"nested more than 100 levels deep"),
-        (nested(10_000), r"nested more than 100 levels deep"),
-        (nested(1_000_000), r"nested more than 100 levels deep"),
+        (nested(1_000_000), r"nested too deeply"),
         (b'{"prompt": "a", "x": ' + b"9" * 5000 + b"}", r"a number has more than 4300 digits; write it as text"),
         (json.dumps({"prompt": "a", **{f"c{i}": 0 for i in range(MOST_COLUMNS)}}).encode(), r"more than 1000 differen"),
     ],
@@ -82,7 +80,7 @@ def test_readable_input_is_read_unchanged(tmp_path, ascii_alone, end):
     lines = [line.encode("utf-16", "surrogatepass").decode("utf-16") for line in lines]
     lines[4] = lines[4].replace("Infinity", "1e400")
     (tmp_path / "a.jsonl").write_bytes(end.join(["\ufeff" + lines[0], *lines[1:]]).encode())  # a byte order mark
-    (tmp_path / "b.jsonl").write_bytes(nested(MOST_NESTED))
+    (tmp_path / "b.jsonl").write_bytes(nested(100))
     rows = JsonlRows(tmp_path / "a.jsonl", lambda row, where: None)
     whole = [json.loads(json.dumps(row).encode()) for row in ODD]
     assert [{name: value for name, value in row.items() if value is not None} for row in rows] == [

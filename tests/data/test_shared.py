@@ -69,6 +69,15 @@ def test_number_of_compared_rows_is_limited(monkeypatch, caplog):
     assert not caplog.text
 
 
+def test_no_warning_if_all_training_rows_have_one_prompt(caplog):
+    """Then the prompt does not tell problems apart, for example where an environment hides a number."""
+    rows = [{"prompt": "Guess.", "number": number} for number in range(8)]
+    warn_shared(rows, rows[:2])
+    assert not caplog.text
+    warn_shared([*rows, {"prompt": "Other."}], rows[:2])
+    assert "2 held-out prompts are also" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["maze", "reverse_text"])
 def test_generated_sources_share_no_prompts_between_splits(name, caplog):
     data = load_source(DataConfig(name=name, train_size=200, eval_size=50))

@@ -90,7 +90,6 @@ def test_wordlevel_folder_round_trip(tmp_path, model_type):
     again = Tokenizer.from_folder(tmp_path)
     assert again.encode("UP DOWN") == [1, 4, 5] and again.encode("UP", add_special_tokens=False) == [4]
     assert (again.bos_id, again.eos_ids, again.pad_id) == (1, (2,), 0)
-    assert again.encode_batch(["UP", "DOWN UP"]) == [[1, 4], [1, 5, 4]]
 
 
 def test_tokens_declared_only_in_the_config_are_added_as_transformers_adds_them(tmp_path):
@@ -217,9 +216,9 @@ def test_end_token_that_the_tokenizer_appends_is_removed_from_prompts(tmp_path, 
     assert ours.encode("UP") == [*before, 4, *behind] == auto(tmp_path)("UP")["input_ids"]
     for text, ids in (("UP DOWN", [4, 5]), ("UP <eos>", [4, 2]), ("", [])):
         assert ours.encode_prompt(text, False)[1] == [*before, *ids, *kept], text
-    if not kept:  # a word of the vocabulary in the data, which is encoded separately from its neighbors
+    if not kept:  # a control token in the data, although it is a word of the vocabulary: letters, which are unknown
         filled = fill("UP {word} UP", {"word": "<pad>"})
-        assert ours.encode_prompt(filled, False)[1] == [*before, 4, 0, 4]
+        assert ours.encode_prompt(filled, False)[1] == [*before, 4, *[3] * len("<pad>"), 4]
     assert ours.encode_prompt("UP " * 1000, False, most=3)[1][: len(before) + 4] == [*before, 4, 4, 4, 4]
 
 

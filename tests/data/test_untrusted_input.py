@@ -24,17 +24,7 @@ TAGS = (
     "!!set {{a}}",
     "!!str 010",
 )
-CALLERS = {
-    name: {"pickle"}
-    for name in (
-        "rewards/pool",
-        "rewards/worker",
-        "rollout/environments/fork_server",
-        "rollout/environments/pool",
-        "runtime/chat_templates",
-        "runtime/template_worker",
-    )
-}
+CALLERS = {name: {"pickle"} for name in ("workers/messages", "rewards/worker", "environments/worker")}
 """The modules that may import a library that unpickles objects: both ends of the connection between a run and the
 workers that it started. Only the workers unpickle."""
 

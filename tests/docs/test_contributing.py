@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
 SECTION = re.compile(r"^### (An? [^\n]+)\n(.*?)(?=^##|\Z)", re.M | re.S)
 SECTIONS = {name: re.findall(r"^```diff\n(.*?)^```", text, re.M | re.S) for name, text in SECTION.findall(PAGE)}
-MOST_LINES = 10
+MOST_LINES = 16
 
 CONFIG = {
     "model": {
@@ -36,7 +36,14 @@ CONFIG = {
     "data": {"name": "letters", "batch_size": 2},
     "algorithm": {"advantage_estimator": "median", "policy_loss_fn": "tempered", "num_generations": 4},
     "rewards": {"functions": [{"name": "contains"}]},
-    "rollout": {"max_prompt_length": 4, "max_tokens_to_generate": 2},
+    "rollout": {
+        "max_prompt_length": 4,
+        "max_tokens_to_generate": 2,
+        "eos_tokens": [*range(4, 12)],  # many, so that some turns end before the limit of tokens
+        "engine": "recorder",
+        "engine_arguments": {"file": "tokens.txt"},
+    },
+    "environment": {"name": "parity"},
     "eval": {"samples": 4, "batch_size": 2},
     "training": {"max_steps": 1, "loggers": ["mytracker"], "output_dir": "run"},
 }
@@ -110,6 +117,8 @@ def test_page_has_a_section_for_each_kind_of_extension():
         "A loss",
         "A reward",
         "A data source",
+        "An engine",
+        "An environment kind",
         "A metric",
         "A logger",
         "A model family",
@@ -169,6 +178,16 @@ def test_estimator_loss_and_reward_train_a_model_of_the_family(folder):
 @pytest.mark.slow
 def test_the_source_has_rows_and_the_command_counts_them(folder):
     assert (folder / "said.txt").read_text().splitlines()[:2] == ["6", "4"], "data.train_size is read"
+
+
+@pytest.mark.slow
+def test_the_engine_samples_and_the_environment_kind_answers(folder):
+    """The engine writes all completions: 8 of a step, and 2 held-out problems with 4 samples before and after."""
+    completions = [json.loads(line) for line in (folder / "tokens.txt").read_text().splitlines()]
+    assert len(completions) == 8 + 2 * 2 * 4 and all(1 <= len(tokens) <= 2 for tokens in completions)
+    row = last_row(folder)
+    assert row["train/logprob_gap/max"] < 1e-4 and row["train/environment/turns"] == 1
+    assert row["train/reward/unscored_frac"] == 0
 
 
 @pytest.mark.slow

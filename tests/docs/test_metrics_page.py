@@ -11,14 +11,14 @@ from tunix_like import AlgorithmConfig, EvalConfig, GRPOLearner, RolloutConfig, 
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "output.md"
 SAMPLES = EvalConfig(samples=2)
 
 
-def documented(section=""):
+def documented(section="Metrics"):
     """Returns a pattern of the names in the tables (and, for SFT, the text) of a section of the page."""
     text = PAGE.read_text(encoding="utf-8")
-    text = text[text.index(f"## {section}") :]
+    text = text[text.index(f"## {section}\n") :].partition("\n## ")[0]
     lines = [line.split("|")[1] if line.startswith("|") else line for line in text.splitlines()]
     names = {name for line in lines for name in re.findall(r"`([^`\s]+)`", line)}
     return re.compile("|".join(re.sub(r"<\w+>", "[\\\\w.@/-]+", re.escape(name)) for name in sorted(names)))

@@ -1,5 +1,5 @@
 """Tests `examples/maxrl_paper/`: the maze runs start from one SFT model, are evaluated, and are resumed. The tables of
-docs/results.md are those of the stored results. The config with the sizes of the paper is valid."""
+docs/studies.md are those of the stored results. The config with the sizes of the paper is valid."""
 
 from __future__ import annotations
 
@@ -117,10 +117,10 @@ def test_interval_is_that_of_student_t():
     np.testing.assert_allclose((mean - half, mean + half), (low, high), rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", sorted(figures.tables(json.loads(figures.RESULTS.read_text()))))
+@pytest.mark.parametrize("name", ["passk", "paired"])
 def test_documentation_shows_the_stored_results(name):
     table = figures.tables(json.loads(figures.RESULTS.read_text()))[name]
-    assert table in (ROOT / "docs" / "results.md").read_text()
+    assert table in (ROOT / "docs" / "studies.md").read_text()
 
 
 def test_config_with_the_sizes_of_the_paper_is_valid(capsys):

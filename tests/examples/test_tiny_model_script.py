@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from tunix_like.cli import main as cli
+from tunix_like.config.load import load
 from tunix_like.data.tokenizer import Tokenizer
-from tunix_like.rollout.environments.bridge import make_bridge
-from tunix_like.rollout.environments.tool_calls import ToolCall, tool_calls
+from tunix_like.environments.bridge import Bridge
+from tunix_like.runs.build import assemble
+from tunix_like.runtime.tool_calls import ToolCall, tool_calls
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +70,8 @@ def test_the_template_renders_tools_and_tool_calls(monkeypatch):
     text = tokenizer.render([system, question], tools=[tool])
     assert text.count("<|im_start|>") == 3 and text.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
     assert json.dumps(tool) in text and "Be brief" not in tokenizer.render([question], tools=[tool])
-    make_bridge(tokenizer, True, tokenizer.eos_ids, [tool], most_tokens=200, overlong="cut")
+    with_tool = tokenizer.with_template_variables({"tools": [tool]})
+    Bridge(with_tool, True, tokenizer.eos_ids, True, most_tokens=200, overlong="cut")
     for given in ({"a": 5, "b": "é"}, '{"a": 5, "b": "é"}'):
         call = {"type": "function", "function": {"name": "add", "arguments": given}}
         turn = {"role": "assistant", "content": None, "tool_calls": [call, call]}
@@ -76,3 +79,28 @@ def test_the_template_renders_tools_and_tool_calls(monkeypatch):
         assert tool_calls(said[3]) == [ToolCall("add", {"a": 5, "b": "é"})] * 2 and said[4].startswith(
             "tool\n7<|im_end|>"
         )
+
+
+def test_sizes_and_a_model_from_scratch_with_this_tokenizer(monkeypatch):
+    """The options set the shape that a run has; a run with another shape can use the tokenizer alone."""
+    rows = [json.dumps({"prompt": f"{i} + 1 =", "answer": str(i + 1)}) for i in range(40)]
+    Path("mine.jsonl").write_text("\n".join(rows))
+    sizes = ["--layers", "3", "--width", "48", "--heads", "6", "--vocab", "260"]
+    run(monkeypatch, "--data", "mine.jsonl", "--column", "prompt", "--out", "tiny", *sizes)
+    data = [
+        "algorithm.advantage_estimator=maxrl",
+        "data.name=jsonl",
+        "data.path=mine.jsonl",
+        "rewards.functions=[{name: exact_match}]",
+        "model.init=random",
+    ]
+    made = assemble(load(None, [*data, "model.path=tiny"]), abstract=True).model.config
+    assert (made.num_layers, made.hidden_size, made.num_heads, made.num_kv_heads, made.head_dim) == (3, 48, 6, 3, 8)
+    assert made.vocab_size == 260
+    shape = "{model_type: llama, hidden_size: 32, intermediate_size: 40, num_hidden_layers: 1, num_attention_heads: 2}"
+    parts = assemble(load(None, [*data, "model.tokenizer=tiny", f"model.config={shape}"]), abstract=True)
+    folder = Tokenizer.from_folder("tiny")
+    assert parts.model.config.vocab_size == folder.vocab_size and parts.model.config.num_layers == 1
+    assert parts.tokenizer.encode("7 + 1 =") == folder.encode("7 + 1 =")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "--data", "mine.jsonl", "--column", "prompt", "--out", "other", "--width", "50")

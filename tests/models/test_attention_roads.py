@@ -297,7 +297,7 @@ def test_auto_selects_by_the_size_of_the_scores(monkeypatch):
     taken = []
     monkeypatch.setattr(roads, "joined_attention", lambda q, parts, cap=None: taken.append(len(parts)) or q)
     refuse = lambda *_: pytest.fail("a kernel was called")  # noqa: E731
-    monkeypatch.setattr(roads, "_IMPLEMENTATIONS", {"cudnn": refuse, "splash": refuse})
+    monkeypatch.setattr(roads, "_KERNELS", {"cudnn": refuse, "splash": refuse})
     monkeypatch.setattr(roads, "SCORES", P * G * T * H * (S + T))
     q = jnp.zeros((P, G, T, H, WIDTH))
     prompt = part_of(jnp.zeros((P, S, K, WIDTH)), jnp.zeros((P, S, K, WIDTH)), Lengths(jnp.asarray(LENGTHS)))

@@ -15,12 +15,10 @@ from safetensors.numpy import load_file, save_file
 from tests.models.published_configs import GEMMA2, GEMMA3, GEMMA3_WITH_IMAGES, MISTRAL, QWEN3_MOE, SMOLLM3
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
-from tunix_like.models.counts import parameter_count
+from tunix_like.models.counts import forward_operations, parameter_count
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.layer_kinds import Experts
+from tunix_like.models.fields import Experts, LinearScaling
 from tunix_like.models.loading import load_model, save_model
-from tunix_like.models.operations import forward_operations
-from tunix_like.models.rope import LinearScaling
 from tunix_like.models.weights import save_weights
 
 PUBLISHED = (GEMMA2, GEMMA3, MISTRAL, SMOLLM3, QWEN3_MOE)

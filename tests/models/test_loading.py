@@ -10,6 +10,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import tokenizers
@@ -19,7 +20,7 @@ from jax.sharding import AxisType
 from tunix_like.config.schema import RolloutConfig, SFTConfig
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
-from tunix_like.models import stored
+from tunix_like.models import weights as weight_files
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import export_model, load_abstract, load_model, save_model
@@ -208,6 +209,26 @@ def test_pretrained_draws_no_random_weights(folder, monkeypatch):
     assert drawn and all(drawn)
 
 
+@pytest.mark.parametrize(("dtype", "value"), [("float32", np.nan), ("float16", np.inf), ("bfloat16", -np.inf)])
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"mesh": (2, 2)}])
+def test_tensor_with_a_value_that_is_not_finite(tmp_path, monkeypatch, dtype, value, options):
+    """The largest finite numbers of the dtype are accepted."""
+    monkeypatch.setattr(weight_files, "READ_BYTES", 256)  # several blocks per tensor
+    if options.get("mesh"):
+        options = {"mesh": jax.make_mesh(options["mesh"], ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)}
+    model, _ = load_model(HF | {"num_key_value_heads": 2}, init="random")
+    params = jax.tree.map(lambda x: np.array(x, dtype), params_of(model))
+    kernel = params["layers"][1]["mlp"]["down_proj"]["kernel"]
+    limits = ml_dtypes.finfo(dtype)
+    kernel[:3, 0] = limits.max, limits.min, limits.smallest_subnormal
+    save_model(params, model.config, None, tmp_path)
+    load_model(tmp_path, **options)
+    kernel[11, 5] = value
+    save_model(params, model.config, None, tmp_path)
+    with pytest.raises(UserError, match=r"model\.safetensors: tensor model\.layers\.1\.mlp\.down_proj\.weight "):
+        load_model(tmp_path, **options)
+
+
 def test_tokenizer_larger_than_the_model(folder):
     make_tokenizer(size=13).save(folder)
     for init in ("pretrained", "random"):
@@ -322,7 +343,7 @@ def test_loading_imports_neither_torch_nor_transformers():
 def test_loading_keeps_one_part_of_one_tensor_in_host_memory(tmp_path, monkeypatch, shape):
     """For a file in bfloat16 that is loaded as float32, the peak is at most the largest part of a device plus a
     tenth."""
-    monkeypatch.setattr(stored, "BLOCK", 2**17)
+    monkeypatch.setattr(weight_files, "READ_BYTES", 2**17)
     put = jax.device_put
 
     def to_device_memory(x, place):  # the CPU has no separate device memory; mapped memory is not traced

@@ -4,6 +4,7 @@ save and load, and errors."""
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -248,8 +249,14 @@ def test_adapters_of_another_model(model, tmp_path):
     assert f"{first} has shape (2, 31), but this model with r = 2 needs (2, 32)" in said_of(
         tensors | {first: tensors[first][:, 1:].copy()}
     )
+    wrong = np.full_like(tensors[first], np.inf)
+    assert f"{file}: tensor {first} has NaN or infinite values" in said_of(tensors | {first: wrong})
     assert "has no adapter of" in said_of({"embed": np.zeros(1)})
     assert "adapter_config.json: cannot be read" in said_of(tensors, tmp_path / "nowhere")
     file.write_bytes(b"x")
     with pytest.raises(UserError, match="cannot be read as safetensors"):
+        load_adapter(model, tmp_path)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(UserError, match="is not a regular file"):
         load_adapter(model, tmp_path)

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from tunix_like.config.schema import MeshConfig
-from tunix_like.models.layer_kinds import Experts
-from tunix_like.models.moe import MixtureOfExperts
+from tunix_like.models.fields import Experts
+from tunix_like.models.layers import MixtureOfExperts
 from tunix_like.models.sharding import build_mesh, place_params, place_prompts, scope
 
 pytestmark = pytest.mark.slow

@@ -28,13 +28,12 @@ from tunix_like.models.sharding import (
     scope,
     shardings_of,
 )
-from tunix_like.rollout import decoding, sampler, schedule, shapes
-from tunix_like.training.device import Device
+from tunix_like.rollout import decoding, sampler, schedule
 from tunix_like.training.engine import make_engine
 from tunix_like.training.forward import ForwardOptions, place_packed
 from tunix_like.training.packing import Layout, pack
-from tunix_like.training.rollout_layout import rollout_mesh
 from tunix_like.training.sft import _Likelihood
+from tunix_like.training.sizes import Device, rollout_mesh
 from tunix_like.training.train_step import StepSpec, TrainState, gradient, step_inputs
 from tunix_like.types import GroupBatch, SamplingParams
 
@@ -118,7 +117,7 @@ def test_weights_are_replicated_while_sampling_where_they_fit():
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24, max_concurrent_rows=8)
 
     def chosen(memory: int) -> list[int]:
-        layout = rollout_mesh(model, rollout, mesh, shapes.slot_shape, Device("cpu", memory))
+        layout = rollout_mesh(model, rollout, mesh, Device("cpu", memory))
         return list(layout.shape.values())
 
     assert chosen(10**9) == [8, 1, 1]
@@ -148,7 +147,7 @@ def test_a_layout_that_does_not_divide_the_model_is_not_chosen():
     mesh = build_mesh(MeshConfig(shape=[1, 8, 1], axis_names=AXES))
     model = Decoder(dataclasses.replace(CONFIG, vocab_size=33), rngs=nnx.Rngs(0))
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24)
-    layout = rollout_mesh(model, rollout, mesh, shapes.slot_shape, Device("cpu", 1000))
+    layout = rollout_mesh(model, rollout, mesh, Device("cpu", 1000))
     assert list(layout.shape.values()) == [1, 8, 1]
 
 

@@ -14,8 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.stored import INDEX, SINGLE, Stored
-from tunix_like.models.weights import check_weights, hf_name, load_weights, save_weights
+from tunix_like.models.weights import INDEX, SINGLE, Stored, check_weights, hf_name, load_weights, save_weights
 
 CONFIG = DecoderConfig(
     vocab_size=11,

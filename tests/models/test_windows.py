@@ -11,7 +11,7 @@ from flax import nnx
 from tests.rollout.arrays import sample_groups
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.rope import LinearScaling
+from tunix_like.models.fields import LinearScaling
 from tunix_like.rollout import schedule
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.rollout.shapes import pad_tokens

@@ -81,6 +81,8 @@ def write_run(folder: Path, steps: int = 6, **config: object) -> Path:
             columns = {"reward": REWARDS, "estimator_reward": REWARDS, "advantage": ADVANTAGES, "length": LENGTHS}
             columns |= {"finished": LENGTHS < 12, "reward/a": REWARDS, "reward/<u>b</u>": 0 * REWARDS}
             write_rollouts(folder / "rollouts", step, problems(step), texts(step), columns)
+    evaluated = {name: columns[name] for name in ("reward", "length", "finished")}
+    write_rollouts(folder / "rollouts" / "eval", steps, problems(100), texts(100), evaluated)
     log.write({"step": steps, "eval/pass@1": 0.5, "eval/pass@4": 0.75})
     tree = {"algorithm": {"advantage_estimator": "maxrl"}, "data": {"system_prompt": HOSTILE}, "optimizer": config}
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))

@@ -141,7 +141,11 @@ def test_steps_and_runs(page):
     assert page.locator("#rollouts .groups").get_by_text("What is 2 + 2?").count() == 1
     page.locator("#step").select_option("all")
     assert page.locator("#count").inner_text() == "9 of 9 prompts, 36 of 36 completions"
+    page.locator("#kept").select_option(label="held out")
+    assert page.locator("#step option").all_inner_texts() == ["step 6", "all steps"]
+    assert page.locator("#rollouts .groups").get_by_text("What is 100 + 100?").count() == 1
     page.locator("#run").select_option(label="second")
+    assert page.locator("#kept option:checked").inner_text() == "training"
     page.locator("#step").select_option("8")
     assert page.locator("#rollouts .groups").get_by_text("What is 8 + 8?").count() == 1
 

@@ -79,16 +79,16 @@ def naive(trained, batch):
 
 def test_norms_equal_those_of_the_plain_model(run, monkeypatch, capsys):
     """The KL is left out. Twenty rows make two batches of eight. The page shows the result."""
-    updates, made = [], gradients._update
-    monkeypatch.setattr(gradients, "_update", lambda *args: updates.append(made(*args)) or updates[-1])
+    batches, made = [], gradients.training_batch
+    monkeypatch.setattr(gradients, "training_batch", lambda *args: batches.append(made(*args)) or batches[-1])
     found = gradients.measure(run, 9)
     trained = open_trained(str(run))
-    assert len(updates) == 2 and found.origin == f"{run}/checkpoints/1"
+    assert len(batches) == 2 and found.origin == f"{run}/checkpoints/1"
     expected, rates = [], []
-    for update in updates:
-        scored, rewards = update.batch.scored, update.batch.rewards
+    for batch in batches:
+        scored, rewards = batch.scored, batch.rewards
         kept = scored.any(axis=1)
-        expected += np.array(naive(trained, update.batch))[kept].tolist()
+        expected += np.array(naive(trained, batch))[kept].tolist()
         rates += [rewards[g][scored[g]].mean() for g in np.flatnonzero(kept)]
     np.testing.assert_allclose(found.norms, expected, rtol=1e-3, atol=1e-6)
     np.testing.assert_allclose(found.rates, rates, rtol=1e-6)

@@ -4,6 +4,7 @@ that are not runs."""
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 
@@ -105,6 +106,12 @@ def test_names_of_runs_are_distinct(tmp_path):
         ),
         (lambda run: (run / "rollouts/step_000002.jsonl").write_text("1\n{}\n"), "step_000002.jsonl, line 1"),
         (lambda run: (run / "rollouts/step_000004.jsonl").write_text('{"problem": 1}\n'), "step_000004.jsonl, line 1"),
+        (lambda run: os.mkfifo(run / "rollouts/step_000008.jsonl"), "step_000008.jsonl is not a regular file"),
+        (
+            lambda run: (run / "rollouts/step_000008.jsonl").symlink_to("/dev/zero"),
+            "step_000008.jsonl is not a regular",
+        ),
+        (lambda run: (run / "metrics.jsonl").write_text("[" * 100_000 + "\n{}\n"), "metrics.jsonl, line 1"),
         (lambda run: (run / "rollouts/step_last.jsonl").write_text("{}\n"), "step_last.jsonl: expected step_<number>"),
     ],
 )
@@ -162,7 +169,7 @@ def test_only_different_config_keys_are_listed(tmp_path):
 
 
 def test_completions_are_read_as_written(tmp_path):
-    steps, left_out = read_steps(write_run(tmp_path), 10**9)
+    steps, left_out = read_steps(write_run(tmp_path) / "rollouts", 10**9)
     assert [each["step"] for each in steps] == [2, 4, 6] and left_out == ""
     for step in steps:
         found, said = step["groups"], texts(step["step"])
@@ -179,19 +186,19 @@ def test_completions_are_read_as_written(tmp_path):
 
 def test_turns_are_read_as_written(tmp_path):
     """The text of all turns is not stored a second time."""
-    ((step,), _) = read_steps(write_trajectories(tmp_path), 10**9)
+    ((step,), _) = read_steps(write_trajectories(tmp_path) / "rollouts", 10**9)
     several, one = step["groups"][0]["completions"]
     names = [turn.get("name") for turn in several["turns"]]
     assert [(turn["role"], turn["text"]) for turn in several["turns"]] == [(t["role"], t["content"]) for t in TURNS[0]]
     assert names == [turn.get("name") for turn in TURNS[0]] and several["sampled"] == 25 and "text" not in several
     assert one["turns"] == [{"role": "assistant", "text": "one turn"}]
-    (step,), said = read_steps(tmp_path, 10)
+    (step,), said = read_steps(tmp_path / "rollouts", 10)
     assert len(step["groups"]) == 1 and said == ""
 
 
 def test_maze_path_equals_the_walk_of_the_reward(tmp_path):
     """The letters of the path, followed from the start, give the cells of `walk`."""
-    steps, _ = read_steps(write_run(tmp_path), 10**9)
+    steps, _ = read_steps(write_run(tmp_path) / "rollouts", 10**9)
     for text, each in zip(PATHS, steps[0]["groups"][2]["completions"], strict=True):
         cells = [(1, 1)]
         for letter in each["path"]:
@@ -203,12 +210,12 @@ def test_maze_path_equals_the_walk_of_the_reward(tmp_path):
 def test_page_size_is_limited_and_omissions_are_stated(tmp_path):
     run = write_run(tmp_path, steps=20)  # ten files
     size = max(file.stat().st_size for file in (run / "rollouts").glob("*.jsonl"))
-    steps, said = read_steps(run, 3 * size)
+    steps, said = read_steps(run / "rollouts", 3 * size)
     assert [each["step"] for each in steps] == [2, 10, 20]
     assert said == "7 of 10 written steps are left out to keep this page small."
-    steps, said = read_steps(run, size)
+    steps, said = read_steps(run / "rollouts", size)
     assert [each["step"] for each in steps] == [20] and "9 of 10 written steps are" in said
-    steps, said = read_steps(run, 400)
+    steps, said = read_steps(run / "rollouts", 400)
     assert [len(each["groups"]) for each in steps] == [1]
     assert said == "9 of 10 written steps and 2 of 3 prompts are left out to keep this page small."
 
@@ -252,7 +259,7 @@ def test_page_contains_only_printable_characters(tmp_path):
     assert {SHOWN, f"{SHOWN} 0", "run \\u202e\\x1b", "train/odd\\u2067"} <= set(found)
     (raw,), (own,) = (
         [group for group in steps[-1]["groups"] if "grid" in group]
-        for steps in (read_steps(folder, 10**9)[0], data["runs"][0]["rollouts"])
+        for steps in (read_steps(folder / "rollouts", 10**9)[0], data["runs"][0]["rollouts"][0]["steps"])
     )
     assert [each["path"] for each in raw["completions"]] == [each["path"] for each in own["completions"]]
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from tests.rewards import misbehaving
 from tunix_like.errors import UserError
 from tunix_like.rewards import close_pools, pooled, resolve, score, verl_compatible
 from tunix_like.rewards import pool as pool_module
+from tunix_like.workers import supervisor
 
 TIMEOUT = 0.6
 
@@ -40,8 +42,7 @@ def run(function, completions, group_size=4, **columns):
 
 
 def pids(functions):
-    slots = next(iter(functions.values())).pool._slots
-    return [slot.worker._process.pid for slot in slots if slot.worker is not None]
+    return [worker.pid for worker in next(iter(functions.values())).pool.idle]
 
 
 def running(pid):
@@ -68,10 +69,12 @@ FAILS = {
     "exit": ("error", "raised SystemExit: leaving"),
     "interrupt": ("error", "raised KeyboardInterrupt"),
     "recursion": ("error", "raised RecursionError"),
-    "os._exit": ("error", "its worker ended with status 3"),
-    "kill": ("error", "its worker was killed by signal 9"),
+    "os._exit": ("error", "its process ended with status 3"),
+    "kill": ("error", "its process was killed by signal 9"),
     "crash": ("error", "Fatal Python error: Segmentation fault"),
-    "close": ("error", "its worker"),
+    "close": ("error", "its process"),
+    "garbage": ("error", "which is not an answer"),
+    "answer": ("error", "which is not an answer"),
     "text": ("error", "'1', is not a number"),
     "infinite": ("error", "inf, is not within"),
 }
@@ -212,12 +215,12 @@ def test_memory_has_a_limit(monkeypatch):
     """A leaking worker is replaced between calls. A worker that grows during a call is stopped in it."""
     functions = pooled([misbehaving.leaking, misbehaving.deed], workers=1, timeout_seconds=20, memory_gb=0.15)
     with monkeypatch.context() as context:
-        context.setattr(pool_module, "POLL_SECONDS", 15.0)  # a leaking call may be slow on a busy machine
+        context.setattr(supervisor, "POLL_SECONDS", 15.0)  # a leaking call may be slow on a busy machine
         got = run(functions["leaking"], list("abcdefghi"), group_size=1)
     grown = run(functions["deed"], ["a", "grow"], group_size=2)
     close_pools(functions.values())
     assert grown.errors.tolist() == [False, True] and grown.total[0] == 1
-    assert "its worker held more than rewards.memory_gb=0.15 GB and was stopped" in grown.first_failure
+    assert "it used more than rewards.memory_gb=0.15 GB in the call and was stopped" in grown.first_failure
     assert got.scored.all() and 3 <= len(set(got.total)) <= 5, "one worker holds four or fewer of 30 MB each"
 
 
@@ -241,7 +244,7 @@ from tests.rewards import misbehaving
 functions = pooled([misbehaving.deed], workers=2, timeout_seconds=1000)
 deed = functions["deed"]
 score([("deed", deed, 1.0)], ["p"] * 2, ["a", "b"], {}, 1)
-print(*[slot.worker._process.pid for slot in deed.pool._slots], flush=True)
+print(*[worker.pid for worker in deed.pool.idle], flush=True)
 what = sys.argv[1]
 if what == "killed":
     score([("deed", deed, 1.0)], ["p"] * 2, ["spin", "b"], {}, 1)
@@ -287,3 +290,32 @@ def test_functions_that_cannot_run_in_a_worker_raise_an_error(tmp_path, monkeypa
     got = run(functions["mine.py:score"], ["a"], group_size=1)
     close_pools(functions.values())
     assert "could not be loaded in a worker. Reward" in got.first_failure and "ZeroDivisionError" in got.first_failure
+
+
+def test_a_function_that_cannot_be_loaded_fails_alone(tmp_path, monkeypatch):
+    """The worker is kept, and calls the other functions."""
+    monkeypatch.setenv("RUN", str(os.getpid()))
+    (tmp_path / "mine.py").write_text(
+        "import os\n1 / (os.environ['RUN'] == str(os.getpid()))\ndef f(completions):\n    return []\n"
+    )
+    functions = pooled({"bad": resolve(f"{tmp_path}/mine.py:f"), "good": misbehaving.deed}, workers=1)
+    failed = run(functions["bad"], ["a", "bb"], group_size=2)
+    before = pids(functions)
+    assert run(functions["good"], ["a", "bb"], group_size=2).total.tolist() == [1, 2]
+    assert failed.errors.all() and "'mine' could not be loaded in a worker. Reward" in failed.first_failure
+    assert "ZeroDivisionError" in failed.first_failure and "was not called" not in failed.first_failure
+    assert run(functions["bad"], ["a"], group_size=1).errors.all() and pids(functions) == before != []
+    close_pools(functions.values())
+
+
+def test_arguments_that_the_worker_cannot_load_are_errors_of_their_function(monkeypatch):
+    """The worker has called another function before."""
+    only_here = types.ModuleType("only_here")
+    exec("class Value: pass", only_here.__dict__)
+    monkeypatch.setitem(sys.modules, "only_here", only_here)
+    functions = pooled([misbehaving.deed, misbehaving.nested], workers=1)
+    assert score([("first", functions["deed"], 1.0)], ["p"], ["a"], {}, 1).total.tolist() == [1]
+    extra = {"extra": [only_here.Value()]}
+    got = score([("second", functions["nested"], 1.0)], ["p"], ["a"], extra, 1)
+    close_pools(functions.values())
+    assert "Reward function 'second' raised ModuleNotFoundError" in got.first_failure

@@ -1,12 +1,17 @@
 """Tests the scoring of a batch: sums computed by hand, unscored completions, failures that name the function, and the
 registry of names."""
 
+import asyncio
+import functools
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.rewards import misbehaving
 from tunix_like.errors import UserError
-from tunix_like.rewards import REWARDS, register_reward_fn, resolve, score, verl_compatible
+from tunix_like.rewards import REWARDS, close_pools, pooled, register_reward_fn, resolve, score, verl_compatible
 
 THREE = ["a", "bb", "ccc"]
 
@@ -95,6 +100,14 @@ def test_function_that_raises_is_called_again_with_fewer_completions():
     assert got.first_failure.startswith("Reward function 'broken' raised KeyError: 'gold'\nTraceback")
     assert "in broken" in got.first_failure and "calls.py" not in got.first_failure
     assert got.first_failure.endswith("Completion: 'dddd'")
+
+
+def test_failure_shows_the_users_line_above_calls_of_libraries():
+    def user(completions, **_):
+        return verl_compatible(lambda **_: json.loads("{"))(completions=completions, answer=["1"] * len(completions))
+
+    got = score([("user", user, 1.0)], ["p"], ["a"], {}, 1)
+    assert "in user" in got.first_failure and "json" in got.first_failure and "calls.py" not in got.first_failure
 
 
 @pytest.mark.parametrize("error", [SystemExit("leaving"), RecursionError(), UserError("the row is bad")])
@@ -195,11 +208,11 @@ def test_a_function_of_a_users_file(tmp_path, monkeypatch):
 
 
 def test_a_function_of_a_module():
-    from tunix_like.rewards.text import exact_match
+    from tunix_like.rewards.built_in import exact_match
 
-    assert resolve("tunix_like.rewards.text:exact_match") is exact_match
-    with pytest.raises(UserError, match="it has: exact_match"):
-        resolve("tunix_like.rewards.text:nothing")
+    assert resolve("tunix_like.rewards.built_in:exact_match") is exact_match
+    with pytest.raises(UserError, match="it has: .*exact_match"):
+        resolve("tunix_like.rewards.built_in:nothing")
     with pytest.raises(UserError, match="no_such_module_x failed to import"):
         resolve("no_such_module_x:f")
 
@@ -225,3 +238,59 @@ def test_reward_function_with_the_signature_of_verl():
     assert run((verl_compatible(positional), 1.0), columns={"answer": [1, 1, 1]}).total.tolist() == [2, 3, 4]
     got = run((verl_compatible(positional), 1.0), columns={"x": [1, 2, 3]})
     assert got.errors.all() and "'answer'; the rows have: x" in got.first_failure
+
+
+async def lengths_later(prompts, completions, scale=1, **columns):
+    """Waits for all completions at the same time; the result of each is its length."""
+
+    async def one(text):
+        await asyncio.sleep(0)
+        if text == "ccc":
+            raise ValueError("no value")
+        return scale * len(text)
+
+    return await asyncio.gather(*map(one, completions))
+
+
+class Judge:
+    async def __call__(self, prompts, completions):
+        return await lengths_later(prompts, completions)
+
+
+async def one_later(solution, truth):
+    return {"score": float(len(await lengths_later([], [truth])) == 1 and solution == truth)}
+
+
+ASYNC = {"function": lengths_later, "partial": functools.partial(lengths_later, scale=1), "object": Judge()}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["plain", "in a running loop"])
+@pytest.mark.parametrize("kind", ASYNC)
+def test_async_functions_score_as_plain_ones_also_inside_a_running_event_loop(kind, inside):
+    async def cell():
+        return run((ASYNC[kind], 1.0))
+
+    got = asyncio.run(cell()) if inside else run((ASYNC[kind], 1.0))
+    assert got.total[:2].tolist() == [1, 2] and got.errors.tolist() == [False, False, True]
+    assert "no value" in got.first_failure
+
+
+def test_an_async_function_of_verl_and_one_in_a_worker():
+    async def cell():
+        return run((verl_compatible(one_later), 1.0), columns={"answer": ["a", "a", "b"]})
+
+    assert asyncio.run(cell()).total.tolist() == [1, 0, 0]
+    functions = pooled([misbehaving.later], workers=1)
+    try:
+        got = score([("later", functions["later"], 1.0)], ["p"] * 3, THREE, {}, 3)
+    finally:
+        close_pools(functions.values())
+    assert got.total.tolist() == [1, 2, 3]
+
+
+def test_async_generators_are_refused():
+    async def yields(prompts, completions):
+        yield 1.0
+
+    with pytest.raises(UserError, match="generator"):
+        run((yields, 1.0))

@@ -15,9 +15,11 @@ from tunix_like import AlgorithmConfig, MaxPOConfig, MaxRLConfig, RLOOConfig, Ro
 from tunix_like.algorithms.objective import build_objective, resolve
 from tunix_like.data import reverse_text
 from tunix_like.data.stream import Prompt
-from tunix_like.rollout.collection import Collector, shape_rewards
+from tunix_like.rewards.scoring import Scores
+from tunix_like.rollout.collection import Collector, shape_rewards, training_batch
 from tunix_like.rollout.requests import samples_of
-from tunix_like.rollout.rollouts import Task
+from tunix_like.rollout.rollouts import Rollout, Task, join_rollouts
+from tunix_like.runtime.profile import Clock
 from tunix_like.types import Completions
 
 SIZE, LIMIT = 4, 6
@@ -131,6 +133,12 @@ def make(kinds, batch_size, algo, rollouts=None, sources=None, functions=None):
     return Collector(task, FakeEngine(), tokenizer, objective, batches, batch_size, key, rollouts)
 
 
+def batch_of(collector, rollout=None):
+    """Returns the training batch of `rollout`, or of the collector's next step."""
+    rollout = collector(1, None, Clock())[0] if rollout is None else rollout
+    return training_batch(rollout, collector.task, collector.objective)
+
+
 def slow_steps(kinds, batch_size, cap, teaching):
     """Computes, by a loop over groups, which groups each step trains on and how many batches it samples."""
     steps, place = [], 0
@@ -146,10 +154,6 @@ def slow_steps(kinds, batch_size, cap, teaching):
         rest = [n for n in drawn if kinds[n] not in teaching]
         steps.append((sorted((good + rest)[:batch_size]), extra, len(good) - batch_size, drawn))
     return steps
-
-
-def silent(name):
-    """Replaces the clock of the collector. Its measurements are not used here."""
 
 
 ESTIMATORS = {
@@ -174,7 +178,8 @@ def test_dynamic_sampling_equals_a_loop_over_groups(kinds, batch_size, cap, name
     algo = config(num_generations=SIZE, dynamic_sampling=True, max_extra_batches=cap, **params)
     collector = make(kinds, batch_size, algo)
     for expected, extra, beyond, drawn in slow_steps(kinds, batch_size, cap, teaching):
-        rollout, batch, metrics, tokens = collector(2, None, silent)
+        rollout, metrics = collector(2, None, Clock())
+        batch = batch_of(collector, rollout)
         assert [problem.number for problem in rollout.problems] == expected
         assert [problem.text for problem in rollout.problems] == [f"{n}>" for n in expected]
         every = FakeEngine().completions(drawn, SIZE)
@@ -193,24 +198,45 @@ def test_dynamic_sampling_equals_a_loop_over_groups(kinds, batch_size, cap, name
         assert metrics["rewards/mean"] == pytest.approx(seen.sum() / len(seen) if len(seen) else math.nan, nan_ok=True)
         assert metrics["reward/unscored_frac"] == pytest.approx(np.isnan(everything).mean())
         assert metrics["completions/mean_length"] == pytest.approx(every.lengths.mean())
-        assert tokens == every.lengths.sum()
         assert metrics["dynamic_sampling/extra_batches"] == extra
         assert metrics["dynamic_sampling/short_groups"] == max(-beyond, 0)
         assert metrics["dynamic_sampling/unused_groups"] == max(beyond, 0)
-    assert collector(2, None, silent) is None
+    assert collector(2, None, Clock()) is None
     assert (
         collector.engine.numbers == list(range(collector.drawn)) == list(range(len(kinds) // batch_size * batch_size))
     )
+
+
+@pytest.mark.parametrize("segmented", [(False, True), (True, False), (True, True), (False, False)])
+def test_joined_rollouts_keep_segments(segmented):
+    """A batch without segments has one per completion, which starts at 0."""
+
+    def rollout(number, segments):
+        out = FakeEngine().completions([number, number + 1], SIZE)
+        starts = np.where(np.arange(LIMIT) > 0, 1, 0) * np.ones_like(out.tokens)
+        out = out._replace(segment_start=starts if segments else None)
+        scores = Scores(np.zeros(2 * SIZE), {}, np.zeros(2 * SIZE, bool), np.zeros(2 * SIZE, bool), None)
+        return Rollout([Prompt("", [1], {})] * 2, [""] * 2 * SIZE, out, scores)
+
+    sides = [rollout(3 * i, segments) for i, segments in enumerate(segmented)]
+    found = join_rollouts(*sides).completions.segment_start
+    if not any(segmented):
+        assert found is None
+        return
+    for part, side, segments in zip(np.split(found, 2), sides, segmented, strict=True):
+        expected = side.completions.segment_start if segments else np.zeros_like(side.completions.tokens)
+        np.testing.assert_array_equal(part, expected)
 
 
 def test_without_dynamic_sampling_one_batch_is_one_step():
     kinds = ["lost", "mixed", "won", "lost", "mixed", "mixed"]
     collector = make(kinds, 2, RLOOConfig(num_generations=SIZE))
     for first in (0, 2, 4):
-        rollout, batch, metrics, _ = collector(1, None, silent)
+        rollout, metrics = collector(1, None, Clock())
+        batch = batch_of(collector, rollout)
         assert [problem.number for problem in rollout.problems] == [first, first + 1]
         assert batch.trained is None and not [name for name in metrics if name.startswith("dynamic")]
-    assert collector(1, None, silent) is None
+    assert collector(1, None, Clock()) is None
 
 
 def test_cap_of_extra_batches_has_a_default_and_is_logged_once(caplog):
@@ -219,7 +245,7 @@ def test_cap_of_extra_batches_has_a_default_and_is_logged_once(caplog):
     algo = RLOOConfig(num_generations=SIZE, dynamic_sampling=True)
     collector = make(["lost", "mixed"] + ["lost"] * 28, 2, algo)
     for step in (1, 2, 3):
-        rollout, _, metrics, _ = collector(step, None, silent)
+        rollout, metrics = collector(step, None, Clock())
         assert metrics["dynamic_sampling/extra_batches"] == 4
         assert metrics["dynamic_sampling/short_groups"] == (1 if step == 1 else 2)
         assert [problem.number for problem in rollout.problems] == [10 * step - 10, 10 * step - 9]
@@ -232,7 +258,9 @@ def test_dynamic_sampling_selects_by_shaped_rewards():
     kinds = ["uneven", "mixed", "uneven", "mixed"]
     for binarize, numbers in ((False, [0, 1]), (True, [1, 3])):
         algo = MaxRLConfig(num_generations=SIZE, dynamic_sampling=True, binarize=binarize)
-        rollout, batch, _, _ = make(kinds, 2, algo)(1, None, silent)
+        collector = make(kinds, 2, algo)
+        rollout, _ = collector(1, None, Clock())
+        batch = batch_of(collector, rollout)
         assert [problem.number for problem in rollout.problems] == numbers
         np.testing.assert_array_equal(batch.rewards, [GROUPS[kinds[n]] for n in numbers])
 
@@ -240,23 +268,23 @@ def test_dynamic_sampling_selects_by_shaped_rewards():
 def test_unscored_extra_batches_are_not_an_error():
     """Only a first batch without any score is an error, because it indicates a fault of the reward function."""
     algo = RLOOConfig(num_generations=SIZE, dynamic_sampling=True)
-    rollout, _, _, _ = make(["mixed", "lost", "unscored", "unscored", "mixed", "lost"], 2, algo)(1, None, silent)
+    rollout, _ = make(["mixed", "lost", "unscored", "unscored", "mixed", "lost"], 2, algo)(1, None, Clock())
     assert [problem.number for problem in rollout.problems] == [0, 4]
     with pytest.raises(UserError, match="no completion could be scored"):
-        make(["unscored", "unscored", "mixed", "mixed"], 2, algo)(1, None, silent)
+        make(["unscored", "unscored", "mixed", "mixed"], 2, algo)(1, None, Clock())
     with pytest.raises(UserError, match="fewer than 3 usable prompts"):
-        make(["mixed", "mixed"], 3, algo)(1, None, silent)
+        make(["mixed", "mixed"], 3, algo)(1, None, Clock())
 
 
 def test_overlong_mask_and_estimator_by_source():
     """overlong=mask marks truncated completions and keeps their rewards. The column data_source selects the
     estimator."""
-    batch = make(["mixed"] * 3, 3, MaxRLConfig(num_generations=SIZE, overlong="mask"))(1, None, silent).batch
+    batch = batch_of(make(["mixed"] * 3, 3, MaxRLConfig(num_generations=SIZE, overlong="mask")))
     np.testing.assert_array_equal(batch.trained, batch.completion_lengths < LIMIT)
     assert not batch.trained.all() and batch.scored.all() and batch.rewards.sum() == 6
     assert batch.estimator_ids.tolist() == [0, 0, 0]
     collector = make(["mixed"] * 3, 3, RLOOConfig(num_generations=SIZE), sources=["own", "unheard of", "own"])
-    assert collector(1, None, silent).batch.estimator_ids.tolist() == [1, 0, 1]
+    assert batch_of(collector).estimator_ids.tolist() == [1, 0, 1]
 
 
 def test_reward_that_the_estimator_does_not_accept_raises(tmp_path):
@@ -264,11 +292,11 @@ def test_reward_that_the_estimator_does_not_accept_raises(tmp_path):
     a reward. The completions are written to a file."""
     minus = [("given", given_rewards, 1.0), ("price", lambda completions: [0.5] * len(completions), -2.0)]
     algo = RLOOConfig(num_generations=SIZE)
-    batch = make(["won", "mixed"], 2, algo, sources=["own", "other"], functions=minus)(1, None, silent).batch
+    batch = batch_of(make(["won", "mixed"], 2, algo, sources=["own", "other"], functions=minus))
     np.testing.assert_array_equal(batch.rewards, [[0, 0, 0, 0], [-1, 0, -1, 0]])
     collector = make(["won", "uneven"], 2, algo, tmp_path / "rollouts", ["other", "own"], minus)
     with pytest.raises(UserError) as error:
-        collector(7, None, silent)
+        collector(7, None, Clock())
     file = tmp_path / "rollouts" / "step_000007.jsonl"
     for words in ("prompt '1>' (group 1), completion 0 (given gave 0.5, price gave 0.5)", "the reward -0.5 is negative",
                   "the estimator 'maxrl'", "algorithm.binarize=true", str(file)):  # fmt: skip

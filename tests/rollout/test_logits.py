@@ -11,20 +11,23 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tunix_like.compile.costs import Counter
 from tunix_like.config.schema import MeshConfig
 from tunix_like.models.sharding import build_mesh, scope
 from tunix_like.rollout.logits import (
-    BLOCK,
+    LARGEST_BLOCK,
     RowSampling,
     SamplingParams,
     choose,
     choose_each,
+    from_bits,
+    in_blocks,
     inverse_cdf,
     keep_each_top_k,
     keep_top_k,
     keep_top_p,
+    uniform_number,
 )
-from tunix_like.runtime.compiled_costs import Counter
 
 SMALL = np.array([1.3, -0.2, 0.4, 2.1, -3.0, 0.5, -1.0], np.float32)
 LARGE = (1.5 * np.random.default_rng(0).normal(size=3000)).astype(np.float32)
@@ -37,7 +40,8 @@ def draw(logits, key, params: SamplingParams, count: int):
 
     def some(total, key):
         rows = 2000
-        tokens, _ = choose(jnp.broadcast_to(logits, (rows, logits.size)), jax.random.uniform(key, (rows,)), params)
+        uniform = jax.vmap(uniform_number)(jax.random.split(key, rows))
+        tokens, _ = choose(jnp.broadcast_to(logits, (rows, logits.size)), uniform, params)
         return total.at[tokens].add(1), None
 
     return jax.lax.scan(some, jnp.zeros(logits.size, jnp.int32), jax.random.split(key, count // 2000))[0]
@@ -111,7 +115,40 @@ def test_counts_follow_the_distribution(logits, params):
     assert chi_square(counts, probs) < 3
 
 
-@pytest.mark.parametrize("size", [5, BLOCK, 3 * BLOCK, 1000])
+def test_random_number_is_the_middle_of_its_cell_rounded_down():
+    """Compares with the exact integers, at and around each power of two and at random."""
+    rng = np.random.default_rng(0)
+    near = np.concatenate([(1 << np.arange(33))[:, None] + np.arange(-3, 4), rng.integers(0, 2**32, (999, 7))]).ravel()
+    bits = np.unique(near[(near >= 0) & (near < 2**32)]).astype(np.uint32)
+    found = np.asarray(jax.jit(from_bits)(bits)).astype(np.float64)
+    middle = (bits.astype(np.float64) + 0.5) / 2.0**32
+    below = middle - found
+    assert (below >= 0).all() and (below < np.spacing(found.astype(np.float32))).all()
+    assert found.min() > 0 and found.max() < 1
+
+
+@pytest.mark.parametrize("logits", [[-40.0, 0, 0, 0], [0, 0, 0, -40.0], [-12.0, 0.3, -15.0, 0, -12.0], SMALL])
+def test_each_token_is_drawn_by_its_share_of_the_2_to_the_32_bit_patterns(logits):
+    """Tokens ascend with the bits, so bisection counts the patterns of each token. Cumulative weights are rounded to
+    float32, which moves a border by at most two cells of `2**-24`."""
+    logits = jnp.asarray(logits, jnp.float32)
+    token_of = jax.jit(lambda bits: choose(logits[None], from_bits(bits)[None], SamplingParams())[0][0])
+    borders = []
+    for token in range(len(logits)):  # the number of patterns that draw `token` or an earlier one
+        low, high = 0, 2**32
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if int(token_of(np.uint32(middle))) <= token else (low, middle)
+        borders.append(low)
+    exact = softmax(np.asarray(logits))
+    shares = np.diff([0, *borders]) / 2.0**32
+    assert borders[-1] == 2**32
+    assert np.abs(shares - exact).max() <= 2 * 2.0**-24
+    assert abs(shares[0] - exact[0]) <= 2.0**-32 + 1e-6 * exact[0], "the borders near 0 are as fine as the bits"
+    assert (shares[exact < 2.0**-40] == 0).all()
+
+
+@pytest.mark.parametrize("size", [5, LARGEST_BLOCK, 3 * LARGEST_BLOCK, 1000])
 def test_even_grid_samples_tokens_in_proportion(size):
     """With `u = (i + 1/2) / N` the count of a token is `N p` to within 1 (2 with rounding at the borders of blocks),
     and tokens ascend."""
@@ -149,8 +186,8 @@ def test_rounding_at_the_border_of_a_block_draws_no_zero():
     uniform = first / total
     chosen = (uniform * total == first) & (first + second - second > first)
     assert chosen.sum() > 100
-    weights = np.zeros((chosen.sum(), 3 * BLOCK), np.float32)
-    weights[:, [5, BLOCK + 5, 2 * BLOCK + 5]] = sums[chosen]
+    weights = np.zeros((chosen.sum(), 3 * LARGEST_BLOCK), np.float32)
+    weights[:, [5, LARGEST_BLOCK + 5, 2 * LARGEST_BLOCK + 5]] = sums[chosen]
     tokens = np.asarray(inverse_cdf(jnp.asarray(weights), jnp.asarray(uniform[chosen])))
     assert (weights[np.arange(len(weights)), tokens] > 0).all()
 
@@ -205,11 +242,12 @@ def test_greedy_is_the_argmax():
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.6)], ids=str)
-@pytest.mark.parametrize("shape", [[1, 1, 8], [2, 2, 2]], ids=str)
-def test_sharded_vocabulary_samples_the_same_tokens(shape, params):
-    """The tokens equal those of one device. Devices exchange single numbers per row, never logits."""
+@pytest.mark.parametrize(("shape", "tokens"), [([1, 1, 8], 4800), ([2, 2, 2], 4800), ([2, 2, 2], 1514)], ids=str)
+def test_sharded_vocabulary_samples_the_same_tokens(shape, tokens, params):
+    """The tokens equal those of one device. Devices exchange single numbers per row, never logits. A part of 757 tokens
+    has no divisor between 8 and the largest block."""
     rng = np.random.default_rng(5)
-    logits, uniform = (2 * rng.normal(size=(40, 4800))).astype(np.float32), rng.uniform(size=40).astype(np.float32)
+    logits, uniform = (2 * rng.normal(size=(40, tokens))).astype(np.float32), rng.uniform(size=40).astype(np.float32)
     mesh = build_mesh(MeshConfig(shape=shape, axis_names=["data", "fsdp", "tp"]))
     rows = PartitionSpec(("data", "fsdp"))
     placed = (
@@ -223,6 +261,23 @@ def test_sharded_vocabulary_samples_the_same_tokens(shape, params):
     np.testing.assert_array_equal(tokens, expected[0])
     np.testing.assert_allclose(logprobs, expected[1], atol=1e-5)
     assert sum(Counter(compiled.as_text(), {}).total().collectives.values()) < 100 * 40
+
+
+@pytest.mark.parametrize("params", [(1.0,), (0.6, 0.5, 4), (1.3, 0.9), (0.0,)], ids=str)
+@pytest.mark.parametrize("tokens", [700, 758])
+def test_logits_in_blocks_give_the_tokens_of_plain_logits(tokens, params):
+    """758 has no divisor between 8 and the largest block."""
+    rng = np.random.default_rng(3)
+    hidden, head = rng.normal(size=(40, 16)).astype(np.float32), rng.normal(size=(16, tokens)).astype(np.float32)
+    uniform = jnp.asarray(rng.random(40), jnp.float32)
+    blocks = in_blocks(jnp.asarray(head))
+    assert blocks.shape == ((16, 4, 175) if tokens == 700 else (16, 758))
+    found = choose(jnp.tensordot(hidden, blocks, 1), uniform, SamplingParams(*params))
+    expected = choose(
+        jnp.pad(hidden @ head, ((0, 0), (0, 1)), constant_values=-jnp.inf), uniform, SamplingParams(*params)
+    )
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(0.6), SamplingParams(0.6, top_p=0.5, top_k=4)], ids=str)

@@ -29,8 +29,7 @@ from tunix_like.cli import main as cli
 from tunix_like.config.schema import Config, DataConfig
 from tunix_like.data import SOURCES, reverse_text
 from tunix_like.models.families import FAMILIES
-from tunix_like.models.fields import HF_NAMES
-from tunix_like.models.rope import ROPE_FIELDS
+from tunix_like.models.fields import HF_NAMES, ROPE_FIELDS
 from tunix_like.training.learners import LEARNERS
 
 MOST_SECONDS, MOST_BYTES = 15, 4 * 1024**3

@@ -48,8 +48,8 @@ MISTAKES = {
     "no space after a colon in a section": (
         ("train", "no_space_below.yaml"), ["algorithm: got 'k:4'", "a space must follow the colon: 'k: 4'"],
     ),
-    "config file that is a loop": (("train", "round.yaml"), ["round.yaml", "loop of symbolic links"]),
-    "config file that is a pipe": (("train", "pipe.yaml"), ["pipe.yaml", "named pipe", "write its content to a file"]),
+    "config file that is a loop": (("train", "round.yaml"), ["round.yaml", "cannot be read"]),
+    "config file that is a pipe": (("train", "pipe.yaml"), ["pipe.yaml", "is not a regular file"]),
     "config file that is a folder": (("train", "splits"), ["splits", "is a folder", "the path of a YAML file"]),
     "config file that is compressed": (("train", "packed.yaml"), ["packed.yaml", "is compressed (gzip)", "gunzip"]),
     "output_dir that no folder can be called": (
@@ -286,11 +286,20 @@ MISTAKES = {
     ),
     "no tokenizer, no vocabulary": (
         (*REVERSED, "data.name=jsonl", "data.path=good.jsonl"),
-        ["model.config: it has no vocab_size", "no tokenizer", "set model.path to a folder with a tokenizer"],
+        ["model.config: it has no vocab_size", "no tokenizer", "model.tokenizer"],
     ),
     "no tokenizer": (
         (*REVERSED, "data.name=jsonl", "data.path=good.jsonl", "model.config.vocab_size=13"),
-        ["config: it has no tokenizer", "data.name=jsonl has none", "set model.path to a folder with a tokenizer"],
+        ["config: it has no tokenizer", "data.name=jsonl has none", "model.tokenizer"],
+    ),
+    "two tokenizers": ((*REVERSED, "model.tokenizer=model"), ["model.tokenizer: data.name=reverse_text has its own"]),
+    "no tokenizer folder": (
+        (*REVERSED, "data.name=jsonl", "data.path=good.jsonl", "model.tokenizer=./nowhere"),
+        ["nowhere: no such folder", "as model.tokenizer"],
+    ),
+    "folder without a tokenizer": (
+        (*REVERSED, "data.name=jsonl", "data.path=good.jsonl", "model.tokenizer=run_without_checkpoint"),
+        ["model.tokenizer: run_without_checkpoint has no tokenizer"],
     ),
     "no model folder": ((*OWN, "model.path=./nowhere"), ["nowhere: no such folder", "Give a model folder, or a hub"]),
     "no config.json": ((*OWN, "model.path=no_config"), ["no_config/config.json: no such file"]),
@@ -332,13 +341,13 @@ MISTAKES = {
         (*OWN, "data.path=packed.jsonl.gz"),
         ["packed.jsonl.gz is compressed (gzip); decompress it with gunzip", "data.path must name a JSON-lines file"],
     ),
-    "data that is a pipe": ((*OWN, "data.path=pipe.jsonl"), ["pipe.jsonl is a named pipe", "to a file"]),
-    "data that is a loop": ((*OWN, "data.path=round.jsonl"), ["round.jsonl is a loop of symbolic links"]),
-    "split that is a loop": ((*OWN, "data.path=splits"), ["splits/train.jsonl is a loop of symbolic links"]),
+    "data that is a pipe": ((*OWN, "data.path=pipe.jsonl"), ["pipe.jsonl is not a regular file"]),
+    "data that is a loop": ((*OWN, "data.path=round.jsonl"), ["round.jsonl cannot be read"]),
+    "split that is a loop": ((*OWN, "data.path=splits"), ["splits/train.jsonl cannot be read"]),
     "data that is a link to nothing": (
-        (*OWN, "data.path=to_nowhere.jsonl"), ["is a symbolic link to nowhere.jsonl, which does not exist"],
+        (*OWN, "data.path=to_nowhere.jsonl"), ["to_nowhere.jsonl does not exist"],
     ),
-    "data that is a device": ((*OWN, "data.path=/dev/null"), ["/dev/null is a device, not a file"]),
+    "data that is a device": ((*OWN, "data.path=/dev/null"), ["/dev/null is not a regular file"]),
     "no data path": ((*OWN, "data.path=null"), ["data.path is required", "JSON-lines file"]),
     "row that does not parse": ((*OWN, "data.path=torn.jsonl"), ["torn.jsonl:3", "at column 27", "write one object"]),
     "missing column": (
@@ -364,11 +373,7 @@ MISTAKES = {
     ),
     "no such function": (
         (*REVERSED, "rewards.functions=[{name: rewards.py:long}]"),
-        ["rewards.py has no function 'long'", "it has: needs_gold, negative, short, waits, yields"],
-    ),
-    "reward that is async": (
-        (*REVERSED, "rewards.functions=[{name: rewards.py:waits}]"),
-        ["'rewards.py:waits' is async", "asyncio.run"],
+        ["rewards.py has no function 'long'", "it has: needs_gold, negative, short, yields"],
     ),
     "reward that yields": (
         (*REVERSED, "rewards.functions=[{name: rewards.py:yields}]"),

@@ -27,15 +27,8 @@ from tunix_like.rewards import pooled, verl_compatible
 def good(prompts, completions, **columns):
     return [1.0 for _ in completions]
 
-async def waits(prompts, completions, **columns):
-    return [1.0 for _ in completions]
-
 def yields(prompts, completions, **columns):
     yield 1.0
-
-class Waits:
-    async def __call__(self, prompts, completions):
-        return [1.0 for _ in completions]
 
 @register_policy_loss_fn("scalar")
 def scalar(logprobs, old_logprobs, advantages, mask):
@@ -66,13 +59,8 @@ calls = {
     "a name": lambda: learner(reward_fns="exact_match"),
     "a named number": lambda: learner(reward_fns={"length": 3}),
     "none in the list": lambda: learner(reward_fns=[]),
-    "async": lambda: learner(reward_fns=[waits]),
-    "async partial": lambda: learner(reward_fns=functools.partial(waits, kind=1)),
-    "async object": lambda: learner(reward_fns={"judge": Waits()}),
     "generator": lambda: learner(reward_fns=yields),
     "built in": lambda: learner(reward_fns=max),
-    "async in workers": lambda: pooled([waits], workers=1),
-    "async for verl": lambda: verl_compatible(waits),
     "weights": lambda: learner(reward_weights=["1"]),
     "weight": lambda: learner(reward_weights=[float("nan")]),
     "metric": lambda: learner(metric_fns=good),
@@ -124,13 +112,8 @@ WORDS = {
     "a name": ["reward_fns: got str", "a list of functions"],
     "a named number": ["Reward function 'length' is 3"],
     "none in the list": ["reward_fns: give at least one"],
-    "async": ["Reward function 'waits' is async", "write a plain def", "asyncio.run"],
-    "async partial": ["Reward function 'partial' is async"],
-    "async object": ["Reward function 'judge' is async"],
     "generator": ["Reward function 'yields' is a generator", "return a list"],
     "built in": ["Reward function 'max' does not accept keyword arguments"],
-    "async in workers": ["Reward function 'waits' is async"],
-    "async for verl": ["Reward function 'waits' is async"],
     "weights": ["reward_weights[0]: got str", "one finite number per reward function"],
     "weight": ["reward_weights[0]: got nan"],
     "metric": ["metric_fns: got function", "give a list of functions"],

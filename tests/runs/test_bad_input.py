@@ -80,9 +80,6 @@ def negative(prompts, completions):
 def needs_gold(completions, gold):
     return [1.0 for _ in completions]
 
-async def waits(prompts, completions, **columns):
-    return [1.0 for _ in completions]
-
 def yields(prompts, completions, **columns):
     yield 1.0
 """

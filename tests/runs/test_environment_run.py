@@ -18,6 +18,7 @@ import yaml
 from tunix_like import UserError
 from tunix_like.cli.screen import announce
 from tunix_like.config.load import load
+from tunix_like.data import load_source
 from tunix_like.runs.build import assemble
 from tunix_like.runs.trained import open_trained
 
@@ -146,3 +147,18 @@ def test_the_summary_shows_the_first_observation_and_evaluations_share_the_envir
         assert f"reset: the environment adds to the prompt of row 1: ' letter {first}'" in said
     finally:
         parts.environments.close()
+
+
+def test_prompt_that_is_too_long_with_its_first_observation_is_found_before_sft(tmp_path, caplog):
+    config = write(tmp_path)
+    source = tmp_path / "letters.py"
+    text = source.read_text()
+    source.write_text(text.replace("answer[0], 0\n", "answer[0], 0\n        return ' long' * 300\n"))
+    with pytest.raises(UserError, match=r"rollout\.max_prompt_length"):
+        assemble(load(config), abstract=True)
+    first = load_source(load(config).data).train[0]["answer"]
+    source.write_text(
+        text.replace("answer[0], 0\n", f"answer[0], 0\n        return ' long' * 300 * (answer == {first!r})\n")
+    )
+    assemble(load(config), abstract=True).environments.close()
+    assert "rollout.max_prompt_length" in caplog.text

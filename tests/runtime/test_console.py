@@ -36,9 +36,9 @@ def test_step_is_one_line():
     )
 
 
-def test_phases_of_the_previous_step_have_no_share():
+def test_times_of_the_sampling_thread_have_no_share():
     row = {"train/step_time_sec": 2.0, "train/time/update": 1.5, "train/time/trainer_idle": 0.5, "train/staleness": 1.0}
-    row |= {"train/time/rollout": 6.0, "train/time/sampler_idle": 148.0, "train/time/reward": 3.0}
+    row |= {"train/sampler_time/rollout": 6.0, "train/sampler_time/idle": 148.0}
     assert console.step_line("train", 1, 2, row) == "train 1/2  2.00 s (update 75%, trainer_idle 25%)"
 
 

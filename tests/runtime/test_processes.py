@@ -25,7 +25,7 @@ from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import save_model
 from tunix_like.runs.trained import open_trained
-from tunix_like.runtime import coordinator, processes
+from tunix_like.runtime import processes
 from tunix_like.storage.metrics import rows
 
 pytestmark = pytest.mark.slow
@@ -133,12 +133,12 @@ told["nan"] = fetch(place_replicated(np.array([1, np.nan], np.float32), mesh), m
 told["own nan"] = fetch(jax.numpy.array([1, np.nan]), mesh).tolist()
 refused("no mesh", lambda: check_divides(None, None))
 
-from tunix_like.training import device
+from tunix_like.training import sizes
 from tunix_like.rollout.rollouts import score_completions
 from tunix_like.types import Problem
 
-device._own_memory = lambda: 1000 + 10 * index
-told["memory"] = device.device_memory()
+sizes._reported_memory = lambda: 1000 + 10 * index
+told["memory"] = sizes.device_memory()
 problems = [Problem(0, "a", [1], {"answer": "x"}), Problem(1, "b", [1], {})]
 reward = lambda prompts, completions, answer: [float(a == c) for a, c in zip(answer, completions)]
 told["scores"] = score_completions([("r", reward, 2.0)], problems, ["x", "y", "x", "y"], 2).total.tolist()
@@ -269,7 +269,7 @@ def test_invalid_input_of_one_process_ends_all(tmp_path):
 
 
 def assert_same_weights(one, other, tolerance=0.0):
-    ours, theirs = (open_trained(str(run), whole=True) for run in (one, other))
+    ours, theirs = (open_trained(str(run), mesh=None) for run in (one, other))
     assert ours.origin.endswith("/6") and theirs.origin.endswith("/6")
     compare = functools.partial(np.testing.assert_allclose, rtol=0, atol=tolerance)
     jax.tree.map(compare, ours.params, theirs.params)
@@ -322,28 +322,6 @@ def test_incomplete_options_are_rejected(said, options):
     assert done.returncode == 2 and said in done.stderr
 
 
-def serve(answer):
-    """Yields the address of a listener on the loopback interface that sends `answer` to each message (None: no
-    answer)."""
-    listening = socket.create_server(("127.0.0.1", 0))
-
-    def work():
-        kept = []
-        while True:
-            try:
-                peer = listening.accept()[0]
-            except OSError:
-                return
-            kept.append(peer)
-            if answer is not None:
-                peer.recv(100)
-                peer.sendall(answer)
-                peer.close()
-
-    threading.Thread(target=work, daemon=True).start()
-    return listening, f"127.0.0.1:{listening.getsockname()[1]}"
-
-
 LATE = (
     "import sys; from tunix_like.cli.main import main; from tunix_like.runtime import processes; "
     "processes.START_SECONDS = 3; sys.exit(main(sys.argv[1:]))"
@@ -352,7 +330,8 @@ LATE = (
 
 def test_failed_connection_ends_with_a_message(tmp_path):
     """jax alone ends with a segmentation fault (the port is in use) or aborts after five minutes."""
-    taken, there = serve(b"HTTP/1.1 400 Bad request\r\n\r\n")
+    taken = socket.create_server(("127.0.0.1", 0))
+    there = f"127.0.0.1:{taken.getsockname()[1]}"
     cases = [
         (
             ["-m", "tunix_like"],
@@ -360,7 +339,6 @@ def test_failed_connection_ends_with_a_message(tmp_path):
             "0",
             f"--coordinator {there}: port {there[10:]} is in use by another run or program",
         ),
-        (["-m", "tunix_like"], there, "1", f"--coordinator {there}: the server at this address is not process 0"),
         (["-c", LATE], f"127.0.0.1:{free_port()}", "1", "no answer after 3 seconds"),
         (["-c", LATE], f"127.0.0.1:{free_port()}", "0", "did not find each other"),
     ]
@@ -380,19 +358,11 @@ def test_failed_connection_ends_with_a_message(tmp_path):
 def test_check_of_a_free_port_leaves_it_free(host):
     port = free_port()
     for _ in range(2):
-        coordinator.check_port(f"{host}:{port}")
+        processes.check_port(f"{host}:{port}")
     with socket.create_server(("127.0.0.1", port)), pytest.raises(UserError, match=f"port {port} is in use"):
-        coordinator.check_port(f"{host}:{port}")
+        processes.check_port(f"{host}:{port}")
     with pytest.raises(UserError, match="port 70000.*1 to 65535"):
-        coordinator.check_port(f"{host}:70000")
-
-
-@pytest.mark.parametrize("answer", [None, b""])
-def test_listener_without_an_answer_raises(monkeypatch, answer):
-    monkeypatch.setattr(coordinator, "ANSWER_SECONDS", 0.3)
-    listening, address = serve(answer)
-    with listening, pytest.raises(UserError, match=f"{address}: .* does not answer like process 0"):
-        coordinator.wait_for(address, 60)
+        processes.check_port(f"{host}:70000")
 
 
 def test_connection_waits_for_a_late_coordinator():
@@ -405,11 +375,11 @@ def test_connection_waits_for_a_late_coordinator():
 
     thread = threading.Thread(target=later)
     thread.start()
-    coordinator.wait_for(f"localhost:{port}", 60)
+    processes.wait_for(f"localhost:{port}", 60)
     thread.join()
     assert service
     with pytest.raises(UserError, match="is in use"):
-        coordinator.check_port(f"localhost:{port}")
+        processes.check_port(f"localhost:{port}")
     service[0].shutdown()
 
 

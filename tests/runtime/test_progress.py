@@ -3,10 +3,12 @@ request."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import sys
 import threading
+import types
 
 import jax
 import pytest
@@ -197,3 +199,62 @@ def test_sampler_reports_rows_and_compilations(monkeypatch):
 
 def test_durations():
     assert [progress.duration(s) for s in (0.2, 59.4, 59.6, 245, 3845)] == ["0 s", "59 s", "1:00", "4:05", "1:04:05"]
+
+
+@pytest.fixture
+def cell(monkeypatch):
+    """Simulates a notebook. Returns the texts that the output of the cell had, oldest first."""
+    texts, ids = [], []
+
+    def display(data, *, raw, display_id):
+        assert raw and not ids
+        ids.append(display_id)
+        texts.append(data["text/plain"])
+
+    def update_display(data, *, raw, display_id):
+        assert raw and ids == [display_id], "one output, which is replaced"
+        texts.append(data["text/plain"])
+
+    shell = types.SimpleNamespace(kernel=object())
+    package, module = types.ModuleType("IPython"), types.ModuleType("IPython.display")
+    package.get_ipython = lambda: shell
+    module.display, module.update_display = display, update_display
+    monkeypatch.setitem(sys.modules, "IPython", package)
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    return texts
+
+
+def test_a_notebook_has_one_output_with_evaluations_the_newest_step_and_the_progress(cell, clock, capsys):
+    with contextlib.ExitStack() as stack:
+        on_row = stack.enter_context(progress.watched(None))
+        with progress.task("loading"):
+            progress._SHOWN.tick()
+        advance = stack.enter_context(progress.task("train", 4))
+        for step in range(5):
+            clock.now += 10
+            evaluated = {"eval/pass@1": 0.25} if step % 2 == 0 else {}
+            on_row({"step": step, "train/loss": step / 8} | evaluated, 4)
+            if step:
+                advance(1)
+            progress._SHOWN.tick()
+    assert cell[0].startswith("loading")
+    steps = [[line.split("  ")[0] for line in text.splitlines()] for text in cell]
+    assert steps[-1] == ["train 0/4", "train 2/4", "train 4/4", "train 4/4, 50 s"]
+    assert ["train 0/4", "train 2/4", "train 3/4"] in [lines[:3] for lines in steps], "the newest step"
+    assert capsys.readouterr().out == ""
+
+
+def test_a_terminal_shows_rows_unless_the_caller_receives_them(terminal):
+    rows = []
+    with progress.watched(None) as on_row:
+        on_row({"step": 1, "train/loss": 0.5}, 4)
+    assert "train 1/4" in terminal.getvalue()
+    with progress.watched(lambda row, total: rows.append((row["step"], total))) as on_row:
+        on_row({"step": 2}, 4)
+    assert rows == [(2, 4)] and "train 2/4" not in terminal.getvalue()
+
+
+def test_other_programs_see_nothing(capsys):
+    with progress.watched(None) as on_row, progress.task("train", 4):
+        on_row({"step": 1, "train/loss": 0.5}, 4)
+    assert capsys.readouterr() == ("", "")

@@ -10,8 +10,8 @@ from flax import nnx
 
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
+from tunix_like.models.counts import forward_operations
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.operations import forward_operations
 from tunix_like.runtime import profile as speed
 
 CONFIG = DecoderConfig(

@@ -16,10 +16,9 @@ import pytest
 from tests.training.test_loop import Counting, run
 from tunix_like.cli import main as cli
 from tunix_like.errors import NotSaved, UserError
-from tunix_like.storage import checkpoint_files, checksums
-from tunix_like.storage.best import Best
+from tunix_like.storage import checkpoint_files
 from tunix_like.storage.checkpoints import Checkpoints
-from tunix_like.storage.metrics import MetricsLog, rows
+from tunix_like.storage.metrics import Best, MetricsLog, rows
 
 pytestmark = pytest.mark.slow
 
@@ -195,8 +194,8 @@ def test_damaged_best_checkpoint_is_detected_at_the_next_start(tmp_path, caplog)
 
 def test_old_best_is_kept_until_the_new_one_is_verified(tmp_path, monkeypatch, caplog):
     """The bytes change between write and verification. The new checkpoint is renamed, and the run continues."""
-    damage = checksums.damage
-    monkeypatch.setattr(checksums, "damage", lambda step: "all wrong" if step.name == "3" else damage(step))
+    damage = checkpoint_files.damage
+    monkeypatch.setattr(checkpoint_files, "damage", lambda step: "all wrong" if step.name == "3" else damage(step))
     go(Measured({1: 0.3, 3: 0.5, 4: 0.2}), tmp_path)
     assert (
         saved(tmp_path) == [1, 4]

@@ -23,7 +23,7 @@ from tunix_like.errors import UserError
 from tunix_like.runs.build import check_config
 from tunix_like.storage import loggers
 from tunix_like.storage.checkpoints import Checkpoints
-from tunix_like.storage.loggers import check_loggers, open_metrics, trackers
+from tunix_like.storage.loggers import check_loggers, open_metrics
 from tunix_like.storage.metrics import MetricsLog, rows
 from tunix_like.training.sft import SFTTrainer
 
@@ -103,7 +103,7 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch):
-    monkeypatch.setitem(trackers.TOOLS, "wandb", Recorder)
+    monkeypatch.setitem(loggers.TOOLS, "wandb", Recorder)
     monkeypatch.setattr(Recorder, "told", [])
     monkeypatch.setattr(Recorder, "ends", [])
     return Recorder
@@ -153,7 +153,7 @@ def test_rows_that_a_tool_failed_to_log_are_logged_at_the_next_start(tmp_path, r
 @pytest.mark.parametrize("others", [[], ["trackio"]])
 def test_rows_of_a_start_without_the_tool_are_logged_later(tmp_path, recorder, monkeypatch, others):
     monkeypatch.setattr(Recorder, "at_once", True)
-    monkeypatch.setitem(trackers.TOOLS, "trackio", type("Other", (Recorder,), {"log": lambda *_: None}))
+    monkeypatch.setitem(loggers.TOOLS, "trackio", type("Other", (Recorder,), {"log": lambda *_: None}))
     killed(Counting(at={3: fail}), tmp_path, ["wandb"])
     killed(Counting(at={5: fail}), tmp_path, others)
     go(Counting(), tmp_path, ["wandb"])
@@ -197,7 +197,7 @@ def hung(recorder, monkeypatch):
         self.first = 1
 
     monkeypatch.setattr(Recorder, "__init__", hang)
-    monkeypatch.setitem(trackers.TOOLS, "trackio", Recorder)
+    monkeypatch.setitem(loggers.TOOLS, "trackio", Recorder)
     yield begun
     gate.set()
     for thread in begun:
@@ -206,9 +206,9 @@ def hung(recorder, monkeypatch):
 
 def test_hanging_tools_are_not_waited_for_or_started_again(tmp_path, hung, monkeypatch, caplog):
     """The run waits once for both tools. The next phase does not start them a second time."""
-    ended, until = trackers.Tool.ended, []
-    monkeypatch.setattr(trackers.Tool, "ended", lambda tool, time: until.append(time) or ended(tool, time))
-    monkeypatch.setattr(trackers, "FINISH_SECONDS", 0.2)
+    ended, until = loggers.Tool.ended, []
+    monkeypatch.setattr(loggers.Tool, "ended", lambda tool, time: until.append(time) or ended(tool, time))
+    monkeypatch.setattr(loggers, "FINISH_SECONDS", 0.2)
     assert go(Counting(), tmp_path, ["wandb", "trackio", "tensorboard"]) == 5
     assert len(until) == 2 and len(set(until)) == 1
     assert warnings(caplog) == [
@@ -222,7 +222,7 @@ def test_hanging_tools_are_not_waited_for_or_started_again(tmp_path, hung, monke
 
 
 def test_number_of_rows_that_wait_for_a_tool_is_limited(tmp_path, hung, monkeypatch, caplog):
-    monkeypatch.setattr(trackers, "WAITING_ROWS", 3)
+    monkeypatch.setattr(loggers, "WAITING_ROWS", 3)
     assert go(Counting(), tmp_path, ["wandb"]) == 5
     assert warnings(caplog) == ["wandb: 3 rows wait for it; this logger is off until the next start"]
 
@@ -285,7 +285,7 @@ def test_bad_names_and_missing_packages(monkeypatch):
     real = importlib.metadata.version
 
     def version(name):
-        if name in trackers.TOOLS:
+        if name in loggers.TOOLS:
             raise importlib.metadata.PackageNotFoundError(name)
         return real(name)
 

@@ -68,14 +68,14 @@ def make(algo=None, *, learner=MaxRLLearner, reward=long_or_short, model=None, r
         on_row=lambda row, total: listeners[0](row, total),
         **arguments,
     )
-    made.listeners = listeners  # replaced if a test gives its own
+    made._listeners = listeners  # replaced if a test gives its own
     return made
 
 
 def collect(learner, data=ROWS, eval_ds=None, **arguments):
     """Trains and returns all rows of metrics."""
     found = []
-    learner.listeners[0] = lambda row, total: found.append(dict(row))
+    learner._listeners[0] = lambda row, total: found.append(dict(row))
     learner.train(data, eval_ds, **{"batch_size": 4} | arguments)
     return found
 

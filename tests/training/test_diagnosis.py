@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 
+import jax
 import numpy as np
 import pytest
 
-from tunix_like import AlgorithmConfig, RolloutConfig
+from tests.training.small_learner import collect, differ, make, make_model
+from tunix_like import AlgorithmConfig, GRPOConfig, GRPOLearner, RolloutConfig
+from tunix_like.algorithms.objective import build_objective, resolve
 from tunix_like.cli import screen
 from tunix_like.config.load import keys
 from tunix_like.rewards import REWARDS, Scores
-from tunix_like.rollout.environments.episodes import Episode
-from tunix_like.rollout.rollouts import Rollout, Task, to_batch
+from tunix_like.rollout.collection import training_batch
+from tunix_like.rollout.episodes import Episode
+from tunix_like.rollout.rollouts import Rollout, Task
 from tunix_like.rollout.samples import pick_samples
 from tunix_like.training import diagnosis
 from tunix_like.training.diagnosis import REPEAT_AFTER, SignalWatch, diagnose, has_signal
@@ -20,6 +24,7 @@ from tunix_like.types import Completions, Problem
 
 LIMIT = 20
 NAN = float("nan")
+OBJECTIVE = build_objective(resolve(GRPOConfig(num_generations=4), GRPOConfig), LIMIT, 1)
 
 
 def task_of(reward="mine"):
@@ -44,7 +49,7 @@ def made(rewards, texts="no", lengths=5, finished=True, trained=None, late=0, fa
     scores = Scores(flat, {"mine": flat}, marks < late, (marks >= late) & (marks < late + failed), None)
     problems = [Problem(i, f"prompt {i}\x1b[2J", [1, 2], {"answer": str(40 + i)}) for i in range(shape[0])]
     rollout = Rollout(problems, texts, out, scores)
-    batch = to_batch(rollout, rewards, 8, LIMIT)
+    batch = training_batch(rollout, task_of(), OBJECTIVE)
     batch = batch if trained is None else batch._replace(trained=np.broadcast_to(trained, shape).copy())
     seen = np.where(batch.scored, rewards, 0.0)
     mean = seen.sum(axis=1, keepdims=True) / np.maximum(batch.scored.sum(axis=1, keepdims=True), 1)
@@ -55,62 +60,49 @@ TIED = [[0.2] * 4, [0.0] * 4]
 
 CASES = {
     "unscored": (task_of(), made([[NAN] * 4, [NAN] * 3 + [1]], late=3, failed=2), 0,
-                 "7 of 8 completions have no reward (3 because a reward function timed out, 2 because one"),
-    "mostly unscored": (task_of(), made([[NAN] * 4] * 7 + [[0.0] * 4], failed=28), 0,
-                        "1 of 8 groups have two scored completions, with equal rewards; 28 of 32 completions have no"),
+                 "7 of 8 completions have no reward (3 because a reward function timed out, 2 because it failed)",
+                 "rewards.timeout_seconds"),
     "half of each group unscored": (task_of(), made([[0.0, 0, NAN, NAN, NAN]] * 2, late=6), 2,
-                                    "2 of 2 groups have two scored completions, with equal rewards; 6 of 10"),
+                                    "6 of 10 completions have no reward", "check-rewards"),
     "masked": (task_of(), made([[0, 1, 0, 0]], finished=[True, False, True, True], trained=[False] * 4), 1,
-               "rewards differ in 1 of 1 groups, but all completions with a non-zero advantage were truncated"),
+               "rewards differ in 1 of 1 groups, but all completions with a non-zero advantage were truncated",
+               "algorithm.overlong"),
     "estimator": (task_of(), (*made([[0.0] * 4, [0, 1, 0, 0]])[:2], np.zeros((2, 4))), 4,
-                  "rewards differ in 1 of 2 groups, but the estimator 'maxpo' gives every completion the advantage 0"),
-    "solved": (task_of(), made([[1.0] * 4, [2.0] * 4]), 0, "all 2 groups are solved by all of their 4 completions"),
-    "solved, as far as is known": (
-        task_of(), made([[NAN] * 4, [NAN, 1.0, 1.0, 1.0], [1.0] * 4]), 5,
-        "all 2 groups are solved by all of their scored completions (5 completions without a reward are not "
-        "counted, including all completions of 1 groups)"),
-    "divided": (task_of(), made([[1.0] * 4, [0.0] * 4]), 4, "1 of 2 groups are solved by all of their 4 completions"),
-    "divided, as far as is known": (
-        task_of(), made([[NAN] * 4, [1.0, 1.0, 1.0, NAN], [NAN, 0.0, 0.0, 0.0]]), 9,
-        "1 of 2 groups are solved by all of their scored completions, the others by none (6 completions without"),
+                  "rewards differ in 1 of 2 groups, but the estimator 'maxpo' gives every completion the advantage 0",
+                  "algorithm.k"),
+    "solved": (task_of(), made([[NAN] * 4, [NAN, 1.0, 1.0, 1.0], [1.0] * 4]), 5,
+               "all 2 groups are solved by all of their scored completions", "data.path"),
+    "divided": (task_of(), made([[NAN] * 4, [1.0, 1.0, 1.0, NAN], [NAN, 0.0, 0.0, 0.0]]), 9,
+                "1 of 2 groups are solved by all of their scored completions, the others by none",
+                "algorithm.dynamic_sampling=true"),
     "refused": (task_of(), made(TIED, ["no", " 40\n", "40", "40.", "no", "no", "no", "41"], finished=False), 1,
-                "no group is solved, although 3 of 8 completions are identical to the row's `answer`"),
+                "of 8 scored completions 8 were truncated at the length limit, 3 are identical to the row's `answer`",
+                "rewards.success_threshold"),
     "truncated": (task_of("gsm8k"), made([[0.0] * 10], finished=[True] + [False] * 9), 1,
-                  "9 of 10 completions were truncated at the length limit"),
+                  "of 10 scored completions 9 were truncated at the length limit", "rollout.max_tokens_to_generate"),
     "unparsable": (task_of("gsm8k"), made([[0.0] * 10], ["#### 7"] + ["no"] * 9), 1,
-                   "in 9 of 10 completions no answer is found"),
-    "wrong": (task_of("gsm8k"), made(TIED, ["no", *["#### 7"] * 7], finished=[True, True, True, False]), 1,
-              "of 8 completions 2 were truncated at the length limit, in 1 no answer is found"),
-    "wrong, as far as is known": (
-        task_of("gsm8k"), made([*TIED, [NAN] * 4], ["no", *["#### 7"] * 11], finished=[True, True, True, False]), 1,
-        "of 8 completions 2 were truncated at the length limit, in 1 no answer is found (4 completions without a "),
+                   "in 9 no answer is found", "data.system_prompt"),
+    "wrong": (task_of("gsm8k"),
+              made([*TIED, [NAN] * 4], ["no", *["#### 7"] * 11], finished=[True, True, True, False]), 1,
+              "of 8 scored completions 2 were truncated at the length limit, in 1 no answer is found.",
+              "algorithm.num_generations"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("cause", CASES)
-def test_diagnosis_names_cause_counts_completion_and_existing_keys(cause):
-    who, step, sample, counts = CASES[cause]
+def test_diagnosis_names_counts_completion_and_existing_keys(cause):
+    who, step, sample, counts, advice = CASES[cause]
     found = diagnose(who, *step)
-    kind = "unscored" if "unscored" in cause else cause.partition(",")[0]
-    assert (found.cause, found.sample) == (kind, sample) and counts in found.found
+    assert found.sample == sample and counts in found.reason and advice in found.advice
     named = {word.strip(".,;()").partition("=")[0] for word in found.advice.split() if word.count(".") and "_" in word}
     assert named <= {key.name for key in keys()}
 
 
 def test_failures_of_an_environment_name_its_keys():
-    def diagnosed(kinds, late):
-        rollout, *rest = made([[NAN] * 4, [NAN] * 4], late=late, failed=8)
-        reasons = [None if kind is None else [kind, "why"] for kind in kinds]
-        episodes = [Episode([], 1, False, 0, NAN, {}, reason) for reason in reasons]
-        return diagnose(task_of(), rollout._replace(episodes=episodes), *rest)
-
-    found = diagnosed(["timeout", *["error"] * 5, "unavailable", "misconfigured"], 1)
-    assert (
-        "8 of 8 completions have no reward (1 because a call of the environment timed out, 7 because the" in found.found
-    )
-    assert "raise environment.timeout_seconds." in found.advice and "reward" not in found.found.partition("(")[2]
-    found = diagnosed([None] * 2 + ["error"] * 6, 1)
-    assert "(1 because a reward function timed out, 1 because one failed, 0 because a call of the env" in found.found
+    rollout, *rest = made([[NAN] * 4, [NAN] * 4], late=1, failed=7)
+    episodes = [Episode([], 1, False, 0, NAN, {}, ["error", "why"])] * 8
+    found = diagnose(task_of(), rollout._replace(episodes=episodes), *rest)
+    assert "(1 because a reward function or the environment timed out, 7 because it failed)" in found.reason
     assert found.advice.endswith("raise rewards.timeout_seconds or environment.timeout_seconds.")
 
 
@@ -123,7 +115,7 @@ def test_a_step_with_a_signal():
 
 def test_missing_answers_are_not_reported_without_an_answer_extractor():
     found = diagnose(task_of(), *made(TIED))
-    assert found.cause == "wrong" and "no answer" not in found.found
+    assert "too hard" in found.advice and "no answer" not in found.reason
 
 
 def test_diagnosis_is_logged_at_step_1_and_every_ten_steps_in_a_row(caplog):
@@ -145,6 +137,28 @@ def test_diagnosis_is_logged_at_step_1_and_every_ten_steps_in_a_row(caplog):
         'prompt "prompt 0\\x1b[2J", answer "40", completion 0 with reward 0.2, 5 tokens): "a\\x1bbccc' in paragraph
     )
     assert "[503 characters]" in paragraph and "\x1b" not in paragraph and "\n" not in paragraph
+
+
+def test_other_terms_of_the_loss_are_named(caplog):
+    SignalWatch(task_of())(1, *made(TIED))
+    SignalWatch(task_of(), other_terms=True)(1, *made(TIED))
+    SignalWatch(task_of(), other_terms=True)(1, *made([[0, 1, 0, 0]]))
+    alone, beside = caplog.messages
+    assert "KL" not in alone and "KL" in beside and not beside.startswith("no training signal")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("settings", "trains"), [({}, False), ({"beta": 0.1}, True), ({"entropy_coef": 0.1}, True)])
+def test_a_run_without_a_signal_says_whether_it_trains(settings, trains, caplog):
+    """The step changes weights only if the loss has a term without rewards."""
+    learner = make(AlgorithmConfig(num_generations=4, advantage_estimator="grpo", **settings), learner=GRPOLearner,
+                   reward=lambda prompts, completions, **columns: [0.0] * len(prompts), max_steps=1,
+                   ref_model=make_model(1) if "beta" in settings else None)  # fmt: skip
+    before = jax.tree.map(np.array, learner.params)
+    collect(learner)
+    assert differ(before, learner.params) == trains
+    (text,) = [text for text in caplog.messages if "no training signal" in text]
+    assert ("KL" in text) == trains
 
 
 def test_failed_answer_extraction_is_reported_in_the_message(caplog, monkeypatch):

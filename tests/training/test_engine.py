@@ -88,7 +88,15 @@ WRONG = {
     ),
     "a segment that starts later": (
         with_fields(segment_start=lambda sample: np.ones(len(sample.tokens), int)),
-        "`segment_start` must be indices from 0 to the token's index; token 0 has 1",
+        "`segment_start` must be .*; token 0 has 1",
+    ),
+    "a segment that is taken up again": (
+        with_fields(tokens=long(int, 4), logprobs=long(float, 4), segment_start=lambda _: np.array([0, 0, 2, 0])),
+        "`segment_start` must be .*; token 3 has 0",
+    ),
+    "a segment that starts in the middle of another": (
+        with_fields(tokens=long(int, 4), logprobs=long(float, 4), segment_start=lambda _: np.array([0, 0, 1, 1])),
+        "`segment_start` must be .*; token 2 has 1",
     ),
     "a short list of segments": (
         with_fields(tokens=long(int, 2), logprobs=long(float, 2), segment_start=long(int, 3)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from tunix_like import (
     UserError,
 )
 from tunix_like.errors import EngineLost, EnvironmentMisconfigured
+from tunix_like.rewards import pooled
 from tunix_like.rollout.collection import shape_rewards
 from tunix_like.types import GroupBatch
 
@@ -42,8 +45,8 @@ class Vowels:
         return EnvStepResult(observation, float(good), self.turns == 3, {"good": good, "text": "no number"})
 
 
-def learner(environment=Vowels, config=TURNS, algo=None, **arguments):
-    made = make(algo or MaxRLConfig(num_generations=4, truncation_order=1), rollout=LENGTHS, reward=(),
+def learner(environment=Vowels, config=TURNS, algo=None, rollout=LENGTHS, **arguments):
+    made = make(algo or MaxRLConfig(num_generations=4, truncation_order=1), rollout=rollout, reward=(),
                 environment=environment, environment_config=config, **arguments)  # fmt: skip
     return made
 
@@ -88,7 +91,10 @@ def test_turns_are_rewarded_and_masked():
     assert 1 < row["train/turns/mean"] <= 3 and row["train/turns/max"] == 3
     assert 0 <= row["train/environment/good"] <= 1 and "train/environment/text" not in row
     assert row["train/rewards/max"] in (1, 2, 3) and row["train/rewards/environment"] == row["train/rewards/mean"]
-    assert row["train/completions/mean_sampled"] < row["train/completions/mean_length"]
+    sampled = out.token_mask.sum(axis=-1)
+    assert row["train/completions/mean_length"] == pytest.approx(sampled.mean())
+    assert (row["train/completions/min_length"], row["train/completions/max_length"]) == (sampled.min(), sampled.max())
+    assert sampled.mean() < row["train/completions/mean_total_length"] == pytest.approx(out.lengths.mean())
     assert row["train/logprob_gap/max"] < 1e-4, "the trainer's log-probabilities of sampled tokens are the sampler's"
 
 
@@ -124,6 +130,31 @@ class Failing(Vowels):
         if self.answer[0] == "f":
             return "x", float("nan"), True
         return b"bytes" if self.answer[0] == "h" else super().step(completion)
+
+
+def played(environments, answer, **columns):
+    """Rewards the number of turns that the environment of a completion has counted, as a reward function of TRL."""
+    assert [environment.answer for environment in environments] == list(answer)
+    return [100.0 + environment.turns for environment in environments]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("apart", ["nothing", "both", "rewards"])
+def test_reward_functions_get_the_environments(apart, tmp_path):
+    environment = Failing
+    if apart == "both":
+        environment = EnvironmentPool(f"{__name__}:Failing", workers=2)
+    reward = played if apart == "nothing" else pooled([played], workers=1)
+    settings = {"max_steps": 1, "log_rollouts_every_n_steps": 1, "output_dir": str(tmp_path)}
+    made = make(rollout=LENGTHS, reward=reward, environment=environment, environment_config=TURNS, **settings)
+    collect(made, batch_size=8)
+    (file,) = (tmp_path / "rollouts").glob("step_*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    scored = [row for row in rows if row["reward"] is not None]
+    assert 0 < len(scored) < len(rows), "some environments have failed"
+    for row in scored:
+        turns = [turn["role"] for turn in row["turns"]].count("assistant")
+        assert row["reward/played"] - 100 in (turns, turns - 1), "the environment does not see a truncated turn"
 
 
 @pytest.mark.slow
@@ -174,6 +205,15 @@ def test_lost_service_stops_the_run_with_the_last_step_saved(tmp_path, monkeypat
     resumed = away(monkeypatch, "", **settings)
     assert [row["step"] for row in collect(resumed)] == [3, 4]
     assert_same(resumed.params, whole.params)
+
+
+@pytest.mark.slow
+def test_environment_that_fails_for_all_trajectories_stops_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(Away, "error", RuntimeError)
+    made = away(monkeypatch, LETTERS, output_dir=str(tmp_path), max_unscored_steps=2, checkpoint_every_n_steps=100)
+    with pytest.raises(EngineLost, match=r"max_unscored_steps(.|\n)*the service is away"):
+        collect(made)
+    assert (tmp_path / "checkpoints" / "3").exists()
 
 
 @pytest.mark.slow
@@ -247,8 +287,8 @@ def test_evaluation_uses_the_environment():
 @pytest.mark.slow
 def test_lockstep_waits_for_all_replies(monkeypatch):
     """This includes a full cache with live rows: the next operation must not depend on time."""
+    from tunix_like.environments.trajectories import Trajectories
     from tunix_like.rollout import schedule
-    from tunix_like.rollout.environments.trajectories import Trajectories
 
     monkeypatch.setattr(schedule, "FIRST_CACHE", 16)
     waits, replies = [], Trajectories.replies

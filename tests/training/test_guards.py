@@ -7,14 +7,15 @@ import resource
 import numpy as np
 import pytest
 
-from tests.training.small_learner import TEXTS, make, varied
+from tests.training.small_learner import TEXTS, assert_same, collect, make, varied
 from tunix_like import UserError
 from tunix_like.cli import main as cli
 from tunix_like.data import reverse_text
+from tunix_like.errors import EngineLost
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.storage.metrics import rows
 from tunix_like.training import guards
-from tunix_like.training.guards import GapWatch, SkipWatch, UpdateInputs
+from tunix_like.training.guards import GapWatch, SkippedUpdate, SkipWatch
 
 from .repeated_prompts import BATCH
 
@@ -66,13 +67,38 @@ def test_disagreeing_sampler_stops_the_run(monkeypatch, tmp_path):
     assert "rollouts" in str(error.value) and not any((tmp_path / "checkpoints").iterdir())
 
 
+def failing(steps, **settings):
+    """Returns a learner whose rewards are None for all completions of the steps `steps`."""
+    calls = []
+
+    def reward(prompts, completions, **columns):
+        calls.append(1)
+        return [None] * len(prompts) if len(calls) in steps else varied(prompts, completions, None)
+
+    return make(reward=reward, **settings)
+
+
+@pytest.mark.slow
+def test_consecutive_steps_without_a_scored_completion_end_the_run(tmp_path):
+    """The last complete step is saved. The resumed run equals a run that did not end."""
+    given = {"max_steps": 7, "checkpoint_every_n_steps": 100}
+    whole = failing({2, 4, 5}, **given)
+    collect(whole, ROWS)
+    given |= {"output_dir": str(tmp_path), "max_unscored_steps": 3}
+    with pytest.raises(EngineLost, match="max_unscored_steps"):
+        collect(failing({2, 4, 5, 6}, **given), ROWS)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["5"] and EngineLost.status == 75
+    resumed = failing((), **given)
+    assert [row["step"] for row in collect(resumed, ROWS)] == [6, 7]
+    assert_same(resumed.params, whole.params)
+
+
 def test_saved_skipped_update_is_read_unchanged(tmp_path):
     mask = np.zeros(BATCH.rewards.shape, bool)
     mask[1, 2] = True
-    given = UpdateInputs(12, 1, BATCH, mask, mask.any(axis=1), None, BATCH.rollout_logprobs)
-    file = guards.write_skipped(tmp_path / "skipped", given)
-    assert file.name == "step_000012_update_1.npz"
-    found = guards.read_skipped(file)
+    given = SkippedUpdate(12, 1, BATCH, mask, mask.any(axis=1), None, BATCH.rollout_logprobs)
+    guards.save_skipped(tmp_path, given)
+    found = guards.read_skipped(tmp_path / "skipped" / "step_000012_update_1.npz")
     assert (found.step, found.update, found.old_logprobs) == (12, 1, None)
     for name in ("live", "in_update", "ref_logprobs"):
         np.testing.assert_array_equal(getattr(found, name), getattr(given, name))
@@ -81,17 +107,15 @@ def test_saved_skipped_update_is_read_unchanged(tmp_path):
 
 
 def test_failed_write_of_a_skipped_update_does_not_stop_the_run(tmp_path, caplog):
-    """On a full disk a warning is logged, no partial file is left, and consecutive updates are counted as usual."""
+    """On a full disk a warning is logged, and no partial file is left."""
     mask = np.ones(BATCH.rewards.shape, bool)
-    watch = SkipWatch("the loss 'x'", 2)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
-        update = UpdateInputs(1, 0, BATCH, mask, mask.any(axis=1), None, None)
-        guards.check_updates(told(1), [update], watch, GapWatch(None), tmp_path)
+        guards.save_skipped(tmp_path, SkippedUpdate(1, 0, BATCH, mask, mask.any(axis=1), None, None))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "cannot write the inputs of the skipped update" in caplog.text and watch.in_a_row == 1
+    assert "cannot write the inputs of the skipped update" in caplog.text
     assert list((tmp_path / "skipped").iterdir()) == []
 
 

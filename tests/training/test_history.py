@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 
 import tunix_like
-from tests.rollout.environments.test_conversations import OPENED, QWEN3, build_thinking
+from tests.environments.test_history import OPENED, QWEN3, build_thinking
 from tests.tiny_model import HF
 from tunix_like import EnvironmentConfig, EnvStepResult, EvalConfig, MaxRLConfig, RolloutConfig, Tokenizer, UserError
 from tunix_like.config.schema import MeshConfig
@@ -188,7 +188,7 @@ def test_several_updates_a_reference_and_evaluation():
 
 def test_invalid_settings_are_rejected_before_compilation():
     opens = "{{ 'a' if messages | length > 1 else 'b' }}" + KEEPS
-    message = r"environment\.history=template: .* renders the prompt differently.* environment\.history=sampled"
+    message = r"environment\.history=template: .* does not begin with the prompt.* environment\.history=sampled"
     with pytest.raises(UserError, match=message):
         collect(learner(template=opens))
     with pytest.raises(UserError, match=r"environment\.history=template: it needs a chat template"):

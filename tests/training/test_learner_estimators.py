@@ -130,7 +130,7 @@ def test_invalid_estimator_changes_no_weight(function, tmp_path):
         checkpoint_every_n_steps=1,
     )  # fmt: skip
     weights = [jax.tree.map(np.asarray, learner.params)]
-    learner.listeners[0] = lambda row, total: weights.append(jax.tree.map(np.asarray, learner.params))
+    learner._listeners[0] = lambda row, total: weights.append(jax.tree.map(np.asarray, learner.params))
     with pytest.raises(UserError, match=BAD_ESTIMATORS[function]) as error:
         learner.train(ROWS, batch_size=4)
     file = tmp_path / "run" / "rollouts" / f"step_00000{len(calls)}.jsonl"

@@ -56,7 +56,7 @@ def test_a_step_without_a_counted_token_changes_nothing(tmp_path):
     learner = make(
         GRPOConfig(num_generations=4), learner=GRPOLearner, reward=reward, max_steps=5, actor_optimizer=optimizer
     )
-    learner.listeners[0] = lambda row, total: weights.append((row, jax.tree.map(np.asarray, learner.state.params)))
+    learner._listeners[0] = lambda row, total: weights.append((row, jax.tree.map(np.asarray, learner.state.params)))
     learner.train(ROWS, batch_size=4)
     rows = [row for row, _ in weights]
     empty = [row["train/update/empty"] for row in rows]
@@ -85,8 +85,8 @@ def test_maxima_of_several_updates_are_not_averaged(monkeypatch):
 
         return update
 
-    monkeypatch.setattr("tunix_like.training.step_programs.jit_train_step", recorded)
-    monkeypatch.setattr("tunix_like.training.step_programs._SHARED", OrderedDict())
+    monkeypatch.setattr("tunix_like.training.train_step.jit_train_step", recorded)
+    monkeypatch.setattr("tunix_like.training.train_step._SHARED", OrderedDict())
     algo = GRPOConfig(num_generations=4, num_iterations=2)
     last = make(algo, learner=GRPOLearner, reward=varied, max_steps=1).train(ROWS, batch_size=4)
     first, second = updates

@@ -73,7 +73,7 @@ class Counting(Trainer):
 def run(phase, *, checkpoints, log, checkpoint_every, on_row, **more) -> int:
     """Runs a phase with these files. Returns the number of its last step."""
     phase.files = (checkpoints, log)
-    phase.training = types.SimpleNamespace(checkpoint_every_n_steps=checkpoint_every)
+    phase.training = types.SimpleNamespace(checkpoint_every_n_steps=checkpoint_every, changed_inputs="warn")
     loop.run(phase, on_row, **more)
     return phase.done
 

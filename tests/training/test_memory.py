@@ -28,27 +28,27 @@ from tunix_like.config.schema import (
     RolloutConfig,
 )
 from tunix_like.errors import UserError
-from tunix_like.models.config import DecoderConfig
-from tunix_like.models.counts import adapter_count, parameter_count
+from tunix_like.models.config import Adapters, DecoderConfig
+from tunix_like.models.counts import Share, adapter_count, parameter_count, parameter_shapes, share_of
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.layer_kinds import Adapters, Experts
+from tunix_like.models.fields import Experts
 from tunix_like.models.lora import add_lora, split_params
 from tunix_like.models.quantization import quantize_base
 from tunix_like.models.sharding import build_mesh, place_params, prompt_parts
-from tunix_like.models.shares import Share, parameter_shapes, share_of
-from tunix_like.rollout import decoding, shapes
-from tunix_like.training import device, rollout_layout, sizes
+from tunix_like.rollout import decoding
+from tunix_like.rollout.shapes import slot_shape
+from tunix_like.training import sizes
 from tunix_like.training.forward import ForwardOptions
 from tunix_like.training.learners import GRPOConfig
 from tunix_like.training.memory import (
     FIRST_CACHE,
     Work,
+    amount,
     rollout_phase,
     update_phases,
 )
 from tunix_like.training.optimizer import build_optimizer
 from tunix_like.training.packing import choose_layout, pack
-from tunix_like.training.phases import amount
 from tunix_like.training.train_step import StepInputs, StepSpec, TrainState, jit_train_step
 from tunix_like.types import GroupBatch, SamplingParams
 
@@ -280,10 +280,6 @@ def test_accelerator_dequantises_one_matrix_at_a_time():
     assert parts["gpu"] == 8 * 256 * 1536 + tied < parts["cpu"] / 10
 
 
-def test_first_cache_has_the_size_of_the_samplers():
-    assert shapes.FIRST_CACHE == FIRST_CACHE
-
-
 def test_estimate_depends_on_reference_and_devices():
     mesh = build_mesh(MeshConfig(shape=[8, 1]))
     alone, beside, split = (
@@ -347,32 +343,31 @@ def decoder() -> Decoder:
 def memory(monkeypatch):
     """Sets the device's memory so that `share` bytes of it are usable."""
     return lambda share: monkeypatch.setattr(
-        device, "device_memory", lambda: int(share / device.usable_share(jax.default_backend()))
+        sizes, "device_memory", lambda: int(share / sizes.Device(jax.default_backend(), 0).share)
     )
 
 
 def test_chunk_size_is_the_largest_that_fits(memory, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    training, rest = RLTrainingConfig(), ((64, 8), BASE.widths)
-    work = sizes.update_work(training, decoder(), *rest)
+    work = sizes.update_work(RLTrainingConfig(), decoder(), (64, 8), BASE.widths)
     need = [max(phase.bytes for phase in update_phases(work, size)) for size in range(1, 300)]
     for size in (1, 5, 40, 200):
         memory(need[size - 1] + 1)
-        found = sizes.chunk_size(training, decoder(), *rest)
+        found = sizes.chunk_size("auto", work)
         assert size <= found and need[found - 1] <= need[size - 1] < need[found]
     memory(1e12)
-    assert sizes.chunk_size(training, decoder(), *rest) == 16384 // 64
+    assert sizes.chunk_size("auto", work) == 16384 // 64
     memory(need[0] - 1)
     with pytest.raises(UserError, match=r"train_micro_batch_size: one .* Lower training\.logprob_chunk_size, rollout"):
-        sizes.chunk_size(training, decoder(), *rest)
+        sizes.chunk_size("auto", work)
     alone = max(phase.fixed for phase in update_phases(work, 1))
     head = SMALL.vocab_size * SMALL.hidden_size
     # weights, moments, gradients, the tied head and its gradient
     assert alone == 4 * (parameter_count(SMALL) * (1 + 2 + 2) + head + head)
     memory(alone - 1)
     with pytest.raises(UserError, match=r"model: weights, gradients and optimizer alone need .*, but the limit is"):
-        sizes.chunk_size(training, decoder(), *rest)
-    assert sizes.chunk_size(RLTrainingConfig(train_micro_batch_size=77), decoder(), *rest) == 77
+        sizes.chunk_size("auto", work)
+    assert sizes.chunk_size(77, work) == 77
 
 
 LLAMA = dict(
@@ -427,28 +422,34 @@ def test_estimate_of_the_prompts_on_a_gpu(changes, prompts, compiled):
 
 def test_chunk_size_on_a_cpu(memory):
     memory(1e12)
-    rest = RLTrainingConfig(), decoder()
-    assert sizes.chunk_size(*rest, (64, 8), BASE.widths) == 512 // 64
-    assert sizes.chunk_size(*rest, (64, 1), BASE.widths) == 512 // (64 + 32)
-    assert sizes.chunk_size(*rest, (2, 2), BASE.widths) == 4  # there are only 4 completions
+
+    def size(*shape: int) -> int:
+        return sizes.chunk_size("auto", sizes.update_work(RLTrainingConfig(), decoder(), shape, BASE.widths))
+
+    assert size(64, 8) == 512 // 64
+    assert size(64, 1) == 512 // (64 + 32)
+    assert size(2, 2) == 4  # there are only 4 completions
 
 
 def test_number_of_rows_is_the_largest_that_fits(memory):
     rollout = RolloutConfig(max_prompt_length=32, max_tokens_to_generate=64)
     work = changed(prompts=1, group=1, reference=True)
-    in_pairs = lambda prompts, size, rows, *widths: (-(-rows // 2), 2)  # noqa: E731
-    need = lambda rows, held=None: rollout_phase(work, rows, -(-rows // 2), held, -(-rows // 8)).bytes  # noqa: E731
+
+    def need(rows, held=None):
+        shape = slot_shape(sizes.MOST_ROWS, 8, rows, 32, 64)
+        return rollout_phase(work, rows, shape[0], held, sizes.prefilled_prompts(shape, 8)).bytes
+
     alone = {"weights": work.weights}
     for rows in (1, 7, 100):
         memory(need(rows) + 1)
-        assert rollout_layout.concurrent_rows(decoder(), rollout, in_pairs) == rows
+        assert sizes.concurrent_rows(decoder(), rollout) == rows
     memory(need(1) - 1)  # training does not fit, but an evaluation does
-    found = rollout_layout.concurrent_rows(decoder(), rollout, in_pairs)
+    found = sizes.concurrent_rows(decoder(), rollout)
     assert need(found, alone) <= need(1) - 1 < need(found + 1, alone)
     memory(need(1, alone) - 1)
     with pytest.raises(UserError, match=r"max_concurrent_rows: one .* Lower rollout\.max_prompt_length or"):
-        rollout_layout.concurrent_rows(decoder(), rollout, in_pairs)
-    assert rollout_layout.concurrent_rows(decoder(), dataclasses.replace(rollout, max_concurrent_rows=9), in_pairs) == 9
+        sizes.concurrent_rows(decoder(), rollout)
+    assert sizes.concurrent_rows(decoder(), dataclasses.replace(rollout, max_concurrent_rows=9)) == 9
 
 
 def foreseen() -> sizes.MemoryEstimate:
@@ -457,7 +458,7 @@ def foreseen() -> sizes.MemoryEstimate:
         algorithm=AlgorithmConfig(advantage_estimator="grpo", num_generations=8),
         rollout=RolloutConfig(max_prompt_length=32, max_tokens_to_generate=64, max_concurrent_rows=16),
     )
-    return sizes.estimate_memory(config, decoder(), None, shapes.slot_shape)
+    return sizes.estimate_memory(config, decoder(), None)
 
 
 def test_lines_of_the_memory_estimate(memory):
@@ -477,12 +478,12 @@ PARTS = re.compile(r"([\d.]+) (GB|MB|kB)")
 def test_estimate_above_the_memory_has_a_warning(memory):
     memory(1e12)
     plenty = foreseen()
-    short = dataclasses.replace(plenty, available=plenty.peak.bytes - 1)
+    short = dataclasses.replace(plenty, device=sizes.Device("cpu", plenty.peak.bytes - 1))
     assert "training.train_micro_batch_size" in dict(short.lines())["warning"]
     only = dataclasses.replace(short, phases=tuple(p for p in plenty.phases if p.name != "evaluation"))
     assert "training.logprob_chunk_size" in dict(only.lines())["warning"]
     update = max(only.phases, key=lambda phase: phase.bytes)
-    alone = dataclasses.replace(short, phases=(update,), available=update.fixed - 1)
+    alone = dataclasses.replace(short, phases=(update,), device=sizes.Device("cpu", update.fixed - 1))
     assert dict(alone.lines())["warning"].endswith(
         "exceeds the memory of the device: use a smaller model or more devices"
     )
@@ -495,18 +496,18 @@ def test_default_micro_batch_size_by_width():
 def test_memory_reported_by_the_device_is_used(monkeypatch):
     one = type("Device", (), {"memory_stats": lambda self: {"bytes_limit": 5}})()
     monkeypatch.setattr(jax, "local_devices", lambda: [one])
-    assert device.device_memory.__wrapped__() == 5
+    assert sizes.device_memory.__wrapped__() == 5
 
 
 def test_unreported_device_memory_is_marked_unknown(monkeypatch):
     """The host's memory is used instead. For a CPU device it is the device's memory."""
     one = type("Device", (), {"memory_stats": lambda self: None})()
     monkeypatch.setattr(jax, "local_devices", lambda: [one])
-    assert device.this_device().known
+    assert sizes.this_device().known
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert not device.this_device().known and device.this_device().memory > 0
+    assert not sizes.this_device().known and sizes.this_device().memory > 0
     one.__class__.memory_stats = lambda self: {"bytes_limit": 5}
-    assert device.this_device().known
+    assert sizes.this_device().known
 
 
 def test_config_accepts_auto_or_a_number():

@@ -4,7 +4,9 @@ position, metrics and completions, for every learner, for every k, and for data 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import grain.python as grain
 import jax
@@ -17,6 +19,7 @@ import tunix_like
 from tests.tiny_model import HF
 from tunix_like import EvalConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig, UserError
 from tunix_like.data import reverse_text
+from tunix_like.storage import run_lock
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.storage.run_lock import owned
@@ -137,14 +140,14 @@ def test_resumption_with_data_from_worker_processes(tmp_path):
     assert set(prompts) == {row["prompt"] for row in ROWS}
 
 
-def test_concurrent_runs_and_changed_settings_are_rejected(tmp_path):
+def test_concurrent_runs_and_changed_settings_are_rejected(tmp_path, monkeypatch):
     """The error is raised before anything is compiled or written. It names the settings that differ, and no others."""
     train("rloo", tmp_path, 1)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    (tmp_path / "run.lock").write_text(json.dumps(_someone()))
-    with pytest.raises(UserError, match="is in use by process 1 on"):
-        train("rloo", tmp_path, STEPS)
-    (tmp_path / "run.lock").unlink()
+    monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.1)
+    with ThreadPoolExecutor() as other, owned(tmp_path):
+        with pytest.raises(UserError, match=f"is in use by process {os.getpid()} on"):
+            other.submit(train, "rloo", tmp_path, STEPS).result()
     with pytest.raises(
         UserError, match="Different settings .checkpoint, now.:\n  seed: 0 -> 5\nUse another output_dir"
     ):
@@ -153,9 +156,3 @@ def test_concurrent_runs_and_changed_settings_are_rejected(tmp_path):
         after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != "run.lock"}
     assert {path for path in before if path.is_file() and "model" not in path.parts} <= set(after)
     assert all(after[path] == before[path] for path in before if path.is_file() and "model" not in path.parts)
-
-
-def _someone():
-    from tunix_like.storage import run_lock
-
-    return run_lock._me() | {"pid": 1, "began": run_lock._began(1)}

@@ -124,10 +124,10 @@ def test_end_token_of_an_answer():
     completion."""
     backend = letters_backend()
     pad = Tokenizer(backend, bos_token="<bos>", eos_token="<pad>", eos_ids=[2, 0])
-    assert make(tokenizer=pad)._answer(render(ROWS[0], TOKENIZER)) == [6, 5, 0]
-    assert make(tokenizer=Tokenizer(backend, eos_ids=[3, 2]))._answer(render(ROWS[0], TOKENIZER)) == [6, 5, 3]
+    assert make(tokenizer=pad)._answer(render(ROWS[0], TOKENIZER)).tokens == [6, 5, 0]
+    assert make(tokenizer=Tokenizer(backend, eos_ids=[3, 2]))._answer(render(ROWS[0], TOKENIZER)).tokens == [6, 5, 3]
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=8, eos_tokens=[9])
-    assert make(tokenizer=pad, rollout=rollout)._answer(render(ROWS[0], TOKENIZER)) == [6, 5, 9]
+    assert make(tokenizer=pad, rollout=rollout)._answer(render(ROWS[0], TOKENIZER)).tokens == [6, 5, 9]
 
 
 def test_control_tokens_in_an_answer_are_plain_text(tmp_path):
@@ -137,7 +137,7 @@ def test_control_tokens_in_an_answer_are_plain_text(tmp_path):
     prompt = render({"prompt": "ab", "answer": answer}, tokenizer)
     model = tunix_like.load_model(HF | {"vocab_size": tokenizer.vocab_size}, init="random")[0]
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=16)
-    found = make(model=model, tokenizer=tokenizer, rollout=rollout)._answer(prompt)
+    found = make(model=model, tokenizer=tokenizer, rollout=rollout)._answer(prompt).tokens
     tokenizer.save(tmp_path)
     letters = AutoTokenizer.from_pretrained(tmp_path)(answer, split_special_tokens=True)["input_ids"]
     assert len(letters) == len(answer) and found == [*letters, tokenizer.eos_id]
@@ -277,7 +277,7 @@ def test_evaluation_of_a_command_gets_its_step(command, monkeypatch, tmp_path):
     evaluator.close = lambda: closed.append(True)
     command.parts.source.eval = ROWS
     monkeypatch.setattr(Parts, "evaluator", lambda self, config: evaluator)
-    for first, folder in ((True, tmp_path / "rollouts" / "eval"), (False, None)):
+    for first, folder in ((True, tmp_path / "rollouts" / "sft_eval"), (False, None)):
         monkeypatch.setattr(processes, "is_first", lambda first=first: first)
         command.run(False)
         assert command.made["evaluate"]("weights", 25) == {"eval/pass@1": 0.5}
@@ -295,7 +295,7 @@ def test_signal_in_the_last_step_stops_before_another_phase():
     ("rows", "message"),
     [
         ([{"prompt": "ab>"}], "needs an 'answer' column; the rows have prompt"),
-        ([{"prompt": "ab>", "answer": 7}], "text in the 'answer' column.*'ab>' has 7"),
+        ([{"prompt": "ab>", "answer": 7}], "in the 'answer' column.*'ab>' has 7"),
         ([{"prompt": "ab>", "answer": "ba"}, {"prompt": "cd>", "answer": None}], "'cd>' has None"),
         ([{"prompt": "ab>", "answer": ""}], "'ab>' has ''"),
         ([], "the training data is empty"),

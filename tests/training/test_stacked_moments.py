@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -17,7 +16,6 @@ from tunix_like.training import arguments
 from tunix_like.training.optimizer import (
     build_optimizer,
     init_optimizer,
-    moment_segments,
     stack_moments,
     state_shapes,
     unstack_moments,
@@ -98,15 +96,6 @@ def test_stacking_inverts_unstacking():
     single = unstack_moments(optimizer, state, params, segments)
     assert jax.tree.structure(single) == jax.tree.structure(build_optimizer(CONFIG, None).init(params))
     jax.tree.map(np.testing.assert_array_equal, stack_moments(optimizer, single, params, segments), state)
-
-
-def test_which_moments_are_stacked():
-    graphdef, params = make_model(num_layers=3)
-    config = nnx.merge(graphdef, params).config
-    assert moment_segments(config, CONFIG, True, False) == segments_of(config)
-    assert moment_segments(config, CONFIG, False, False) is None, "on the CPU"
-    assert moment_segments(config, CONFIG, True, True) is None, "a frozen base on one device"
-    assert moment_segments(config, optax.adamw(0.1), True, False) is None, "an optimizer of the user"
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from tests.parameters import others_slow
 from tunix_like.config.schema import LoraConfig
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.layer_kinds import Experts
+from tunix_like.models.fields import Experts
 from tunix_like.models.layer_stack import Segment, segments_of, stack_layers, unstack_layers
 from tunix_like.models.log_probabilities import token_logprobs
 from tunix_like.models.lora import add_lora, split_params

@@ -208,9 +208,10 @@ class Objective:
         if self.reference_in_loss:
             assert tokens.ref_logprobs is not None
             kl = kl_estimate(str(config.kl_loss_mode), tokens.logprobs, tokens.ref_logprobs, mask)
+            metrics = metrics | {"kl": kl}
             if correction is not None and rollout is not None and config.sampler_is_kl:
                 kl = correction.weights(correction.ratios(tokens.logprobs, rollout, mask)) * kl
-            loss, metrics = loss + config.beta * kl, metrics | {"kl": kl}
+            loss = loss + config.beta * kl
         if config.entropy_coef > 0:
             loss = loss - config.entropy_coef * tokens.entropy
         return jnp.where(mask, loss, 0.0), metrics

@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
+from tunix_like.algorithms import LARGEST_REWARD
 from tunix_like.errors import UserError, nearest
 from tunix_like.runtime.user_code import check_new_name, is_place, load_function
 from tunix_like.types import AdvantageEstimator
 
 Params = Mapping[str, Any]
-
-LARGEST_REWARD = 1e15
-"""Rewards with a larger absolute value are rejected on the host. The squares of accepted rewards fit into float32."""
 
 REWARD_KINDS = ("any", "non-negative", "binary")
 
@@ -122,6 +120,11 @@ def find_estimator(name: str) -> Estimator:
         _check_signature(name, function)
         return Estimator(function, lambda params: False, lambda params: "any", {}, 0, False)
 
+    if name == "ppo" and name not in ADVANTAGE_ESTIMATORS:
+        raise UserError(
+            "algorithm.advantage_estimator: 'ppo' needs a value model, which this library does not have. Its clipped "
+            "loss exists: set algorithm.advantage_estimator=grpo or rloo, with algorithm.policy_loss_fn=ppo_clip."
+        )
     return find_registered(name, ADVANTAGE_ESTIMATORS, "algorithm.advantage_estimator: unknown estimator", unregistered)
 
 

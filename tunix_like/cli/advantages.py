@@ -1,6 +1,7 @@
 """The command `advantages`: prints the advantages that each estimator computes for the same rewards.
 
-The advantages are computed by the code of the training step. `weights_figure.py` draws the figure of `--plot`.
+The advantages are computed by the code of the training step. `--plot` draws the population weights of the estimators:
+the weight of a prompt as a function of its pass rate, as in the MaxRL paper (arXiv 2602.02710).
 """
 
 from __future__ import annotations
@@ -10,27 +11,35 @@ import dataclasses
 import math
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from tunix_like.algorithms import LARGEST_REWARD
 from tunix_like.algorithms.objective import GroupEstimator
-from tunix_like.algorithms.population_weights import advantages_of
+from tunix_like.algorithms.population_weights import (
+    advantages_of,
+    likelihood_weight,
+    reinforcement_weight,
+    weights_of,
+)
 from tunix_like.algorithms.registry import (
     ADVANTAGE_ESTIMATORS,
-    LARGEST_REWARD,
     check_parameters,
     check_rewards,
     find_estimator,
 )
 from tunix_like.cli.common import setup_jax
-from tunix_like.cli.weights_figure import curves_of, drawn_estimators, pass_rates, save, weights_figure
 from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError, nearest
 from tunix_like.runtime import console
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _BUILT_IN = "tunix_like.algorithms.advantages"  # the module whose estimators are always shown
 _NUMBERS = ("k", "truncation_order", "ddof")
@@ -38,16 +47,26 @@ _LONG_GROUP = 16  # in larger groups, completions with identical values share on
 _LOG_WIDTH = 140  # width in characters if the output is not a terminal
 
 
+# The colours are the Okabe-Ito palette, which colour-blind readers can distinguish. Curves that can overlap others are
+# dashed. The orders of MaxRL have shades of one colour; the highest order is the darkest.
+_STYLES: dict[str, dict[str, Any]] = {
+    "ml": {"color": "#000000", "linestyle": (0, (5, 3)), "linewidth": 1.4, "zorder": 4},
+    "rl": {"color": "#7f7f7f", "linewidth": 2.0},
+    "grpo": {"color": "#d55e00", "linewidth": 2.0},
+    "maxrl": {"linewidth": 2.2},
+    "max@k": {"color": "#009e73", "linestyle": (0, (6, 1.5, 1.5, 1.5)), "linewidth": 2.0},
+    "other": {"color": "#cc79a7", "linestyle": ":", "linewidth": 2.6},
+}
+_BLUES = ("#08306b", "#2171b5", "#6baed6", "#9ecae1")
+_TICKS = (1e-5, 1e-4, 1e-3, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99)
+_LEGEND_WIDTH = 18  # characters
+_LOWEST = 0.03  # lower end of the y axis; needed because the weight of max@k falls to 0
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The parsed arguments of the command `advantages`.
-
-    Attributes:
-      rewards: the rewards of each group; NaN for an unscored completion.
-      lengths: completion lengths in tokens; None if not given.
-      numbers: the given values of `k`, `truncation_order` and `ddof`, by name.
-      own: the user-defined estimator with its parameters; None if not given.
-    """
+    """The parsed arguments. `rewards` has NaN for an unscored completion; `lengths` are in tokens; `numbers` has the
+    given values of `k`, `truncation_order` and `ddof`; `own` is the estimator of the user."""
 
     rewards: Float[np.ndarray, "P G"]
     lengths: Int[np.ndarray, "P G"] | None
@@ -56,25 +75,13 @@ class Request:
 
     @property
     def k(self) -> int:
-        """The given value of the parameter `k`; if none was given, 1 for groups of one or two rewards, and 2 for larger
-        groups."""
+        """The given `k`; if none was given, 1 for groups of one or two rewards, and 2 for larger groups."""
         return self.numbers.get("k", max(1, min(2, self.rewards.shape[1] - 1)))
 
 
 def show(rewards: str, options: Sequence[str], plot: str | None) -> None:
-    """Prints the table of advantages, and notes on estimators that the table leaves out.
-
-    If `plot` is given, also draws the population weights: the weight of a prompt as a function of its pass rate.
-
-    Args:
-      rewards: the rewards of one or several groups of equal size, such as `1,0,0,0` or `1,0;1,1`; `none` marks an
-        unscored completion.
-      options: `key=value` arguments: `k`, `truncation_order`, `ddof`, `lengths`, `estimator` and its parameters.
-      plot: the file for the figure; None draws no figure.
-
-    Raises:
-      UserError: an argument cannot be parsed, a user-defined estimator fails, or the file cannot be written.
-    """
+    """Prints the table of advantages of `1,0,0,0` or `1,0;1,1` (`none`: unscored), and notes on estimators that it
+    leaves out. `options` are `key=value` arguments; `plot` is the file of the figure."""
     request = read_request(rewards, options)
     count, size = request.rewards.shape
     if plot is not None and size == 1:
@@ -94,10 +101,8 @@ def show(rewards: str, options: Sequence[str], plot: str | None) -> None:
 
 
 def draw(request: Request, path: str) -> list[str]:
-    """Writes the figure of the population weights to `path`. Returns lines of text to print.
-
-    The last line contains the path. If the user-defined estimator could not be drawn, the first line gives the reason.
-    """
+    """Writes the figure and returns lines of text to print: the path, and before it why the user's estimator was not
+    drawn."""
     size = request.rewards.shape[1]
     rates = pass_rates(size)
     order, ddof = request.numbers.get("truncation_order"), request.numbers.get("ddof")
@@ -188,10 +193,7 @@ def header(estimator: GroupEstimator) -> str:
 
 
 def _candidates(request: Request) -> list[GroupEstimator]:
-    """Returns every built-in estimator with its parameters from `request`, and the user-defined estimator, if any.
-
-    If `truncation_order` is given, `maxrl` is returned twice: without and with `truncation_order`.
-    """
+    """Returns every built-in estimator (`maxrl` also with `truncation_order` if that is given) and that of the user."""
     given = {**request.numbers, "k": request.k}
     candidates: list[GroupEstimator] = []
     seen = set()
@@ -209,12 +211,7 @@ def _candidates(request: Request) -> list[GroupEstimator]:
 
 
 def _cells(request: Request, named: Mapping[str, Float[np.ndarray, "P G"]]) -> tuple[int, list[list[str]]]:
-    """Returns the number of columns before the first estimator, and the rows of the table of advantages, starting with
-    the header.
-
-    Args:
-      named: the advantages of each estimator, by column header.
-    """
+    """Returns the number of columns before the first estimator, and the rows of the table, first the header."""
     rewards, lengths = request.rewards, request.lengths
     count, size = rewards.shape
     values = {"reward": rewards} | ({} if lengths is None else {"length": lengths.astype(np.float64)}) | dict(named)
@@ -240,8 +237,8 @@ def _cells(request: Request, named: Mapping[str, Float[np.ndarray, "P G"]]) -> t
 
 
 def _column(values: Float[np.ndarray, "G"], rounding: float) -> list[str]:
-    """Formats values with four significant digits. A value whose magnitude is at most `rounding` times the largest
-    magnitude is taken for a rounding error and shown as 0."""
+    """Formats values with four significant digits. Up to `rounding` times the largest magnitude, a value is shown as
+    0."""
     small = rounding * np.nanmax(np.abs(values), initial=0.0)
     return ["none" if math.isnan(value) else _number(0.0 if abs(value) <= small else value) for value in values]
 
@@ -273,12 +270,7 @@ def side_by_side(left: int, rows: list[list[str]], width: int) -> list[list[list
 
 
 def _groups(what: str, text: str, read: Callable[[str, str], float]) -> Float[np.ndarray, "P G"]:
-    """Parses groups such as `1,0;1,1`. Raises UserError if a group is empty or the groups differ in size.
-
-    Args:
-      what: what the values are, `reward` or `length`, for error messages.
-      read: `read(word, place)` parses one value; `place` describes the position of the value, for error messages.
-    """
+    """Parses groups such as `1,0;1,1` with `read(word, place)`. `what` is `reward` or `length`, for messages."""
     groups: list[list[float]] = []
     for number, part in enumerate(text.split(";"), 1):
         if not part.strip():
@@ -321,7 +313,6 @@ def _whole(key: str, word: str) -> int:
 
 
 def _plain(word: str) -> int | float | bool | str:
-    """Parses a parameter of a user-defined estimator as an int, float or bool if possible, else as text."""
     for kind in (int, float):
         try:
             return kind(word)
@@ -333,6 +324,113 @@ def _plain(word: str) -> int | float | bool | str:
 def _extent(values: np.ndarray) -> str:
     count, size = values.shape
     return f"{count} group{'s' if count > 1 else ''} of {size}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """The weight at each pass rate. `family` is a key of `_STYLES`."""
+
+    label: str
+    family: str
+    weights: Float[np.ndarray, "N"]
+
+
+def pass_rates(group_size: int) -> Float[np.ndarray, "N"]:
+    """Returns the pass rates at which the curves of the figure are computed. The rates are dense near 0 and 1. The
+    lowest rate is below 1/G, where G is the group size: 1/G is the pass rate of one success in a group."""
+    end = min(0.01, 0.1 / group_size)
+    logits = np.linspace(np.log(end / (1 - end)), np.log(0.99 / 0.01), 400)
+    return 1 / (1 + np.exp(-logits))
+
+
+def drawn_estimators(
+    group_size: int, k: int, truncation_order: int | None = None, ddof: int | None = None
+) -> list[tuple[str, str, GroupEstimator]]:
+    """Returns the label, the family (which sets the line style) and the estimator of each curve that the group size
+    allows. MaxRL of order `G - 1` is Algorithm 1 of the MaxRL paper; a lower order truncates the Taylor series of the
+    log-likelihood earlier."""
+    label = "GRPO" if ddof is None else f"GRPO (ddof {ddof})"
+    lines = [(label, "grpo", GroupEstimator("grpo", {} if ddof is None else {"ddof": ddof}))]
+    for order in sorted({1, 4, group_size - 1, truncation_order or 1}, reverse=True):
+        if order <= group_size - 1:
+            params: dict[str, Any] = {} if order == group_size - 1 else {"truncation_order": order}
+            lines.append((f"MaxRL order {order}", "maxrl", GroupEstimator("maxrl", params)))
+    for name, label, highest in (("maxpo", "MaxPO", group_size - 1), ("pkpo", "PKPO", group_size)):
+        if k <= highest:
+            lines.append((f"{label}({k})", "max@k", GroupEstimator(name, {"k": k})))
+    return lines
+
+
+def curves_of(
+    estimators: Sequence[tuple[str, str, GroupEstimator]], group_size: int, rates: Float[np.ndarray, "N"]
+) -> list[Curve]:
+    """Computes the weight of a prompt at each pass rate as curves for maximum likelihood, for plain RL and for each
+    `(label, family, estimator)`. Curves that coincide are merged into one, whose label contains all names."""
+    weights = weights_of([estimator for _, _, estimator in estimators], group_size, rates)
+    curves = [Curve("ML, 1/p", "ml", likelihood_weight(rates)), Curve("RL", "rl", reinforcement_weight(rates))]
+    for (label, family, _), values in zip(estimators, weights, strict=True):
+        for index, curve in enumerate(curves):
+            if np.allclose(values, curve.weights, rtol=1e-4, atol=1e-4):
+                curves[index] = dataclasses.replace(curve, label=f"{curve.label} = {label}")
+                break
+        else:
+            curves.append(Curve(label, family, values))
+    return curves
+
+
+def weights_figure(curves: Sequence[Curve], group_size: int, rates: Float[np.ndarray, "N"]) -> Figure:
+    """Draws the weight of a prompt as a function of its pass rate. A PNG file of the figure has 1200 x 750 pixels. This
+    function does not use pyplot, so it changes no global state and needs no display."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    blues = iter(_BLUES)
+    for curve in curves:
+        positive = np.where(curve.weights > 0, curve.weights, np.nan)  # a logarithmic axis shows positive values only
+        style = _STYLES[curve.family] | ({"color": next(blues)} if curve.family == "maxrl" else {})
+        axes.plot(rates, positive, label=curve.label, **style)
+    _format_axes(figure, curves, group_size, rates)
+    return figure
+
+
+def _format_axes(figure: Figure, curves: Sequence[Curve], group_size: int, rates: Float[np.ndarray, "N"]) -> None:
+    from matplotlib.ticker import NullLocator
+
+    (axes,) = figure.axes
+    highest = [float(curve.weights.max()) for curve in curves if curve.weights.max() > 0]
+    axes.set_xscale("logit")  # stretches both ends: very hard and nearly solved prompts
+    axes.set_yscale("log")
+    axes.set_xlim(rates[0], rates[-1])
+    axes.set_ylim(min(_LOWEST, 0.5 * min(highest)), 1.3 * max(highest))
+    axes.set_xticks([tick for tick in _TICKS if rates[0] * (1 - 1e-9) <= tick <= rates[-1] * (1 + 1e-9)])
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.tick_params(labelsize=11)
+    axes.set_xlabel("pass rate p", fontsize=13)
+    axes.set_ylabel("weight w(p)", fontsize=13)
+    axes.set_title(f"Population weights for groups of G = {group_size}", fontsize=14, pad=10, loc="left")
+    axes.text(0.02, 0.03, "E[gradient] = w(p) ∇p", transform=axes.transAxes, fontsize=12, color="#404040")
+    axes.grid(which="major", color="#d9d9d9", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    at_left = {line: float(np.nan_to_num(np.asarray(line.get_ydata())[0])) for line in axes.get_lines()}
+    lines = sorted(at_left, key=lambda line: -at_left[line])  # the order of the legend
+    labels = [str(line.get_label()).replace(" = ", " =\N{NO-BREAK SPACE}") for line in lines]
+    labels = [textwrap.fill(label, _LEGEND_WIDTH) for label in labels]
+    figure.legend(lines, labels, loc="outside right upper", frameon=False, fontsize=11, handlelength=2.4)
+
+
+def save(figure: Figure, path: str) -> None:
+    """Writes the figure in the format of the file name extension; PNG if there is no extension."""
+    kind = Path(path).suffix.removeprefix(".").lower() or "png"
+    if kind not in figure.canvas.get_supported_filetypes():
+        raise UserError(f"--plot {path}: '.{kind}' is not a supported format; give e.g. weights.png.")
+    try:
+        figure.savefig(path, format=kind)
+    except OSError as error:
+        raise UserError(f"--plot {path}: the file cannot be written: {error.strerror or error}.") from error
 
 
 def run(arguments: argparse.Namespace) -> None:

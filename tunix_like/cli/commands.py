@@ -43,7 +43,6 @@ def add_commands(commands: Any) -> None:
 
 
 def _add_training(command: AddCommand) -> None:
-    """Adds the commands that create and train a run: `init`, `train` and `sft`."""
     init = command(
         "init", "init:init", "write a commented YAML and a Python file to start from", "init mine --like gsm8k"
     )
@@ -66,7 +65,6 @@ def _add_training(command: AddCommand) -> None:
 
 
 def _add_inference(command: AddCommand) -> None:
-    """Adds the commands that use a trained model: `eval`, `generate`, `serve` and `export`."""
     source = "run folder, RUN/checkpoints/STEP, RUN/checkpoints/best, model folder or hub id"
     evaluate = command(
         "eval",
@@ -105,7 +103,6 @@ def _add_inference(command: AddCommand) -> None:
 
 
 def _add_generate(command: AddCommand, source: str) -> argparse.ArgumentParser:
-    """Adds the command `generate`; `source` is the help text of its positional argument."""
     generate = command(
         "generate",
         "generate:generate",
@@ -140,7 +137,6 @@ def _add_generate(command: AddCommand, source: str) -> argparse.ArgumentParser:
 
 
 def _add_serve(command: AddCommand, source: str) -> argparse.ArgumentParser:
-    """Adds the command `serve`; `source` is the help text of its positional argument."""
     serve = command(
         "serve",
         "serve:serve",
@@ -177,7 +173,6 @@ def _add_serve(command: AddCommand, source: str) -> argparse.ArgumentParser:
 
 
 def _add_analysis(command: AddCommand) -> None:
-    """Adds the commands that analyse runs and estimators: `report`, `replay` and `advantages`."""
     report = command(
         "report",
         "report:report",
@@ -196,7 +191,7 @@ def _add_analysis(command: AddCommand) -> None:
     report.add_argument("--png", metavar="FOLDER", help="also write the figures as PNG files")
     replay = command(
         "replay",
-        "replay:replay",
+        "report:replay",
         "recompute an update that was skipped because it was non-finite",
         "replay runs/maze-maxrl-s0/skipped/step_000012_update_0.npz",
     )
@@ -218,7 +213,6 @@ def _add_analysis(command: AddCommand) -> None:
 
 
 def _add_checks(command: AddCommand) -> None:
-    """Adds the commands that check a config or a machine before training: `check-rewards` and `doctor`."""
     rewards = command(
         "check-rewards",
         "check_rewards:run",
@@ -241,8 +235,6 @@ def _add_checks(command: AddCommand) -> None:
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of a run of several processes: `--distributed`, `--coordinator`, `--num-processes` and
-    `--process-id`."""
     several = parser.add_argument_group(
         "several processes",
         "start the same command in every process; under SLURM and on a GKE TPU slice no option is needed",

@@ -19,12 +19,7 @@ def setup_jax() -> None:
 
 
 def chosen_source(source: str, best: bool) -> str:
-    """Returns the path or name of the model to open: the best checkpoint of the run folder `source` if `best` is True,
-    otherwise `source` itself.
-
-    Raises:
-      UserError: `best` is True and `source` is not a run folder with checkpoints.
-    """
+    """Returns the source to open: `source`, or with `best` the best checkpoint of the run folder `source`."""
     from tunix_like.runs.trained import BEST
 
     if not best:

@@ -14,15 +14,17 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from tunix_like.compile import devices
 from tunix_like.config.load import load
 from tunix_like.errors import UserError
-from tunix_like.runtime import accelerators, console
+from tunix_like.runtime import console
 
 CORE = {
     "jax": "jax",
     "flax": "flax.nnx",
     "optax": "optax",
     "orbax-checkpoint": "orbax.checkpoint",
+    "filelock": "filelock",
     "grain": "grain",
     "ml-collections": "ml_collections",
     "numpy": "numpy",
@@ -47,14 +49,7 @@ HUB = ("huggingface_hub", "datasets")
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One line of the report of the command `doctor`.
-
-    Attributes:
-      name: what was checked.
-      found: the result.
-      advice: the recommended action; empty if no action is needed.
-      works: False if the checked item is missing or broken, and training cannot run without it.
-    """
+    """One line of the report. `works` is False if training cannot run without the item."""
 
     name: str
     found: str
@@ -90,8 +85,6 @@ def _core(name: str, module: str) -> Check:
 
 
 def _jax(version: str) -> Check:
-    """Checks the version of jax. Gives advice if this version is older than all tested versions, or if its minor
-    version is later than all tested minor versions."""
     first, last = _numbers(TESTED_JAX[0]), _numbers(TESTED_JAX[-1])[:2]
     found, below = _numbers(version), f"{last[0]}.{last[1] + 1}"
     tested = first <= found and found[:2] <= last
@@ -113,19 +106,18 @@ def _extra(name: str) -> Check:
 
 
 def _devices() -> list[Check]:
-    """Lists the devices of jax, runs a small program on the first device, and looks for accelerators that jax does not
-    use."""
+    """Lists the devices of jax, runs a small program on the first, and looks for accelerators that jax does not use."""
     import jax  # not at the top, because the report must work without jax
 
     try:
-        devices = jax.devices()
+        found = jax.devices()
         total = int(jax.jit(lambda x: (x * 2).sum())(jax.numpy.arange(4)))
     except RuntimeError as error:
         advice = "set JAX_PLATFORMS=cpu to run without the accelerator, or reinstall the matching extra"
         return [Check("devices", f"jax cannot start ({error})", advice, works=False)]
     works = total == 12
     checks = []
-    for device in devices:
+    for device in found:
         memory = _memory(device.platform, device.memory_stats())
         checks.append(Check(f"device {device.id}", f"{device.platform} {device.device_kind}, {memory}"))
     checks.append(Check("a compiled program", "ran" if works else "gave a wrong result", works=works))
@@ -174,8 +166,8 @@ def run(arguments: argparse.Namespace) -> int:
             "doctor: give both options or neither: --config FILE --devices v5e-8 (or 8xh100, or 8) [a.b=value ...]."
         )
     config = load(arguments.config, arguments.overrides)
-    accelerators.parse_devices(arguments.devices)  # before jax is imported, because the import takes a second
-    accelerators.prepare()
-    from tunix_like.cli import programs
+    devices.parse_devices(arguments.devices)  # before jax is imported, because the import takes a second
+    devices.prepare()
+    from tunix_like.compile import report as compiled
 
-    return programs.print_report(config, arguments.devices, arguments.json)
+    return compiled.print_report(config, arguments.devices, arguments.json)

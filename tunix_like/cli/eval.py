@@ -41,12 +41,8 @@ class Measured(NamedTuple):
 
 
 def evaluate(source: str, overrides: Sequence[str], out: str | None) -> None:
-    """Evaluates a run, a checkpoint or a model and prints a table of metrics. If `out` is given, also writes the JSONL
-    file `out` and a summary file.
-
-    Raises:
-      UserError: `source`, `overrides` or `out` is invalid. The error is raised before sampling.
-    """
+    """Evaluates a run, a checkpoint or a model and prints a table of metrics; writes `out` and a summary file.
+    Arguments are checked before sampling."""
     files = None if out is None else out_files(Path(out))
     evaluated = measured(source, overrides)
     size, samples = len(evaluated.evaluator.problems), evaluated.evaluator.config.samples
@@ -60,14 +56,8 @@ def evaluate(source: str, overrides: Sequence[str], out: str | None) -> None:
 
 
 def compare(a: str, b: str, overrides: Sequence[str]) -> None:
-    """Prints the paired differences between A and B on the same problems.
-
-    A and B are each a run, a model or a file that `--out` wrote. Overrides apply to runs and models, not to files.
-
-    Raises:
-      UserError: an argument is invalid (as for `evaluate`), a file is invalid, overrides are given although A and B are
-        both files, or A and B have different problems or no common metric.
-    """
+    """Prints the paired differences between A and B on the same problems. A and B are each a run, a model or a file
+    that `--out` wrote. Overrides apply to runs and models, not to files."""
     files = {name: Path(name) for name in (a, b) if Path(name).is_file() or name.endswith(".jsonl")}
     if overrides and a in files and b in files:
         raise UserError(f"--compare: {overrides[0]} has no effect on files of finished evaluations; leave it out.")
@@ -112,8 +102,7 @@ def measured(source: str, overrides: Sequence[str]) -> Measured:
 
 
 def _with_fitting_k(trained: Trained, overrides: Sequence[str]) -> Trained:
-    """Removes the values of `eval.k` that exceed `eval.samples` if the overrides set `eval.samples` but not
-    `eval.k`."""
+    """Removes values of `eval.k` above `eval.samples` if the overrides set `eval.samples` but not `eval.k`."""
     names = {word.partition("=")[0] for word in overrides}
     settings = trained.config.eval
     beyond = [k for k in settings.k or () if k > settings.samples]
@@ -169,11 +158,7 @@ def summary_of(found: Measured) -> dict[str, Any]:
 
 
 def out_files(file: Path) -> tuple[Path, Path]:
-    """Returns two paths to write: `file`, for the results of the problems, and a summary file in the same folder.
-
-    Raises:
-      UserError: the name of `file` does not end in .jsonl, one of the files exists, or the folder cannot be written.
-    """
+    """Returns the paths of the results and of the summary, and checks that both can be written as new files."""
     if file.suffix != ".jsonl":
         raise UserError(f"--out {file}: this file has one JSON object per problem; give a name that ends in .jsonl.")
     files = file, _summary_file(file)
@@ -191,13 +176,7 @@ def _summary_file(file: Path) -> Path:
 
 
 def _write(files: tuple[Path, Path], rows: Sequence[dict[str, Any]], summary: dict[str, Any]) -> None:
-    """Writes `rows` to the first file and `summary` to the second file. Each file is written completely or not at all.
-
-    Values in `rows` whose type JSON does not support are written as text.
-
-    Raises:
-      UserError: a file cannot be written.
-    """
+    """Writes both files, each completely or not at all. Values whose type JSON lacks are written as text."""
     lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
     texts = lines, json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
     parts = [file.with_name(f"{file.name}.part") for file in files]

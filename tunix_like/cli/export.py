@@ -18,7 +18,7 @@ def export(arguments: argparse.Namespace) -> None:
     # Checked before the weights are read, because reading takes minutes.
     check_folder(arguments.out, arguments.overwrite, arguments.source)
     overrides = [*arguments.overrides, "model.attention=auto"]  # the attention kernel of the run can need other devices
-    trained = open_trained(chosen_source(arguments.source, arguments.best), overrides, whole=True)
+    trained = open_trained(chosen_source(arguments.source, arguments.best), overrides, mesh=None)
     if arguments.adapter:
         save_adapter(trained.model, arguments.out, overwrite=arguments.overwrite)
         console.print_text(f"wrote the adapters of {trained.origin} to {arguments.out}; load them with peft")

@@ -1,30 +1,43 @@
-"""The command `generate`: completes one prompt. Conversations of several turns are in `conversation.py`."""
+"""The command `generate`: completes one prompt, or a conversation in which a person or an environment answers."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
 
 from tunix_like.cli.common import chosen_source, setup_jax
 from tunix_like.config.load import load
+from tunix_like.config.schema import Config
+from tunix_like.data import load_source
+from tunix_like.data.stream import render
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.environments.arguments import make_player, with_tools
+from tunix_like.environments.history import Histories, History
+from tunix_like.environments.kinds import environments_of
+from tunix_like.environments.outcomes import Environments
+from tunix_like.environments.trajectories import first_observation
 from tunix_like.errors import UserError
-from tunix_like.runtime import console
+from tunix_like.models.loading import check_fit
+from tunix_like.rewards import close_pools
+from tunix_like.rollout.requests import generate as sample
+from tunix_like.rollout.rollouts import score_completions
+from tunix_like.runs.reward_functions import reward_functions
+from tunix_like.runs.trained import Trained, open_trained
+from tunix_like.runtime import console, progress
+from tunix_like.runtime.visible import visible
+from tunix_like.training.engine import make_engine
+from tunix_like.training.generation import complete, rendered
+from tunix_like.types import Engine, Problem, Reply, Request, SamplingParams, Turn
 
-if TYPE_CHECKING:
-    from tunix_like.config.schema import Config
-    from tunix_like.data.stream import Prompt
-    from tunix_like.data.tokenizer import Tokenizer
-    from tunix_like.types import Engine, SamplingParams
+QUIT = "/quit"
 
 
 def _greedy(overrides: Sequence[str]) -> list[str]:
-    """Returns `overrides` with an additional override for greedy decoding.
-
-    Raises:
-      UserError: an element of `overrides` sets a sampling parameter to a value that contradicts greedy decoding.
-    """
     names = [f"rollout.{name}" for name in ("temperature", "top_p", "top_k")]
     given = [word for word in overrides if word.partition("=")[0].strip() in names]
     greedy = ["rollout.temperature=0"]
@@ -34,27 +47,15 @@ def _greedy(overrides: Sequence[str]) -> list[str]:
 
 
 def generate(arguments: argparse.Namespace) -> None:
-    """Completes one prompt and prints the completion. If an environment or a person answers the turns of the model,
-    prints all turns.
-
-    Raises:
-      UserError: the options conflict, the prompt cannot be used, or the environment failed.
-    """
+    """Completes one prompt. If an environment or a person answers the turns of the model, prints all turns."""
     _check_options(arguments)
     overrides = _greedy(arguments.overrides) if arguments.greedy else arguments.overrides
     setup_jax()
-    from tunix_like.cli.conversation import play, talk
-    from tunix_like.models.loading import check_fit
-    from tunix_like.runs.environments import environments_of, has_environment, with_tools
-    from tunix_like.runs.trained import open_trained
-    from tunix_like.training.engine import make_engine
-    from tunix_like.types import SamplingParams
-
     source, by_row = chosen_source(arguments.source, arguments.best), arguments.row is not None
     trained = open_trained(source, overrides, need_data=by_row)
     config, rollout = trained.config, trained.config.rollout
     check_fit(trained.model_config, trained.tokenizer, rollout)
-    environments = environments_of(config) if has_environment(config) else None
+    environments = environments_of(config)
     try:
         trained = trained._replace(tokenizer=with_tools(trained.tokenizer, environments))
         row = _row(config, arguments.row) if by_row else {"prompt": _prompt(config, arguments.prompt)}
@@ -62,20 +63,22 @@ def generate(arguments: argparse.Namespace) -> None:
         sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
         print(_sampling_line(sampling, config.training.seed), file=sys.stderr)
         if arguments.interactive:
-            talk(sampler, trained, row["prompt"], sampling, () if environments is None else environments.tools)
+            tools = environments is not None and bool(environments.tools)
+            talk(sampler, trained, row["prompt"], sampling, tools)
         elif environments is not None:
             play(sampler, trained, row, sampling, environments)
         else:
-            given = sampler, trained.params, trained.tokenizer, row["prompt"], sampling, config.training.seed
-            _print_completion(complete(*given))
+            given = sampler, trained.params, trained.tokenizer, [row["prompt"]], sampling, config.training.seed
+            (completion,) = complete(*given)
+            _print_completion(completion)
+            if by_row:
+                _print_score(config, row, trained.tokenizer, completion)
     finally:
         if environments is not None:
             environments.close()
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Raises UserError if no prompt or two prompts are given, or if `--row` is below 1. With `--interactive`, the
-    prompt can be omitted and is then the first line of standard input."""
     given = [f"--{name}" for name in ("prompt", "row") if getattr(arguments, name) is not None]
     if len(given) > 1:
         raise UserError("generate: --prompt and --row both set the prompt; give one of them.")
@@ -86,17 +89,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 
 def _prompt(config: Config, text: str | None) -> Any:
-    """Returns the prompt: `text`, or a list of messages if the run uses the chat template.
-
-    Args:
-      text: text of the prompt; None reads it from the first line of standard input.
-
-    Raises:
-      UserError: standard input has no line.
-    """
+    """Returns the prompt: text, or messages if the run uses the chat template. None reads it from standard input."""
     if text is None:
-        from tunix_like.cli.conversation import read_line
-
         text = read_line("prompt> ")
         if text is None:
             raise UserError("generate: no prompt was written; give one by --prompt TEXT.")
@@ -108,14 +102,32 @@ def _prompt(config: Config, text: str | None) -> Any:
 
 
 def _row(config: Config, number: int) -> Mapping[str, Any]:
-    """Returns row `number` (from 1) of the held-out data, or of the training data if there are no held-out rows."""
-    from tunix_like.data import load_source
 
     source = load_source(config.data)
     rows, what = (source.eval, "held-out") if len(source.eval) else (source.train, "training")
     if number > len(rows):
         raise UserError(f"generate: --row {number}: the data has {len(rows)} {what} rows.")
     return rows[number - 1]
+
+
+def _print_score(config: Config, row: Mapping[str, Any], tokenizer: Tokenizer, completion: str) -> None:
+    """Prints prompt, answer and rewards to standard error, or why the reward functions cannot be used."""
+
+    prompt = render(row, tokenizer, config.rollout.max_prompt_length)
+    print(f"prompt: {console.excerpt(prompt.text, 2000)}", file=sys.stderr)
+    if "answer" in row:
+        print(f"answer: {console.excerpt(str(row['answer']), 600)}", file=sys.stderr)
+    try:
+        rewards = reward_functions(config, load_source(config.data))
+    except UserError as error:
+        print(f"no reward: {error}", file=sys.stderr)
+        return
+    try:
+        scores = score_completions(rewards, [Problem(0, *prompt)], [completion], 1)
+    finally:
+        close_pools(function for _, function, _ in rewards)
+    parts = [f"{name} {values[0]:g}" for name, values in scores.by_function.items()]
+    print(f"reward: {scores.total[0]:g} ({', '.join(parts)})", file=sys.stderr)
 
 
 def _print_completion(completion: str) -> None:
@@ -125,7 +137,6 @@ def _print_completion(completion: str) -> None:
 
 
 def _sampling_line(sampling: SamplingParams, seed: int) -> str:
-    """Describes the sampling parameters of `generate` in one line. Evaluations can use other sampling parameters."""
     if sampling.temperature == 0:
         return "greedy: the most likely token at every position"
     top_k = "" if sampling.top_k is None else f", top-k {sampling.top_k}"
@@ -135,34 +146,129 @@ def _sampling_line(sampling: SamplingParams, seed: int) -> str:
     )
 
 
-def complete(
-    engine: Engine, params: Any, tokenizer: Tokenizer, prompt: Any, sampling: SamplingParams, seed: int
-) -> str:
-    """Samples one completion of `prompt`.
+def read_line(label: str) -> str | None:
+    """Returns the next line of standard input; None at its end or if the line is `/quit`. On a terminal, prints `label`
+    before."""
+    if sys.stdin is None:
+        return None
+    if sys.stdin.isatty():
+        print(label, end="", file=sys.stderr, flush=True)
+    # Invalid bytes are replaced, so that they raise no error.
+    line = sys.stdin.buffer.readline().decode(sys.stdin.encoding or "utf-8", "replace")
+    text = line.removesuffix("\n").removesuffix("\r")
+    return None if not line or text.strip() == QUIT else text
 
-    Raises:
-      UserError: the prompt has no tokens, or too many tokens.
-    """
-    import jax
 
-    from tunix_like.rollout.requests import collect
-    from tunix_like.rollout.rollouts import completion_texts
-    from tunix_like.types import Request
+class Person:
+    """Answers the turns of the model with lines of standard input. Implements `Responder`."""
 
+    lockstep = True
+
+    def __init__(self, tokenizer: Tokenizer, histories: Histories, history: History):
+        self._tokenizer, self._histories, self._history = tokenizer, histories, history
+        self._opening = history.opening
+        self._turn: Turn | None = None
+
+    def opening(self, group: int) -> Sequence[int]:
+        """Returns the tokens at the end of the prompt that the chat template may change in later turns; often there are
+        no such tokens."""
+        return self._opening
+
+    def submit(self, turns: Sequence[Turn]) -> None:
+        """Prints a turn of the model, which is the only element of `turns`."""
+        (turn,) = turns
+        text = self._tokenizer.decode(turn.tokens)
+        self._history.add_turn(text, turn.tokens)
+        with progress.paused():
+            if not text:
+                print("the turn is empty: the model ended it before any text", file=sys.stderr)
+            if sys.stdin is not None and sys.stdin.isatty():
+                print("model> ", end="", file=sys.stderr, flush=True)
+            console.print_completion(text)
+            sys.stdout.flush()
+        self._turn = None if turn.truncated else turn
+
+    def replies(self, wait: bool) -> list[Reply]:
+        """Reads the person's answer to the last turn of the model, again if a line cannot be converted to tokens.
+        Returns no reply if the turn was truncated; at the end of the input, the tokens of the reply are None."""
+        turn, self._turn = self._turn, None
+        while turn is not None:
+            with progress.paused():
+                line = read_line("you> ")
+            if line is None:
+                return [Reply(turn.group, turn.sample, None)]
+            try:
+                tokens, restart, cut = self._histories.add(self._history, line)
+            except UserError as error:
+                print(f"the line cannot be sent: {error}", file=sys.stderr)
+                continue
+            if cut:
+                print("the line was shortened: it exceeds the token limit of the conversation", file=sys.stderr)
+            return [Reply(turn.group, turn.sample, tokens, restart)]
+        return []
+
+
+def talk(engine: Engine, trained: Trained, prompt: Any, sampling: SamplingParams, tools: bool) -> None:
+    """Lets a person answer the turns of the model, until the end of standard input, `/quit` or the token limit. If the
+    prompt is a list of messages, each line of the person becomes a user message. Otherwise each line is appended as
+    plain text."""
+    rollout, tokenizer = trained.config.rollout, trained.tokenizer
     tokens = rendered(prompt, tokenizer, engine.max_prompt_length).tokens
-    requests = [Request(tokens, number=0, samples=1)]
-    samples = engine.generate(engine.place(params), requests, jax.random.key(seed), sampling)
-    return completion_texts(collect(samples, requests), tokenizer)[0]
+    most = rollout.max_tokens_to_generate
+    ends = rollout.eos_tokens or tokenizer.eos_ids
+    config = dataclasses.replace(trained.config.environment, max_observation_tokens=most, overlong_observation="cut")
+    chat = not isinstance(prompt, str)
+    if not chat:
+        config = dataclasses.replace(config, history="sampled")
+    histories = Histories(tokenizer, chat, ends, tools, config)
+    history = histories.begin(prompt, tokens)
+    person = Person(tokenizer, histories, history)
+    key = jax.random.key(trained.config.training.seed)
+    requests = [Request(tokens[: history.prompt], number=0, samples=1)]
+    (sample,) = engine.generate(engine.place(trained.params), requests, key, sampling, person)
+    if not sample.finished:
+        print(
+            f"the conversation has reached rollout.max_tokens_to_generate={most} tokens; raise it for longer ones",
+            file=sys.stderr,
+        )
 
 
-def rendered(prompt: Any, tokenizer: Tokenizer, limit: int) -> Prompt:
-    """Renders and tokenises a prompt. Raises UserError if the prompt has no tokens or more than `limit` tokens."""
-    from tunix_like.data.stream import render
+def play(
+    engine: Engine, trained: Trained, row: Mapping[str, Any], sampling: SamplingParams, environments: Environments
+) -> None:
+    """Plays one trajectory of a data row. Prints the turns to standard output and the reward to standard error."""
+    config, tokenizer = trained.config, trained.tokenizer
+    prompt = rendered(row["prompt"], tokenizer, engine.max_prompt_length)
+    columns = {name: value for name, value in row.items() if name != "prompt"}
+    problem = Problem(0, prompt.text, prompt.tokens, columns, row["prompt"])
+    player = make_player(environments, config.environment, tokenizer, config.rollout)
+    assert player is not None, "environments were given"
+    cure = (
+        "" if columns else " The environment got no columns, because the prompt is not a row of the data; use --row N."
+    )
+    try:
+        first_observation(environments, row, "")  # fails before sampling if the environment cannot be reset
+    except UserError as error:
+        raise UserError(f"{visible(str(error))}{cure}") from error
+    key = jax.random.key(config.training.seed)
+    given = engine, player, engine.place(trained.params), [problem], 1, key, sampling
+    (opened,), out, trajectories = sample(*given)
+    assert trajectories is not None, "a player was given"
+    (episode,) = trajectories.episodes()
+    if opened.text != problem.text:
+        _print_turn("prompt", opened.text)
+    for message in episode.messages:
+        _print_turn(message["role"], message["content"])
+    if episode.failure is not None:
+        raise UserError(f"{visible(episode.failure[1])}{cure}")
+    ended = "by the environment"
+    if episode.limited:
+        ended = f"by environment.max_turns={config.environment.max_turns}"
+    elif not out.finished.all():
+        ended = f"by rollout.max_tokens_to_generate={config.rollout.max_tokens_to_generate}"
+    number = f"{episode.turns} turn{'s' * (episode.turns != 1)}"
+    print(f"reward of the environment {episode.reward:g}, {number}, ended {ended}", file=sys.stderr)
 
-    found = render({"prompt": prompt}, tokenizer, limit)
-    if not found.tokens:
-        raise UserError("the prompt has no tokens; give a text with --prompt.")
-    if len(found.tokens) > limit:
-        size = f"over {2 * limit}" if len(found.tokens) > 2 * limit else len(found.tokens)
-        raise UserError(f"the prompt has {size} tokens; raise rollout.max_prompt_length ({limit}).")
-    return found
+
+def _print_turn(role: str, text: str) -> None:
+    console.print_completion(f"{role}: {text}")

@@ -16,14 +16,7 @@ _SUMS = [(7, 5), (12, 9), (30, 14), (8, 8), (21, 17), (40, 2), (13, 13), (6, 19)
 
 
 def write_start(name: str, kind: str, folder: Path) -> list[Path]:
-    """Writes `name.yaml` and a Python file into `folder`, and returns the paths of all written files. The Python file
-    is `name_env.py` for the kind `env`, `name_tools.py` for `tools`, else `name_rewards.py`. For the kind `own`,
-    `name.jsonl` with sample rows is written too.
-
-    Raises:
-      UserError: the name is not valid for files and functions, or one of the files exists already. In both cases, no
-        file is written.
-    """
+    """Writes the files of a new run and returns their paths. If a file exists, nothing is written."""
     if not _NAME.fullmatch(name):
         raise UserError(
             f"init {name!r}: give a name of letters, digits, _ and - that starts with a letter or _; files and the run "

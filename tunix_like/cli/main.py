@@ -6,7 +6,8 @@ Exit status:
   2: invalid input; one line describes the problem.
   70: in a run of several processes, this process failed or another process was lost.
   74: the last checkpoint of a run could not be written, or the output of another command could not be written.
-  75: a run saved a checkpoint and stopped, after a signal or after the loss of its sampling servers.
+  75: a run saved a checkpoint and stopped, after a signal, after the loss of its sampling servers, or because no
+    completion could be scored any more.
   141: the program that reads the output exited (see `output.py`). A training run does not exit then, but continues.
 """
 
@@ -62,20 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _trains(arguments: argparse.Namespace) -> bool:
-    """Returns whether the command trains a run. A training command continues if its output cannot be written. Any other
-    command stops, unless it runs in several processes."""
     return arguments.command in ("train", "sft") and not getattr(arguments, "dry_run", False)
 
 
 def _join(arguments: argparse.Namespace) -> bool:
-    """Connects this process to the other processes of the run, and returns True.
-
-    Returns False if neither the command line nor the environment variables specify several processes.
-
-    Raises:
-      UserError: only some of `--coordinator`, `--num-processes` and `--process-id` are given, or the processes cannot
-        connect.
-    """
+    """Connects this process to the others of the run. Returns False if neither options nor variables specify
+    several."""
     if not hasattr(arguments, "coordinator"):
         return False
     coordinator, count, index = options = arguments.coordinator, arguments.num_processes, arguments.process_id
@@ -97,7 +90,6 @@ def _join(arguments: argparse.Namespace) -> bool:
 
 
 def _started_by_scheduler() -> bool:
-    """Returns whether SLURM (`srun`) or GKE has started several processes, judged by the environment variables."""
     if "SLURM_STEP_NODELIST" in os.environ:
         return int(os.environ.get("SLURM_NTASKS", "1")) > 1
     return "," in (os.environ.get("TPU_WORKER_HOSTNAMES") or os.environ.get("TPU_PROCESS_ADDRESSES") or "")
@@ -125,7 +117,8 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="example: tunix-like train examples/maze.yaml algorithm.advantage_estimator=rloo training.seed=1\n\n"
         "exit status: 0 done, 1 doctor or check-rewards found a problem, 2 invalid input, 70 an error in one of\n"
         "several processes, 74 the last checkpoint, or the output of another command, could not be written,\n"
-        "75 a run saved and stopped, after a signal or the loss of its servers (the same command resumes),\n"
+        "75 a run saved and stopped, after a signal, the loss of its servers or steps in which nothing could be\n"
+        "scored (the same command resumes),\n"
         "141 the program that reads the output exited (runs continue instead)",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip

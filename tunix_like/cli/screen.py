@@ -5,16 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tunix_like.cli.generate import complete
 from tunix_like.data.stream import check_prompts, render, usable
 from tunix_like.rollout.samples import Samples
 from tunix_like.runs.build import Parts
 from tunix_like.runs.describe import describe
 from tunix_like.runtime import console, processes, progress
 from tunix_like.storage import metrics
-from tunix_like.storage.best import best_of
 from tunix_like.storage.checkpoint_files import complete_steps
 from tunix_like.training.engine import make_engine
+from tunix_like.training.generation import complete
 from tunix_like.training.learner import Learner
 from tunix_like.types import SamplingParams
 
@@ -30,7 +29,9 @@ def announce(parts: Parts, folder: Path) -> None:
             limit, policy = config.rollout.max_prompt_length, config.data.overlong_prompts
             with progress.task(f"reading the {what} prompts"):
                 skipped = str(check_prompts(rows, parts.tokenizer, limit, policy, what))
-            console.print_text(f"{what:>10}: {len(rows)} prompts{skipped and f', {skipped}'}")
+            most = config.eval.max_problems if what == "evaluation" else None
+            used = f"{len(rows)}" if most is None or most >= len(rows) else f"the first {most} of {len(rows)}"
+            console.print_text(f"{what:>10}: {used} prompts{skipped and f', {skipped}'}")
     rendered = (render(row, parts.tokenizer, limit) for row in parts.source.train)
     first = next(prompt for prompt in rendered if usable(prompt, limit))
     console.print_text(f"{'prompt':>9}: {_both_ends(first.text, 600)}")
@@ -42,30 +43,20 @@ def announce(parts: Parts, folder: Path) -> None:
 
 
 def _both_ends(values: str | list[int], most: int) -> str:
-    """Formats a text or a list of token ids. Omits the middle if there are more than `most` characters or ids. The
-    start and the end are kept, because they show what a chat template adds."""
+    """Shortens a text or token ids. Both ends show what a chat template adds."""
     half = most // 2
     return repr(values) if len(values) <= most else f"{values[:half]!r} ... {values[-half:]!r}"
 
 
 class StepLines:
-    """Prints a line for each RL step and for selected SFT steps. Prints example completions of a step below its line.
-
-    Attributes:
-      phases: names of the phases (`sft`, `train`) that have produced a row of metrics. If a run is resumed, a phase
-        that was already complete produces no row.
-    """
+    """Prints a line for each RL step and for selected SFT steps, with example completions of a step below its line."""
 
     def __init__(self) -> None:
-        self.phases: set[str] = set()
         self._samples: list[tuple[int, Samples]] = []
 
     def on_row(self, row: dict[str, Any], total: int | None) -> None:
-        self.phases.add("train" if "step" in row else "sft")
-        if (step := row.get("sft/step")) is None:
-            console.print_text(console.step_line("train", row["step"], total, row))
-        elif step % 25 == 0 or step == total or "sft/eval/pass@1" in row:
-            console.print_text(console.step_line("sft", step, total, row))
+        if console.is_shown(row, total):
+            console.print_text(console.row_line(row, total))
         while self._samples:
             show_samples(*self._samples.pop())
 
@@ -90,16 +81,9 @@ def show_samples(step: int, samples: Samples) -> None:
     console.table(f'step {step}, prompt "{prompt}"{known}', columns, rows, texts=columns[-1:])
 
 
-def results(folder: Path, parts: Parts, learner: Learner, trained: bool) -> None:
+def results(folder: Path, parts: Parts, learner: Learner) -> None:
     """Prints what `train` shows at the end: the evaluations, the best checkpoint, the run folder and, if the data
-    source can draw problems, a drawing of one problem.
-
-    Args:
-      trained: whether this call of `train` has logged a row of RL metrics. If False, a note says that the run was
-        already finished.
-    """
-    if not trained:
-        console.print_text("this run was already finished: nothing was trained")
+    source can draw problems, a drawing of one problem."""
     closing_table(folder, parts)
     picture(parts, learner)
 
@@ -123,8 +107,7 @@ def closing_table(folder: Path, parts: Parts) -> None:
 
 
 def _say_best(folder: Path, metric: str) -> None:
-    """Prints which checkpoint is kept as the best."""
-    best = best_of(folder, metric)
+    best = metrics.best_of(folder, metric)
     kept = best.among(complete_steps(folder / "checkpoints"))  # `Checkpoints.steps` would wait for the other processes
     if kept is None:
         console.print_text(f"best: no checkpoint has a value of {metric}")
@@ -135,7 +118,13 @@ def _say_best(folder: Path, metric: str) -> None:
 def _before_and_after(before: dict[str, Any], after: dict[str, Any], parts: Parts) -> None:
     limit = len(parts.source.eval)
     first, cells = console.evaluation_cells(before), console.evaluation_cells(after)
-    rows = [(name, first.get(name, "-"), cell) for name, cell in cells.items()]
+
+    def is_needless(name: str) -> bool:  # a rate of failures that is 0 in both evaluations
+        is_rate = name.endswith(("_frac", "_ratio", "skipped_prompts")) and not name.startswith("environment/")
+        return is_rate and not any(row.get(f"eval/{name}") for row in (before, after))
+
+    shown = [name for name in cells if not is_needless(name)]
+    rows = [(name, first.get(name, "-"), cells[name]) for name in shown]
     skipped = int(after.get("eval/skipped_prompts", 0))  # rows of an earlier version of this package lack it
     size = min(parts.config.eval.max_problems or limit, limit - skipped)
     number = console.problems(size, skipped, "held-out problems")
@@ -155,6 +144,6 @@ def picture(parts: Parts, learner: Learner) -> None:
     row, greedy = parts.source.eval[0], SamplingParams(temperature=0)
     # Uses a new engine, because the sampling servers of a run are disconnected when the run ends.
     engine = make_engine(learner.graphdef, parts.tokenizer, parts.config.rollout, parts.mesh)
-    answer = complete(engine, learner.params, parts.tokenizer, row["prompt"], greedy, seed=0)
+    (answer,) = complete(engine, learner.params, parts.tokenizer, [row["prompt"]], greedy, seed=0)
     console.print_text("the first held-out problem with the greedy answer of the model:")
     console.print_text(parts.source.draw(row, answer))

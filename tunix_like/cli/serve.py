@@ -19,9 +19,9 @@ from tunix_like.errors import UserError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from tunix_like.rollout.serving.app import Server
-    from tunix_like.rollout.serving.requests import Settings
     from tunix_like.runs.trained import Trained
+    from tunix_like.serving.requests import Settings
+    from tunix_like.serving.server import Server
 
 KEY = "TUNIX_LIKE_API_KEY"
 """Environment variable with the API key."""
@@ -34,26 +34,21 @@ SECONDS_TO_FINISH = 25
 
 
 def serve(arguments: argparse.Namespace) -> None:
-    """Serves a model until SIGTERM or Ctrl-C.
-
-    Raises:
-      UserError: an option is invalid, the port is in use, the extra `serve` is not installed, or the model cannot be
-        opened.
-    """
+    """Serves a model until SIGTERM or Ctrl-C."""
     _check(arguments)
     key = _api_key(arguments.host)
     listener = _listen(arguments.host, arguments.port)
     with listener:
         setup_jax()
-        from tunix_like.rollout.serving.app import make_app
         from tunix_like.runs.trained import open_trained
+        from tunix_like.serving.app import make_app
 
         trained = open_trained(chosen_source(arguments.source, arguments.best), arguments.overrides)
         settings = _settings(arguments, trained)
         server = _server(arguments, settings, trained)
         del trained  # frees the weights in the stored dtype; the server has a copy in the compute dtype
         gc.collect()
-        server.hub.batcher.slots.warm_up()
+        server.batcher.runner.warm_up()
         try:
             listener.listen(BACKLOG)  # before the message below, so that clients can connect when it appears
         except OSError as error:  # another process has started to listen on the same port meanwhile
@@ -65,7 +60,6 @@ def serve(arguments: argparse.Namespace) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raises UserError if an option is invalid or a package of the extra `serve` is not installed."""
     for name, least in (("max_rows", 1), ("max_length", 2), ("max_waiting", 1), ("port", 0)):
         value = getattr(arguments, name)
         if value is not None and value < least:
@@ -73,6 +67,8 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.port > 65535:
         raise UserError(f"serve: --port {arguments.port}: it must be at most 65535.")
     try:
+        import prometheus_client  # noqa: F401
+        import pydantic  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
@@ -80,8 +76,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _api_key(host: str) -> str | None:
-    """Returns the API key from the environment variable `TUNIX_LIKE_API_KEY`, or None if the variable is not set.
-    Raises UserError if there is no key and `host` is not a loopback address."""
+    """Returns the API key from the environment; an address that other machines can reach needs one."""
     key = os.environ.get(KEY, "").strip()
     if key:
         return key
@@ -98,8 +93,7 @@ def _api_key(host: str) -> str | None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound to `host` and `port` and does not listen yet. Raises UserError if it cannot be
-    bound."""
+    """Returns a socket that is bound and does not listen yet."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -119,9 +113,7 @@ def _refused(host: str, port: int, error: OSError) -> UserError:
 
 
 def _settings(arguments: argparse.Namespace, trained: Trained) -> Settings:
-    """Returns the limits and defaults of requests. Raises UserError if `--max-length` exceeds the number of
-    positions of the model."""
-    from tunix_like.rollout.serving.requests import Settings
+    from tunix_like.serving.requests import Settings
 
     rollout, model = trained.config.rollout, trained.model_config
     usual = rollout.max_prompt_length + rollout.max_tokens_to_generate
@@ -146,10 +138,8 @@ def _settings(arguments: argparse.Namespace, trained: Trained) -> Settings:
 
 def _server(arguments: argparse.Namespace, settings: Settings, trained: Trained) -> Server:
     from tunix_like.models.loading import check_fit
-    from tunix_like.rollout.serving.app import Server
-    from tunix_like.rollout.serving.device import Slots, Weights
-    from tunix_like.rollout.serving.hub import Hub
-    from tunix_like.rollout.serving.metrics import Metrics
+    from tunix_like.serving.runner import Runner, Weights
+    from tunix_like.serving.server import Server
     from tunix_like.training.engine import make_engine
 
     longest, rows = settings.longest, arguments.max_rows
@@ -162,12 +152,10 @@ def _server(arguments: argparse.Namespace, settings: Settings, trained: Trained)
     check_fit(trained.model_config, trained.tokenizer, rollout)
     engine = make_engine(trained.graphdef, trained.tokenizer, rollout, trained.mesh)
     weights = Weights(trained.graphdef, engine.place(trained.params), engine.eos_ids, engine.mesh)
-    slots = Slots(weights, rows, longest)
-    return Server(settings, trained.tokenizer, Hub(slots, Metrics(), settings.max_waiting))
+    return Server(settings, trained.tokenizer, Runner(weights, rows, longest))
 
 
 async def _run(app: ASGIApp, server: Server, listener: socket.socket) -> None:
-    """Serves HTTP requests until a stop signal arrives, then finishes the running requests."""
     import uvicorn
 
     class Stoppable(uvicorn.Server):
@@ -179,6 +167,6 @@ async def _run(app: ASGIApp, server: Server, listener: socket.socket) -> None:
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=SECONDS_TO_FINISH
     )
-    server.hub.open()
+    server.open()
     await Stoppable(config).serve(sockets=[listener])
-    server.hub.batcher.close()
+    server.batcher.close()

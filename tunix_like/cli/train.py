@@ -26,8 +26,12 @@ def train(arguments: argparse.Namespace) -> None:
     screen.announce(parts, folder)
     if arguments.dry_run:
         warn_shared(parts.source.train, parts.source.eval)
+        recipe.check_servers(parts)
         checked = "" if check_memory(parts) else ", except memory, which the device does not report"
-        print(f"dry run: everything above was checked{checked}. No weights were loaded, and nothing was trained.")
+        print(
+            "memory and times on other devices: tunix-like doctor --config CONFIG --devices v5e-8\n"
+            f"dry run: everything above was checked{checked}. No weights were loaded, and nothing was trained."
+        )
         return
 
     def on_claim() -> None:
@@ -43,7 +47,7 @@ def train(arguments: argparse.Namespace) -> None:
         if error.stopped:
             raise
         unsaved = error  # all steps are done, so the results are printed first
-    screen.results(folder, parts, learner, trained="train" in lines.phases)
+    screen.results(folder, parts, learner)
     if unsaved is not None:
         raise unsaved
 
@@ -73,6 +77,4 @@ def sft(arguments: argparse.Namespace) -> None:
         unsaved = recipe.fine_tune(parts, folder, lines.on_row, another_follows=False)
     if unsaved is not None:
         raise unsaved
-    if not lines.phases:
-        console.print_text("this run was already finished: nothing was trained")
     console.print_text(f"supervised fine-tuning is done: tunix-like eval {folder}, tunix-like export {folder} OUT")

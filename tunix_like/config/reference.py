@@ -38,7 +38,7 @@ def markdown_text() -> str:
         f"{_NOTICE} from the dataclasses of `tunix_like/config/schema.py`. Set a key in a YAML file, or as",
     ]
     lines += [
-        "`section.key=value` after a command. `null` means unset. If a row does not say what applies then, it depends",
+        "`section.key=value` after a command. `null` means unset; if a row does not say what applies then, it depends",
         "on the learner or the data source.",
     ]
     for section, section_keys in itertools.groupby(keys(), key=lambda key: key.name.rpartition(".")[0]):
@@ -48,7 +48,8 @@ def markdown_text() -> str:
 
 
 def _row(key: Key) -> str:
-    cells = f"`{key.name}`", f"`{key.default}`", key.doc, key.rule
+    rule = key.rule.replace(" or null", "") if key.default == "null" else key.rule
+    cells = f"`{key.name}`", f"`{key.default}`", key.doc, rule
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

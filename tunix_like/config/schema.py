@@ -24,34 +24,30 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(Checked):
     section = "model"
-    path: str | None = key(doc="folder or hub id of a Hugging Face model (config.json, tokenizer, safetensors)")
+    path: str | None = key(doc="folder or hub id of a Hugging Face model")
+    tokenizer: str | None = key(doc="folder or hub id; unset: that of the data source, else of path")
     init: str = key(
         "pretrained",
-        doc="pretrained: load the weights; random: initialise them at random",
+        doc="pretrained: load the weights; random: initialise them",
         choices=("pretrained", "random"),
     )
     config: dict[str, Any] | None = key(
-        doc="content of a Hugging Face config.json, used instead of `path` if init is random; if vocab_size is not "
-        "set, it is the size of the data source's vocabulary"
+        doc="with init random, instead of path: content of a config.json; vocab_size unset: that of the tokenizer"
     )
-    dtype: str | None = key(
-        doc="compute dtype; unset: bfloat16 on TPU and GPU, float32 on CPU", choices=("float32", "bfloat16")
-    )
+    dtype: str | None = key(doc="compute dtype; unset: bfloat16, on a CPU float32", choices=("float32", "bfloat16"))
     param_dtype: str = key(
         "float32",
-        doc="dtype of the weights; trained weights need float32; frozen weights (with lora.rank) may be bfloat16",
+        doc="dtype of the weights; bfloat16 only for frozen weights (lora.rank)",
         choices=("float32", "bfloat16"),
     )
     attention: str = key(
         "auto",
-        doc="plain: all scores in one array; blocked: scores in blocks, less memory; cudnn: kernel for NVIDIA with "
-        "bfloat16; splash: kernel for TPU; auto: the kernel of the device if there is one, else plain for small inputs "
-        "and blocked for large inputs",
+        doc="plain: all scores at once; blocked: in blocks, less memory; cudnn: NVIDIA kernel, bfloat16; splash: TPU "
+        "kernel; auto: the device's kernel, else plain or, for large inputs, blocked",
         choices=ATTENTIONS,
     )
     quantize: str | None = key(
-        doc="store the projections of the frozen base model in 8 or 4 bits; training then needs lora.rank; unset: "
-        "store them in param_dtype",
+        doc="projections of the frozen base in 8 or 4 bits; needs lora.rank to train",
         choices=QUANTIZATIONS,
     )
 
@@ -61,13 +57,11 @@ class LoraConfig(Checked):
     """Low-rank adapters on frozen weights (LoRA, arXiv 2106.09685)."""
 
     section = "lora"
-    rank: int | None = key(
-        doc="rank of the trained adapters; all other weights are frozen; unset: train all weights", at_least=1
-    )
-    alpha: float | None = key(doc="adapters are scaled by alpha / rank (unset: alpha = rank)", above=0)
+    rank: int | None = key(doc="unset: all weights are trained", at_least=1)
+    alpha: float | None = key(doc="adapters are scaled by alpha / rank; unset: rank", above=0)
     targets: list[str] | None = key(
-        doc="projections with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; unset: all "
-        "seven (mixture-of-experts model: the first four)"
+        doc="of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; unset: all (with experts: the first "
+        "four)"
     )
 
     def __post_init__(self) -> None:
@@ -84,55 +78,42 @@ class DataConfig(Checked):
     section = "data"
     name: str = key(
         "maze",
-        doc="data source: maze, gsm8k, reverse_text, maze_steps, guess, calculator, jsonl, hub, verifiers (an "
-        "environment of that package), or mix (the sources listed in `sources`)",
+        doc="maze, gsm8k, reverse_text, maze_steps, guess, calculator, jsonl, hub, verifiers, or mix (of sources)",
     )
     sources: list[dict[str, Any]] | None = key(
-        doc="mix: list of sources, each a mapping with `name` and the data keys of that source; optional keys: label "
-        "(name in metrics), weight (share of the prompts), and the estimator for the groups of this source: "
+        doc="of a mix: each has name, the data keys of its source and, optionally, label, weight, "
         "advantage_estimator, k, truncation_order, ddof"
     )
-    path: str | None = key(
-        doc="local file or folder, or hub dataset id, for sources that read files; verifiers: id of the environment, "
-        "or FILE.py"
-    )
+    path: str | None = key(doc="file, folder or hub id; verifiers: id of the environment or FILE.py")
     arguments: dict[str, Any] | None = key(
-        doc="verifiers: configuration of the environment, with the keys that the package verifiers defines, e.g. "
-        "{taskset: {split: train}, agent: {harness: {id: my_harness}}}"
+        doc="verifiers: configuration of the environment, e.g. {taskset: {split: train}}"
     )
     eval_arguments: dict[str, Any] | None = key(
-        doc="verifiers: arguments of the taskset for the held-out rows, e.g. {split: test}; unset: the "
-        "last tasks of the training taskset"
+        doc="verifiers: of the taskset, for held-out rows; unset: the last tasks"
     )
-    split: str = key("train", doc="split to train on")
-    eval_split: str = key("test", doc="split to evaluate on")
-    prompt_template: str | None = key(doc="Python format string over the row's columns, e.g. '{question}'")
+    split: str = key("train", doc="trained on")
+    eval_split: str = key("test", doc="evaluated")
+    prompt_template: str | None = key(doc="format string over columns, e.g. '{question}'")
     answer_template: str | None = key(
-        doc="jsonl, hub: format string that builds the column `answer` from other columns, e.g. '{the sum}'; SFT and "
-        "exact_match read this column"
+        doc="jsonl, hub: format string for the column answer, read by SFT and exact_match"
     )
-    system_prompt: str | None = key(doc="system message; implies the chat template", blank=True)
+    system_prompt: str | None = key(doc="implies the chat template", blank=True)
     apply_chat_template: bool | None = key(
-        doc="wrap the prompt as a user message; unset: only if there is a system prompt or the rows contain messages"
+        doc="prompt as a user message; unset: if there is a system prompt or rows have messages"
     )
-    chat_template_args: dict[str, Any] | None = key(
-        doc="variables for the chat template, e.g. {enable_thinking: false}"
-    )
-    batch_size: int = key(8, doc="prompts per training step", at_least=1)
-    shuffle: bool = key(True, doc="shuffle the data anew in every epoch, seeded by training.seed")
-    seed: int = key(0, doc="seed of the rows, for sources that generate rows", at_least=0)
+    chat_template_args: dict[str, Any] | None = key(doc="template variables, e.g. {enable_thinking: false}")
+    batch_size: int = key(8, doc="prompts per step", at_least=1)
+    shuffle: bool = key(True, doc="in every epoch, seeded by training.seed")
+    seed: int = key(0, doc="of generated rows", at_least=0)
     overlong_prompts: str = key(
         "skip",
-        doc="for training and evaluation prompts that are empty or longer than rollout.max_prompt_length; skip: skip "
-        "and count them; error: raise an error",
+        doc="prompts that are empty or longer than rollout.max_prompt_length; skip: count them; error: stop",
         choices=OVERLONG,
     )
-    train_size: int | None = key(doc="training rows to use or to generate; unset: the source's default", at_least=1)
-    eval_size: int | None = key(doc="held-out rows to use or to generate; unset: the source's default", at_least=1)
-    maze_size: int | None = key(
-        doc="maze, maze_steps: side length in squares, walls included; must be odd (unset: 9)", at_least=5, at_most=255
-    )
-    text_length: int | None = key(doc="reverse_text: maximum string length (unset: 4)", at_least=2, at_most=1000)
+    train_size: int | None = key(doc="rows used or generated; unset: the source's default", at_least=1)
+    eval_size: int | None = key(doc="held-out rows used or generated; unset: the source's default", at_least=1)
+    maze_size: int | None = key(doc="maze, maze_steps: side length with walls, odd (unset: 9)", at_least=5, at_most=255)
+    text_length: int | None = key(doc="reverse_text: maximum length (unset: 4)", at_least=2, at_most=1000)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,150 +124,110 @@ class AlgorithmConfig(Checked):
     advantage_estimator: str | None = key(
         doc="selects the learner: grpo, drgrpo, rloo, maxrl, maxpo, pkpo, passk, opo, reinforce_pp, or FILE.py:function"
     )
-    num_generations: int = key(8, doc="completions per prompt (group size G)", at_least=2)
-    num_iterations: int = key(1, doc="number of passes over one rollout batch", at_least=1)
-    k: int | None = key(doc="maxpo, pkpo: k of max@k; passk: k of pass@k; required; 1..G-1, for pkpo 1..G", at_least=1)
+    num_generations: int = key(8, doc="completions per prompt (G)", at_least=2)
+    num_iterations: int = key(1, doc="passes over a rollout batch", at_least=1)
+    k: int | None = key(doc="maxpo, pkpo, passk (required): 1..G-1, for pkpo 1..G", at_least=1)
     truncation_order: int | None = key(
-        doc="maxrl: order at which the log-likelihood is truncated, 1..G-1; unset: Algorithm 1 of arXiv 2602.02710, "
-        "whose order is G-1",
+        doc="maxrl: 1..G-1; unset: Algorithm 1 of arXiv 2602.02710 (order G-1)",
         at_least=1,
     )
-    ddof: int | None = key(doc="grpo: divisor of the group variance; 1: G-1; 0: G (unset: 1)", at_least=0, at_most=1)
-    estimator_params: dict[str, Any] | None = key(doc="keyword parameters of a custom estimator")
+    ddof: int | None = key(doc="grpo: variance divided by G - ddof (unset: 1)", at_least=0, at_most=1)
+    estimator_params: dict[str, Any] | None = key(doc="of your own estimator")
     binarize: bool = key(
         False,
-        doc="replace each total reward by 1 if it reaches rewards.success_threshold, else by 0, before the advantages",
+        doc="1 if the reward reaches rewards.success_threshold, else 0",
     )
     policy_loss_fn: str | None = key(doc="ppo_clip, reinforce, gspo, cispo, dppo, or FILE.py:function")
-    loss_params: dict[str, Any] | None = key(doc="keyword parameters of a custom loss")
-    loss_agg_mode: str | None = key(doc="weighting of the tokens in the loss", choices=LOSS_AGG_MODES)
+    loss_params: dict[str, Any] | None = key(doc="of your own loss")
+    loss_agg_mode: str | None = key(doc="weights of tokens in the loss", choices=LOSS_AGG_MODES)
     epsilon: float | None = key(
         doc="ppo_clip, gspo, cispo: lower clip range (unset: 0.2; gspo 3e-4)", above=0, at_most=1
     )
     epsilon_high: float | None = key(doc="ppo_clip, gspo, cispo: upper clip range (unset: epsilon; gspo 4e-4)", above=0)
-    epsilon_c: float | None = key(doc="ppo_clip, gspo: dual-clip bound for negative advantages (unset: off)", above=1)
+    epsilon_c: float | None = key(doc="ppo_clip, gspo: dual clip of negative advantages (unset: off)", above=1)
     dppo_mask_high: float | None = key(
-        doc="dppo: drop the policy term of tokens with A > 0 whose probability exceeds the sampler's probability by "
-        "more than this (unset: 0.2)",
+        doc="dppo: tokens with A > 0 whose probability exceeds the sampler's by more are dropped (unset: 0.2)",
         above=0,
         at_most=1,
     )
     dppo_mask_low: float | None = key(
-        doc="dppo: drop the policy term of tokens with A <= 0 whose probability is below the sampler's probability by "
-        "more than this (unset: 0.2)",
+        doc="dppo: tokens with A <= 0 whose probability is lower by more are dropped (unset: 0.2)",
         above=0,
         at_most=1,
     )
     kl_tau: float | None = key(doc="dppo: weight of the squared log-ratio to the sampler (unset: 1e-3)", at_least=0)
-    beta: float = key(
-        0.0, doc="weight of the KL divergence to the reference model; 0: no reference model is kept", at_least=0
-    )
+    beta: float = key(0.0, doc="weight of the KL to the reference; 0: no reference", at_least=0)
     kl_loss_mode: str | None = key(
-        doc="KL estimate: kl (k1), mse_kl (k2), low_var_kl (k3); unset: k1 in the reward, k3 in the loss",
+        doc="kl (k1), mse_kl (k2), low_var_kl (k3); unset: k1 in the reward, k3 in the loss",
         choices=KL_LOSS_MODES,
     )
-    kl_in_reward: bool | None = key(doc="subtract beta * KL from the reward instead of adding it to the loss")
-    entropy_coef: float = key(0.0, doc="weight of the entropy bonus; the entropy is per token, in nats", at_least=0)
+    kl_in_reward: bool | None = key(doc="KL in the reward instead of the loss")
+    entropy_coef: float = key(0.0, doc="weight of the entropy bonus", at_least=0)
     sampler_is: str | None = key(
-        doc="importance weights if sampler and trained policy differ: the ratio of their probabilities (trained policy "
-        "/ sampler) of each token (token, token_mask) or of each completion (sequence, sequence_mask); token, "
-        "sequence: ratios are truncated to sampler_is_min and sampler_is_threshold; token_mask, sequence_mask: ratios "
-        "outside these bounds become 0 (unset: off)",
+        doc="importance weights, trainer / sampler, per token or completion; clipped to the bounds, with mask 0 outside"
+        " them (unset: off)",
         choices=("token", "sequence", "token_mask", "sequence_mask"),
     )
-    sampler_is_threshold: float | None = key(
-        doc="sampler_is: upper bound of the ratio (unset: 2; for masks 3)", above=0
-    )
-    sampler_is_min: float | None = key(doc="sampler_is: lower bound of the ratio (unset: none)", above=0, below=1)
-    sampler_is_kl: bool = key(False, doc="sampler_is: multiply the KL in the loss by importance weights too")
+    sampler_is_threshold: float | None = key(doc="sampler_is: upper bound (unset: 2; masks 3)", above=0)
+    sampler_is_min: float | None = key(doc="sampler_is: lower bound (unset: none)", above=0, below=1)
+    sampler_is_kl: bool = key(False, doc="sampler_is: the KL in the loss too")
     overlong: str | None = key(
-        doc="treatment of overlong completions; mask: completions that the token limit truncated do not count in the "
-        "loss; penalty: reduce the reward of completions that end within the last overlong_buffer tokens before the "
-        "limit (soft penalty of DAPO) (unset: neither)",
+        doc="mask: truncated completions leave the loss; penalty: DAPO's soft penalty (unset: neither)",
         choices=("mask", "penalty"),
     )
-    overlong_buffer: int | None = key(
-        doc="overlong: the penalty grows from 0 to overlong_penalty over this many tokens before the limit", at_least=1
-    )
-    overlong_penalty: float | None = key(doc="overlong: penalty of a completion at the limit (unset: 1)", above=0)
-    dynamic_sampling: bool = key(
-        False, doc="replace groups whose rewards are all equal by groups of further prompts; changes the objective"
-    )
-    max_extra_batches: int | None = key(
-        doc="dynamic_sampling: maximum number of further rollout batches per step (unset: 4)", at_least=1
-    )
+    overlong_buffer: int | None = key(doc="tokens before the limit in which the penalty grows", at_least=1)
+    overlong_penalty: float | None = key(doc="penalty at the limit (unset: 1)", above=0)
+    dynamic_sampling: bool = key(False, doc="groups of equal rewards are replaced; changes the objective")
+    max_extra_batches: int | None = key(doc="dynamic_sampling: per step (unset: 4)", at_least=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig(Checked):
     section = "rollout"
-    max_prompt_length: int = key(512, doc="maximum prompt length in tokens", at_least=1)
-    max_tokens_to_generate: int = key(
-        256, doc="maximum completion length in tokens, end-of-sequence included", at_least=1
-    )
-    temperature: float = key(1.0, doc="sampling temperature; 0 is greedy (evaluation only)", at_least=0)
-    top_p: float = key(
-        1.0, doc="sample from the most probable tokens that together have this probability", above=0, at_most=1
-    )
-    top_k: int | None = key(doc="sample from the k most probable tokens; unset: from all", at_least=1)
+    max_prompt_length: int = key(512, doc="tokens", at_least=1)
+    max_tokens_to_generate: int = key(256, doc="tokens of a completion, with its end-of-sequence token", at_least=1)
+    temperature: float = key(1.0, doc="0 (greedy): evaluation only", at_least=0)
+    top_p: float = key(1.0, doc="1: off", above=0, at_most=1)
+    top_k: int | None = key(doc="unset: off", at_least=1)
     max_concurrent_rows: int | str = key(
         "auto",
-        doc="number of completions sampled at once; it limits the size of the KV cache; auto: all completions of a "
-        "step, or as many as fit in memory",
+        doc="completions sampled at once; auto: all of a step that fit in memory",
         choices=("auto",),
         at_least=1,
     )
     mesh: list[int] | str = key(
         "auto",
-        doc="devices along data, fsdp and tp while sampling, e.g. [8, 1, 1]; auto: every device has all weights; if "
-        "the weights do not fit, they are split over as few devices as possible, first along tp, then along fsdp",
+        doc="devices along data, fsdp, tp while sampling, e.g. [8, 1, 1]; auto: all weights on every device, or split"
+        " over as few as possible, tp first",
     )
-    eos_tokens: list[int] | None = key(
-        doc="token ids that end a completion; unset: the ids of the tokenizer and of generation_config.json"
-    )
+    eos_tokens: list[int] | None = key(doc="ids; unset: those of tokenizer and generation_config.json")
     max_staleness: int = key(
         0,
-        doc="number of updates by which the sampling weights may be older than the trained ones; 1: the completions of "
-        "the next step are sampled during the update, by servers or on the devices of rollout.devices",
+        doc="1: sample the next step during the update, on servers or rollout.devices",
         at_least=0,
         at_most=1,
     )
     devices: int | None = key(
-        doc="number of devices that only sample (the last devices); the other devices only train; unset: all devices "
-        "do both",
+        doc="the last N only sample, the others only train; unset: all do both",
         at_least=1,
     )
     engine: str = key(
         "local",
-        doc="where completions are sampled during RL; local: in this process; vllm: on the servers of `urls`. SFT and "
-        "the command `eval` always sample in this process",
-        choices=("local", "vllm"),
+        doc="of RL: local (this process), vllm (servers of urls), FILE.py:NAME or package.module:NAME; SFT and eval "
+        "sample here",
     )
-    urls: list[str] | None = key(doc="addresses of vLLM servers, e.g. [http://127.0.0.1:8000]; for engine: vllm")
-    weights_folder: str | None = key(
-        doc="engine: vllm: folder for the weights of each step, which all servers can read under the same name; unset: "
-        "engine_weights in the run folder"
-    )
-    request_timeout_seconds: float = key(
-        600.0, doc="engine: vllm: time limit of one request, which samples one turn of a completion", above=0
-    )
+    engine_arguments: dict[str, Any] | None = key(doc="of an engine of your own, by name")
+    urls: list[str] | None = key(doc="vllm: e.g. [http://127.0.0.1:8000]")
+    weights_folder: str | None = key(doc="vllm: shared with all servers; unset: engine_weights in the run folder")
+    request_timeout_seconds: float = key(600.0, doc="vllm: of one turn of a completion", above=0)
     wait_for_servers_seconds: float = key(
-        600.0, doc="with engine vllm: the run is saved and stops if it has no working server for this time", above=0
+        600.0, doc="vllm: without a working server, then the run is saved and stops", above=0
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.engine == "vllm" and not self.urls:
-            raise UserError(
-                "rollout.urls: rollout.engine=vllm needs the addresses of servers, e.g. [http://127.0.0.1:8000]."
-            )
         for url in self.urls or ():
             check_server_url("rollout.urls", url, "VLLM_API_KEY")
-        if self.engine != "vllm" and (self.urls or self.weights_folder):
-            name = "urls" if self.urls else "weights_folder"
-            raise UserError(f"rollout.{name}: it needs rollout.engine=vllm; set it, or omit rollout.{name}.")
-        if self.engine == "vllm" and self.devices is not None:
-            raise UserError("rollout.devices: with rollout.engine=vllm the servers sample; omit it.")
         sizes = self.mesh if isinstance(self.mesh, list) else []
         if self.mesh != "auto" and (len(sizes) != 3 or any(type(size) is not int or size < 1 for size in sizes)):
             raise UserError(
@@ -299,19 +240,17 @@ class RolloutConfig(Checked):
 class RewardsConfig(Checked):
     section = "rewards"
     functions: list[dict[str, Any]] | None = key(
-        doc="list of {name, weight}; a name is maze, gsm8k, gsm8k_lenient, exact_match or FILE.py:function; "
-        "unset: the function of the data source"
+        doc="list of {name, weight}; a name is maze, gsm8k, gsm8k_lenient, exact_match, FILE.py:function; unset: that "
+        "of the data source"
     )
-    success_threshold: float = key(1.0, doc="a completion succeeds (pass@k) when its total reward reaches this")
+    success_threshold: float = key(1.0, doc="total reward that counts as success")
     workers: int | None = key(
-        doc="number of worker processes for reward functions; 0: functions run in the training process; unset: up to 4 "
-        "for gsm8k, gsm8k_lenient and functions of files and modules, 0 for the other functions",
+        doc="processes; 0: the training process; unset: 0 for maze, exact_match and functions registered in Python, "
+        "else up to 4",
         at_least=0,
     )
-    timeout_seconds: float = key(
-        30.0, doc="time limit in a worker for one function call, which scores the completions of one prompt", above=0
-    )
-    memory_gb: float = key(4.0, doc="a worker that uses more than this many GB of memory is replaced", above=0)
+    timeout_seconds: float = key(30.0, doc="of a worker, for the completions of one prompt", above=0)
+    memory_gb: float = key(4.0, doc="a worker that uses more is replaced", above=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,51 +259,39 @@ class EnvironmentConfig(Checked):
 
     section = "environment"
     name: str | None = key(
-        doc="maze_steps, guess, calculator, openenv, FILE.py:NAME or package.module:NAME, where NAME is a class or a "
-        "function that makes environments (classes of google-tunix and TRL also work); unset: completions have a "
-        "single turn"
+        doc="maze_steps, guess, calculator, openenv, FILE.py:NAME or package.module:NAME (class or factory); unset: "
+        "one turn"
     )
-    arguments: dict[str, Any] | None = key(
-        doc="keyword arguments of the class or factory, e.g. {url: http://127.0.0.1:8000} for openenv"
-    )
-    tools: list[str] | None = key(
-        doc="functions that the model may call as tools, as FILE.py:function or package.module:function; they need "
-        "type hints and a docstring; set either this key or name"
-    )
-    max_turns: int = key(8, doc="maximum number of turns of the policy in a trajectory", at_least=1)
+    arguments: dict[str, Any] | None = key(doc="of the class or factory, e.g. {url: http://127.0.0.1:8000} for openenv")
+    tools: list[str] | None = key(doc="functions, as FILE.py:function or package.module:function, instead of name")
+    max_turns: int = key(8, doc="turns of the policy", at_least=1)
     max_observation_tokens: int = key(
         256,
-        doc="maximum number of tokens that are appended after a turn; tokens of the chat template count too",
+        doc="after one turn, with those of the chat template",
         at_least=1,
     )
     overlong_observation: str = key(
         "cut",
-        doc="for observations longer than max_observation_tokens; cut: shorten the text and mark where it was cut; "
-        "unscored: end the trajectory without a reward",
+        doc="longer observations; cut: shortened, with a mark; unscored: end without reward",
         choices=("cut", "unscored"),
     )
     history: str = key(
         "sampled",
-        doc="how the model sees earlier turns; sampled: as the sampled tokens; template: the chat template renders the "
-        "whole conversation again at each turn, and may change the earlier turns",
+        doc="earlier turns; sampled: as sampled; template: rendered again by the chat template at each turn",
         choices=("sampled", "template"),
     )
     mode: str = key(
         "lockstep",
-        doc="lockstep: sampling continues when all environments have answered; the result can be repeated bit for bit; "
-        "eager: a trajectory continues as soon as its environment has answered",
+        doc="lockstep: wait for all environments, repeatable bit for bit; eager: each continues at once",
         choices=("lockstep", "eager"),
     )
     workers: int | None = key(
-        doc="maximum number of environment steps that run at the same time; unset: up to 4 (openenv: 32). Each "
-        "trajectory has its own process; if this key is unset, maze_steps, guess and calculator run in the training "
-        "process",
-        at_least=1,
+        doc="steps at the same time, each trajectory in its own process; unset: up to 4 (openenv, verifiers: 32); 0: "
+        "in the training process, without limits (default of maze_steps, guess, calculator)",
+        at_least=0,
     )
-    timeout_seconds: float = key(
-        20.0, doc="time limit of one environment step; if a step takes longer, its trajectory is unscored", above=0
-    )
-    memory_gb: float = key(4.0, doc="an environment that uses more than this many GB of memory is stopped", above=0)
+    timeout_seconds: float = key(20.0, doc="of one step; its trajectory is then unscored", above=0)
+    memory_gb: float = key(4.0, doc="an environment that uses more is stopped", above=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -373,29 +300,23 @@ class OptimizerConfig(Checked):
 
     section = "optimizer"
     learning_rate: float = key(1e-6, doc="peak learning rate", above=0)
-    schedule: str = key(
-        "constant", doc="learning-rate schedule after the warm-up", choices=("constant", "linear", "cosine")
-    )
-    warmup_steps: int = key(0, doc="optimizer steps of linear warm-up", at_least=0)
-    end_fraction: float = key(
-        0.1, doc="linear, cosine: final learning rate as a share of the peak", at_least=0, at_most=1
-    )
-    weight_decay: float = key(0.0, doc="decoupled weight decay, applied to matrices only", at_least=0)
-    b1: float = key(0.9, doc="decay rate of the first moment", at_least=0, below=1)
-    b2: float = key(0.99, doc="decay rate of the second moment", at_least=0, below=1)
-    eps: float = key(1e-8, doc="added to the square root of the second moment", above=0)
-    max_grad_norm: float | None = key(1.0, doc="clip the global gradient norm; null: off", above=0)
+    schedule: str = key("constant", doc="after the warm-up", choices=("constant", "linear", "cosine"))
+    warmup_steps: int = key(0, doc="linear warm-up", at_least=0)
+    end_fraction: float = key(0.1, doc="linear, cosine: last rate / peak", at_least=0, at_most=1)
+    weight_decay: float = key(0.0, doc="of matrices only", at_least=0)
+    b1: float = key(0.9, doc="decay of the first moment", at_least=0, below=1)
+    b2: float = key(0.99, doc="decay of the second moment", at_least=0, below=1)
+    eps: float = key(1e-8, doc="added to the root of the second moment", above=0)
+    max_grad_norm: float | None = key(1.0, doc="of the global norm; null: off", above=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class SFTConfig(Checked):
     section = "sft"
-    max_steps: int = key(0, doc="steps of supervised fine-tuning on the column `answer`; 0: none", at_least=0)
-    batch_size: int = key(32, doc="examples per supervised step", at_least=1)
-    stop_at_success: float | None = key(
-        doc="end SFT once held-out pass@1 reaches this value (checked every eval_every_n_steps)", above=0, at_most=1
-    )
-    eval_every_n_steps: int = key(25, doc="steps between the checks of stop_at_success", at_least=1)
+    max_steps: int = key(0, doc="supervised steps on the column answer; 0: none", at_least=0)
+    batch_size: int = key(32, doc="examples per step", at_least=1)
+    stop_at_success: float | None = key(doc="held-out pass@1 that ends SFT", above=0, at_most=1)
+    eval_every_n_steps: int = key(25, doc="between checks of stop_at_success", at_least=1)
     optimizer: OptimizerConfig = dataclasses.field(
         default_factory=lambda: OptimizerConfig(learning_rate=1e-5), metadata={}
     )
@@ -404,65 +325,62 @@ class SFTConfig(Checked):
 @dataclasses.dataclass(frozen=True)
 class EvalConfig(Checked):
     section = "eval"
-    samples: int = key(16, doc="completions per held-out problem", at_least=1)
-    k: list[int] | None = key(doc="values of k for pass@k and maj@k; unset: 1, 2, 4, ... up to eval.samples")
-    max_problems: int | None = key(doc="maximum number of held-out problems to evaluate; unset: all", at_least=1)
+    samples: int = key(16, doc="completions per problem", at_least=1)
+    k: list[int] | None = key(doc="of pass@k and maj@k; unset: 1, 2, 4, ... up to samples")
+    max_problems: int | None = key(doc="unset: all", at_least=1)
     batch_size: int = key(32, doc="problems sampled at once", at_least=1)
-    temperature: float = key(1.0, doc="sampling temperature of evaluation; 0 is greedy", at_least=0)
-    top_p: float = key(1.0, doc="top-p of evaluation (nucleus sampling)", above=0, at_most=1)
+    temperature: float = key(1.0, doc="0: greedy", at_least=0)
+    top_p: float = key(1.0, doc="1: off", above=0, at_most=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class RLTrainingConfig(Checked):
     section = "training"
-    output_dir: str | None = key(doc="run folder; unset: runs/<config>-<estimator>-s<seed> (CLI), none (Python)")
-    max_steps: int | None = key(doc="training steps (rollout batches); unset: one epoch of the data", at_least=1)
-    seed: int = key(0, doc="seed of weight initialisation, sampling and evaluation", at_least=0)
-    mini_batch_size: int | None = key(doc="prompts per optimizer update; unset: data.batch_size", at_least=1)
+    output_dir: str | None = key(
+        doc="run folder, {a.b} is the value of that key; unset: runs/<config>-<estimator>-s<seed>, in Python none"
+    )
+    max_steps: int | None = key(doc="rollout batches; unset: one epoch", at_least=1)
+    seed: int = key(0, doc="of initial weights, sampling, evaluation", at_least=0)
+    mini_batch_size: int | None = key(doc="prompts per update; unset: data.batch_size", at_least=1)
     train_micro_batch_size: int | str = key(
         "auto",
-        doc="number of completions of full length per forward and backward pass; auto: as many as fit into memory, "
-        "with at most 512 tokens on a CPU and 16384 per device on other devices",
+        doc="completions of full length per pass; auto: as many as fit, up to 16384 tokens per device (CPU: 512)",
         choices=("auto",),
         at_least=1,
     )
-    logprob_chunk_size: int = key(1024, doc="tokens whose logits are in memory at once in the update", at_least=1)
-    eval_every_n_steps: int | None = key(
-        doc="evaluate every n steps; unset: only before and after training", at_least=1
+    logprob_chunk_size: int = key(1024, doc="tokens whose logits are in memory at once", at_least=1)
+    eval_every_n_steps: int | None = key(doc="unset: only before and after training", at_least=1)
+    checkpoint_every_n_steps: int = key(50, doc="also written at the end", at_least=1)
+    changed_inputs: str = key(
+        "warn",
+        doc="resumed with other reward code or rows; warn: continue; error: stop",
+        choices=("warn", "error"),
     )
-    checkpoint_every_n_steps: int = key(
-        50, doc="steps between checkpoints; a checkpoint is also written at the end", at_least=1
-    )
-    max_checkpoints_to_keep: int = key(2, doc="number of newest checkpoints to keep", at_least=1)
-    best_metric: str | None = key(
-        doc="evaluation metric, e.g. eval/pass@1. A higher value must be better. The step with the highest value is "
-        "saved after its evaluation and kept in addition to the newest checkpoints. Needs eval_every_n_steps; unset: "
-        "only the newest checkpoints are kept"
-    )
-    log_rollouts_every_n_steps: int = key(10, doc="steps between files of completions in rollouts/", at_least=1)
-    log_samples_every_n_steps: int | None = key(
-        50, doc="steps between printed tables of a prompt's best and worst completion; null: none", at_least=1
-    )
+    max_checkpoints_to_keep: int = key(2, doc="newest", at_least=1)
+    best_metric: str | None = key(doc="e.g. eval/pass@1: its best checkpoint is kept too; needs eval_every_n_steps")
+    log_rollouts_every_n_steps: int = key(10, doc="completions in rollouts/", at_least=1)
+    log_samples_every_n_steps: int | None = key(50, doc="printed best and worst completion; null: none", at_least=1)
     loggers: list[str] = key(
         ["tensorboard"],
-        doc="where metrics are logged in addition to metrics.jsonl: tensorboard (event files in the run folder), "
-        "wandb, trackio; []: only metrics.jsonl",
+        doc="of tensorboard, wandb, trackio; metrics.jsonl is always written",
     )
-    profile_steps: list[int] | None = key(
-        doc="first and last step of a profiler trace, e.g. [5, 6]; it is written to profile/ in the run folder"
-    )
+    profile_steps: list[int] | None = key(doc="first and last step of a trace in profile/, e.g. [5, 6]")
     max_skipped_updates: int = key(
         5,
-        doc="the run stops when this many consecutive updates were skipped because of a non-finite loss or gradient",
+        doc="consecutive non-finite updates that stop the run",
+        at_least=1,
+    )
+    max_unscored_steps: int = key(
+        5,
+        doc="consecutive steps without any reward that save and stop the run (status 75)",
         at_least=1,
     )
     max_logprob_gap: float | None = key(
         0.1,
-        doc="maximum of the mean absolute difference between the log-probabilities of sampler and trainer, in nats per "
-        "token; if the first update of the run exceeds it, the run stops; null: off",
+        doc="mean difference between sampler and trainer, in nats per token, that stops the first update; null: off",
         above=0,
     )
-    remat: bool = key(False, doc="recompute each layer in the backward pass: less memory, about a third more compute")
+    remat: bool = key(False, doc="recompute layers in the backward pass: less memory, a third more compute")
     actor_optimizer: Any = key(
         doc="an OptimizerConfig or an optax.GradientTransformation; unset: the `optimizer` section", python_only=True
     )
@@ -476,11 +394,10 @@ class RLTrainingConfig(Checked):
 @dataclasses.dataclass(frozen=True)
 class MeshConfig(Checked):
     section = "mesh"
-    shape: list[int] | str = key("auto", doc="devices along each axis; auto: all devices along the first axis")
+    shape: list[int] | str = key("auto", doc="devices along each axis; auto: all along the first")
     axis_names: list[str] = key(
         ["fsdp", "tp"],
-        doc="names of the axes: any of data (splits prompts), fsdp (splits prompts and weights), tp (splits heads and "
-        "features)",
+        doc="of data (prompts), fsdp (prompts and weights), tp (heads and features)",
     )
 
 

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from tunix_like.data import mix
-from tunix_like.data.entries import entries, source_estimators, template_variables
-from tunix_like.data.mix import check_parts, check_rewards
+from tunix_like.data.mix import check_parts, check_rewards, entries, source_estimators, template_variables
 from tunix_like.data.source import DataSource, Record, refuse_unread_keys
 from tunix_like.errors import UserError, nearest
 
@@ -38,14 +37,8 @@ _OWN_KEYS = _ROW_KEYS | {"answer_template"}  # not for gsm8k, whose answer colum
 
 
 class Source(NamedTuple):
-    """Describes a data source in the table `SOURCES`.
-
-    Attributes:
-      place: the function that loads the source, as `MODULE:FUNCTION`, where MODULE is a module of this package. The
-        function takes a `DataConfig` and returns a `DataSource`.
-      reads: keys of the `data` section of a config that the source reads. Every source also reads `train_size` and
-        `eval_size`.
-    """
+    """A data source. `place` is its function, as `MODULE:FUNCTION` of this package, from a `DataConfig` to a
+    `DataSource`; `reads` are the keys of the section `data` that it reads besides `train_size` and `eval_size`."""
 
     place: str
     reads: frozenset[str] = frozenset()
@@ -62,8 +55,8 @@ SOURCES = {
     "maze": Source("maze:load", frozenset({"maze_size", "seed"})),
     "gsm8k": Source("gsm8k:load", _ROW_KEYS),
     "reverse_text": Source("reverse_text:load", frozenset({"text_length", "seed"})),
-    "maze_steps": Source("maze_steps:load", frozenset({"maze_size", "seed"})),
-    "guess": Source("guess:load", frozenset({"seed"})),
+    "maze_steps": Source("games:load_maze_steps", frozenset({"maze_size", "seed"})),
+    "guess": Source("games:load_guess", frozenset({"seed"})),
     "calculator": Source("calculator:load", frozenset({"seed"})),
     "jsonl": Source("jsonl:load", _OWN_KEYS),
     "hub": Source("jsonl:load_hub", _OWN_KEYS),
@@ -72,11 +65,7 @@ SOURCES = {
 
 
 def load_source(config: DataConfig) -> DataSource:
-    """Loads and checks the data source that `config` names.
-
-    Raises:
-      UserError: the source is unknown, a key is set that the source does not read, or a row is invalid.
-    """
+    """Loads and checks the data source that `config` names."""
     if config.name != "mix" and config.name not in SOURCES:
         raise UserError(f"data.name={config.name} is unknown. {nearest(config.name, [*SOURCES, 'mix'])}")
     entries(config)  # raises if data.sources is set without a mix, or if keys are set beside data.sources

@@ -60,11 +60,7 @@ _CHAT_TEMPLATE = (
 
 def load(config: DataConfig) -> DataSource:
     """Generates random questions with the seed `data.seed`. Held-out questions are generated first, and no training row
-    contains one of them.
-
-    Raises:
-      UserError: `data.eval_size` exceeds half of the possible questions, or the rows would take too much memory.
-    """
+    contains one of them."""
     eval_size = DEFAULT_EVAL if config.eval_size is None else config.eval_size
     train_size = DEFAULT_TRAIN if config.train_size is None else config.train_size
     existing = (LARGEST - SMALLEST + 1) ** 2
@@ -92,11 +88,8 @@ def _draw(rng: random.Random) -> tuple[int, int]:
 
 def record(drawn: tuple[int, int, bool, bool]) -> Record:
     """Builds the row of a question: `prompt` (messages), `answer` (for SFT) and `gold` (the product, for the reward).
-
-    Args:
-      drawn: the two factors; whether `answer` is a call of the calculator; and whether `prompt` already contains the
-        call and its result. In the last case, `answer` is always the product.
-    """
+    `drawn` has the two factors, whether `answer` is a call of the calculator, and whether `prompt` already contains the
+    call and its result (`answer` is then the product)."""
     first, second, calls, continued = drawn
     question, product = f"{first} * {second}", str(first * second)
     call = f"{_OPEN}{question}{_CLOSE}"
@@ -107,11 +100,8 @@ def record(drawn: tuple[int, int, bool, bool]) -> Record:
 
 
 def tokenizer() -> Tokenizer:
-    """Builds the tokenizer of this task: one token for each string in `_STRINGS`, and one for each other character.
-
-    Its chat template is ChatML with tools in the Hermes format. The template writes only the name and the parameter
-    names of each tool.
-    """
+    """Builds the tokenizer of this task: one token for each string in `_STRINGS` and each other character. Its template
+    is ChatML with tools in the Hermes format, which lists only the names of tools and parameters."""
     import tokenizers
 
     special = ["<pad>", "<|im_start|>", "<|im_end|>"]

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunix_like.data.jsonl import check_hub_rows, hub_rows, make_source, split_folder
+from tunix_like.data.jsonl import split_folder, split_hub
 from tunix_like.data.source import DataSource, PromptFormat, Record
 from tunix_like.errors import UserError
 from tunix_like.rewards.numbers import parse_number
@@ -19,9 +19,6 @@ HUB_ID = "openai/gsm8k"
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Adds the prompt and the column `gold` to a row. `gold` is the text after the last `####` in the column
-    `answer`."""
-
     format: PromptFormat
 
     def __call__(self, row: Record) -> Record:
@@ -42,15 +39,8 @@ def gold(solution: str) -> str:
 
 
 def load(config: DataConfig) -> DataSource:
-    """Loads GSM8K. A row has the columns `prompt`, `question`, `answer` (the full solution, for SFT) and `gold` (the
-    final answer).
-
-    `data.path` is a folder with `{split}.jsonl` and `{eval_split}.jsonl`, or a hub id; the default is openai/gsm8k.
-
-    Raises:
-      UserError: a folder or file is missing, a row is invalid (the message names its file and line), or the hub is not
-        reachable.
-    """
+    """Loads GSM8K from a folder or the hub. A row has the columns `prompt`, `question`, `answer` (the full solution,
+    for SFT) and `gold` (the final answer)."""
     rows = _Rows(PromptFormat.of(config, template="{question}"))
     if config.path is not None and Path(config.path).is_dir():
         return split_folder(config, Path(config.path), rows.check, rows, reward="gsm8k")
@@ -58,6 +48,4 @@ def load(config: DataConfig) -> DataSource:
     if Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise UserError(f"data.path={path} must be a folder with train.jsonl and test.jsonl, or a hub id (owner/name).")
     path = f"{path}:main" if path == HUB_ID else path
-    train, held_out = hub_rows(path, config.split), hub_rows(path, config.eval_split)
-    check_hub_rows(config, path, train, held_out, rows.check)
-    return make_source(config, train, held_out, rows, reward="gsm8k")
+    return split_hub(config, path, rows.check, rows, reward="gsm8k")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunix_like.data.source import DataSource, MappedRows, PromptFormat, Record, RowRange, take
+from tunix_like.data.source import DataSource, MappedRows, PromptFormat, Record, RowRange, Rows, take
 from tunix_like.errors import UserError, one_line
 from tunix_like.runtime import progress
 from tunix_like.runtime.input_files import file_problem
@@ -30,30 +30,18 @@ DEFAULT_EVAL = 256
 MOST_COLUMNS = 1000
 """Maximum number of distinct columns in a file. A loaded row has all columns of the file."""
 
-MOST_NESTED = 100
-"""Maximum nesting of lists and objects in a row. Rows are passed to reward functions and other processes, where they
-must not exceed the recursion limit of Python."""
-
 LONG_FILE = 32
 """Progress is shown while a file of at least this size (in MiB) is read."""
 
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # the JSON escape of a surrogate; two surrogates encode one character
 
 
-class JsonlRows(Sequence[Record]):
-    """The rows of one JSON-lines file, parsed on access. The object can be pickled and read from several threads.
-
-    Columns that a row lacks are None, so every row has the same columns. Blank lines are ignored.
-    """
+class JsonlRows(Rows):
+    """The rows of one JSON-lines file, parsed on access, with None for columns that a row lacks. The object can be
+    pickled and read from several threads."""
 
     def __init__(self, path: str | Path, check: Callable[[Record, str], None]) -> None:
-        """Indexes the file and runs `check(row, "file:line")` on every row.
-
-        Raises:
-          UserError: the file is missing, is not readable as text, has no rows, or has more than `MOST_COLUMNS`
-            columns; or a line (named by its number) is not a JSON object in UTF-8, contains a lone surrogate, or is
-            nested deeper than `MOST_NESTED` levels.
-        """
+        """Indexes the file and runs `check(row, "file:line")` on every row."""
         self._path = Path(path)
         self._descriptor: int | None = None
         self._starts = array.array("q")
@@ -88,12 +76,7 @@ class JsonlRows(Sequence[Record]):
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index %= len(self)
+    def _row(self, index: int) -> Record:
         start, stop = self._starts[index], self._starts[index + 1]
         line = os.pread(self._open(), stop - start, start)
         return {**self._columns, **_parse(line, f"{self._path}, row {index + 1} (changed since it was opened)")}
@@ -113,8 +96,7 @@ class JsonlRows(Sequence[Record]):
 
 @contextlib.contextmanager
 def _shown(path: Path) -> Iterator[Callable[[int], None]]:
-    """Context manager that shows the progress of reading a long file. Yields a function that reports progress; its
-    argument is the number of MiB read since the previous report."""
+    """Shows the progress of reading a long file. The yielded function takes the MiB read since its last call."""
     size = path.stat().st_size >> 20
     if size < LONG_FILE:
         yield lambda done: None
@@ -124,7 +106,7 @@ def _shown(path: Path) -> Iterator[Callable[[int], None]]:
 
 
 def _content(line: bytes) -> bytes:
-    """Removes the white space around a line, and the byte order mark that some editors write at the start of a file."""
+    """Removes white space around a line, and the byte order mark at the start of a file."""
     return line.removeprefix(codecs.BOM_UTF8).strip()
 
 
@@ -132,11 +114,18 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     content = _content(line)
     try:
         row = json.loads(content.decode())
+        if _HALF.search(content):  # tokenizers and UTF-8 cannot represent a lone surrogate
+            json.dumps(row, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         encoding = "UTF-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
         raise UserError(
             f"{where}: byte {error.start + 1} of the line (0x{content[error.start]:02x}) is not UTF-8; convert the "
             f"file, e.g. iconv -f {encoding} -t UTF-8, or remove the row."
+        ) from error
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: it contains a lone surrogate ({error.object[error.start]!r}, half of a character); write the "
+            "whole character, or remove the row."
         ) from error
     except json.JSONDecodeError as error:
         # json counts lines from the start of the row, so its line number is left out
@@ -146,50 +135,15 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         most = sys.get_int_max_str_digits()
         raise UserError(f"{where}: a number has more than {most} digits; write it as text.") from error
     except RecursionError as error:
-        raise UserError(_too_deep(where)) from error
+        raise UserError(f"{where}: lists and objects are nested too deeply; write the column as text.") from error
     if not isinstance(row, dict):
         raise UserError(f"{where}: a row must be a JSON object, not {type(row).__name__}.")
-    if content.count(b"[") + content.count(b"{") > MOST_NESTED and _levels(row) > MOST_NESTED:
-        raise UserError(_too_deep(where))
-    if _HALF.search(content):
-        _check_whole(row, where)
     return row
-
-
-def _too_deep(where: str) -> str:
-    return f"{where}: lists and objects are nested more than {MOST_NESTED} levels deep; write the column as text."
-
-
-def _levels(value: Any) -> int:
-    levels, values = 0, [value]
-    while values := [item for item in values if isinstance(item, dict | list)]:
-        levels += 1
-        values = [inner for item in values for inner in (item.values() if isinstance(item, dict) else item)]
-    return levels
-
-
-def _check_whole(row: dict[str, Any], where: str) -> None:
-    """Raises a UserError if a text contains a lone surrogate, which tokenizers and UTF-8 cannot represent."""
-    for name, value in row.items():
-        try:
-            json.dumps({name: value}, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"{where}: column {name!r} contains a lone surrogate ({error.object[error.start]!r}, half of a "
-                "character); write the whole character, or remove the row."
-            ) from error
 
 
 def load(config: DataConfig) -> DataSource:
     """Loads rows from a folder with `{split}.jsonl` and `{eval_split}.jsonl`, or from a file whose last rows are held
-    out.
-
-    For a single file, `data.eval_size` rows are held out; the default is a tenth of the rows, but at most 256 rows.
-
-    Raises:
-      UserError: `data.path` is not set, a file is missing or empty, a row cannot be parsed (the message names file and
-        line), a row lacks a column that the template needs, or there are fewer rows than requested.
-    """
+    out: `data.eval_size`, or a tenth of the rows, but at most 256."""
     if config.path is None:
         raise UserError("data.path is required with data.name=jsonl; set it to a JSON-lines file or a folder of them.")
     path, format = Path(config.path), PromptFormat.of(config, template=None)
@@ -215,17 +169,8 @@ def split_folder(
     make: Callable[[Record], Record],
     reward: str,
 ) -> DataSource:
-    """Loads a source from a folder of `{split}.jsonl` files.
-
-    Args:
-      check: called once on every row, with its file and line.
-      make: called on a row when the row is read; adds the prompt and further columns.
-      reward: registered name of the default reward function.
-
-    Raises:
-      UserError: a file is missing or empty, a row is invalid, there are fewer rows than requested, or the splits for
-        training and evaluation are the same.
-    """
+    """Loads a source from a folder of `{split}.jsonl` files. `check(row, place)` is called once on every row; `make`
+    adds the prompt and further columns to a row when it is read."""
     rows: list[Sequence[Record]] = []
     for key, split in (("split", config.split), ("eval_split", config.eval_split)):
         file = folder / f"{split}.jsonl"
@@ -237,34 +182,30 @@ def split_folder(
 
 
 def load_hub(config: DataConfig) -> DataSource:
-    """Loads a dataset of the Hugging Face Hub; `data.path` is `owner/name`, or `owner/name:configuration`.
-
-    Raises:
-      UserError: `data.path` is not set, the package `datasets` is not installed, the dataset is not reachable, or a row
-        is invalid (the message names the split and the number of the row).
-    """
+    """Loads a dataset of the Hugging Face Hub; `data.path` is `owner/name`, or `owner/name:configuration`."""
     if config.path is None:
         raise UserError("data.path is required with data.name=hub; set it to the id of a dataset, as owner/name.")
     format = PromptFormat.of(config, template=None)
-    train, held_out = hub_rows(config.path, config.split), hub_rows(config.path, config.eval_split)
-    check_hub_rows(config, config.path, train, held_out, format.check)
-    return make_source(config, train, held_out, format, reward="exact_match")
+    return split_hub(config, config.path, format.check, format, reward="exact_match")
 
 
-def check_hub_rows(
+def split_hub(
     config: DataConfig,
     path: str,
-    train: Sequence[Record],
-    held_out: Sequence[Record],
     check: Callable[[Record, str], None],
-) -> None:
-    """Runs `check` on every training and held-out row, because any value can be missing in a hub dataset."""
-    for split, rows in ((config.split, train), (config.eval_split, held_out)):
+    make: Callable[[Record], Record],
+    reward: str,
+) -> DataSource:
+    """Loads a source from two splits on the hub, as `split_folder` does from files. All rows are checked, because any
+    value can be missing in a hub dataset."""
+    splits = {split: hub_rows(path, split) for split in (config.split, config.eval_split)}
+    for split, rows in splits.items():
         with progress.task(f"checking {path}, {split}", len(rows)) as advance:
             for number, row in enumerate(rows, start=1):
                 check(row, f"{path}, row {number} of {split}")
                 if number % 1000 == 0:
                     advance(1000)
+    return make_source(config, splits[config.split], splits[config.eval_split], make, reward)
 
 
 def make_source(
@@ -274,11 +215,7 @@ def make_source(
     make: Callable[[Record], Record],
     reward: str,
 ) -> DataSource:
-    """Builds a data source from two splits: truncates them to the configured sizes, and applies `make` to their rows.
-
-    Raises:
-      UserError: both splits have the same name, or a split has fewer rows than requested.
-    """
+    """Builds a data source from two splits, cut to the configured sizes. `make` is applied to a row when it is read."""
     if config.split == config.eval_split:
         raise UserError(
             f"data.split and data.eval_split are both '{config.split}', but evaluation rows must be held out; set two "
@@ -293,11 +230,7 @@ def make_source(
 
 
 def hub_rows(path: str, split: str) -> Sequence[Record]:
-    """Loads one split of a dataset of the Hugging Face Hub, memory-mapped.
-
-    Raises:
-      UserError: `datasets` is not installed, the dataset or the network is not available, or the split has no rows.
-    """
+    """Loads one split of a dataset of the Hugging Face Hub, memory-mapped."""
     try:
         import datasets
     except ImportError as error:

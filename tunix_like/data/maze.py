@@ -45,7 +45,7 @@ DEFAULT_SIZE, DEFAULT_TRAIN, DEFAULT_EVAL = 9, 8000, 256
 
 
 def load(config: DataConfig) -> DataSource:
-    """Generates random mazes with the seed `data.seed`. Raises the same errors as `grids`."""
+    """Generates random mazes with the seed `data.seed`."""
     train, held_out = grids(config)
     return DataSource(
         MappedRows(train, record),
@@ -58,12 +58,7 @@ def load(config: DataConfig) -> DataSource:
 
 def grids(config: DataConfig) -> tuple[list[str], list[str]]:
     """Generates the mazes of the training rows and of the held-out rows as text grids, with the seed `data.seed`. The
-    held-out grids are generated first, and no training grid equals a held-out grid.
-
-    Raises:
-      UserError: `data.maze_size` is even or below 5, fewer mazes of this size exist than are requested, or the grids
-        would take too much memory.
-    """
+    held-out grids are generated first, and no training grid equals a held-out grid."""
     size = DEFAULT_SIZE if config.maze_size is None else config.maze_size
     train_size = DEFAULT_TRAIN if config.train_size is None else config.train_size
     eval_size = DEFAULT_EVAL if config.eval_size is None else config.eval_size
@@ -128,8 +123,7 @@ _NEIGHBOURS: dict[int, dict[int, list[tuple[int, int]]]] = {}
 
 
 def _neighbours(size: int) -> dict[int, list[tuple[int, int]]]:
-    """Returns the neighbours of each cell of a maze as pairs `(wall in between, neighbour)`. Cells and walls are
-    indices into the text of the grid without newlines."""
+    """Returns for each cell the pairs `(wall in between, neighbour)`, as indices into the grid without newlines."""
     if size not in _NEIGHBOURS:
         inside = range(1, size - 1, 2)
         _NEIGHBOURS[size] = {
@@ -145,11 +139,7 @@ def _neighbours(size: int) -> dict[int, list[tuple[int, int]]]:
 
 
 def solve(grid: str) -> list[str]:
-    """Returns the shortest sequence of moves from START to GOAL, by breadth-first search.
-
-    Raises:
-      UserError: GOAL is not reachable.
-    """
+    """Returns the shortest sequence of moves from START to GOAL, by breadth-first search."""
     rows = grid.split("\n")
     came: dict[tuple[int, int], tuple[tuple[int, int], str] | None] = {(1, 1): None}
     queue = collections.deque([(1, 1)])
@@ -195,11 +185,8 @@ def grid_of(prompt: str) -> str | None:
 
 
 def tokenizer() -> Tokenizer:
-    """Builds the tokenizer of mazes. Each word is one token, and `<bos>` is added in front of a text.
-
-    `<pad>`, `<bos>` and `<eos>` are special tokens in the sense of Hugging Face, so decoding drops them. All other
-    tokens are decoded as text, even those that a valid completion does not contain.
-    """
+    """Builds the tokenizer of mazes. Each word is one token, and `<bos>` is added in front of a text. Only `<pad>`,
+    `<bos>` and `<eos>` are special tokens, which decoding drops."""
     import tokenizers
 
     vocabulary = {token: i for i, token in enumerate(VOCABULARY)}

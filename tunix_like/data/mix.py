@@ -1,7 +1,8 @@
 """Combines several data sources into one, in the proportions that the entries of `data.sources` set.
 
-Every row gets the label of its source in the column `data_source`. If there are several sources, every row also gets
-the name of the default reward function of its source in the column `source_reward`.
+An entry has the `data` keys of one source, and the label, the weight and the advantage estimator of this source. Every
+row of the mix gets the label of its source in the column `data_source`. If there are several sources, every row also
+gets the name of the default reward function of its source in the column `source_reward`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from tunix_like.config.schema import DataConfig
-from tunix_like.data.entries import Entry, entries
-from tunix_like.data.source import REWARD_COLUMN, SOURCE_COLUMN, DataSource, MappedRows, Record
+from tunix_like.algorithms.registry import check_parameters
+from tunix_like.config.keys import check_ranges, key
+from tunix_like.config.load import read_section
+from tunix_like.config.schema import AlgorithmConfig, DataConfig
+from tunix_like.data.source import REWARD_COLUMN, SOURCE_COLUMN, DataSource, MappedRows, Record, Rows
 from tunix_like.data.stream import SCANNED_ROWS, render, usable
 from tunix_like.data.tokenizer import Tokenizer
-from tunix_like.errors import UserError
+from tunix_like.errors import UserError, nearest
 from tunix_like.rewards import check_arguments, resolve
 from tunix_like.types import RewardFunction
 
@@ -30,22 +33,129 @@ logger = logging.getLogger("tunix_like")
 LONGEST_EPOCH = 50_000_000
 """Maximum number of rows in an epoch of a mix, including repeated rows. The stored order takes 8 bytes per row."""
 
+_OF_THE_RUN = ("batch_size", "shuffle", "overlong_prompts")
+_OF_A_SOURCE = tuple(
+    field.name for field in dataclasses.fields(DataConfig) if field.name not in (*_OF_THE_RUN, "sources")
+)
+_OF_AN_ESTIMATOR = ("advantage_estimator", "k", "truncation_order", "ddof")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Share:
+    """The keys of an entry of `data.sources` that are keys neither of `data` nor of `algorithm`."""
+
+    section = "data"
+    label: str | None = key(doc="name of the source in rows, metrics and messages; unset: its `name`")
+    weight: float | None = key(doc="share of the training prompts, as a ratio; unset: by number of rows", above=0)
+
+    def __post_init__(self) -> None:
+        check_ranges(self, self.section)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One entry of `data.sources`. `place` is its key, `label` the value of the column `data_source` in its rows,
+    `weight` its share of the training prompts (None: by number of rows), `config` the `data` section of a run with this
+    source only, and `estimator` the estimator and its parameters that the entry sets."""
+
+    place: str
+    label: str
+    weight: float | None
+    config: DataConfig
+    estimator: dict[str, Any]
+
+
+def entries(config: DataConfig) -> list[Entry]:
+    """Parses the entries of `data.sources`; returns an empty list for any other source than `mix`."""
+    if config.name != "mix":
+        if config.sources is not None:
+            raise UserError(f"data.sources is read by data.name=mix only, not by {config.name}; set data.name=mix.")
+        return []
+    if not config.sources:
+        raise UserError("data.sources: data.name=mix needs a list of sources, each {name: ..., <its keys>}.")
+    defaults = DataConfig()
+    for name in _OF_A_SOURCE:
+        if name != "name" and getattr(config, name) != getattr(defaults, name):
+            raise UserError(
+                f"data.{name} is set beside data.sources, but no source reads it there; move it into the entries of "
+                "data.sources that need it."
+            )
+    result = [_entry(values, f"data.sources[{i}]") for i, values in enumerate(config.sources)]
+    labels = [entry.label for entry in result]
+    for i, label in enumerate(labels):
+        if label in labels[:i]:
+            first = result[labels.index(label)].place
+            raise UserError(f"{result[i].place}: {first} has the label '{label}' too; set `label` in one of them.")
+    unset = [entry.place for entry in result if entry.weight is None]
+    if 0 < len(unset) < len(result):
+        raise UserError(
+            f"{unset[0]}.weight is unset, but other entries have a weight; set it in every entry, or in none. "
+            "Without weights, the shares are proportional to the numbers of rows."
+        )
+    return result
+
+
+def _entry(values: Mapping[str, Any], place: str) -> Entry:
+    share_keys = [field.name for field in dataclasses.fields(_Share)]
+    allowed = [*_OF_A_SOURCE, *share_keys, *_OF_AN_ESTIMATOR]
+    for name in values:
+        if name in _OF_THE_RUN:
+            raise UserError(f"{place}.{name} applies to all sources; set it as data.{name}, beside data.sources.")
+        if name not in allowed:
+            raise UserError(f"{place}.{name}: unknown key. {nearest(str(name), allowed)}")
+    if values.get("name") is None:
+        raise UserError(f"{place}.name is missing; set it to the name of a source, e.g. {{name: jsonl, path: ...}}.")
+    if values["name"] == "mix":
+        raise UserError(f"{place}.name=mix: a mix cannot contain a mix; write its entries into this list.")
+
+    def section(cls: type, names: Sequence[str]) -> Any:
+        return read_section(cls, {name: value for name, value in values.items() if name in names}, place)
+
+    share, config = section(_Share, share_keys), section(DataConfig, _OF_A_SOURCE)
+    estimator = dataclasses.asdict(section(AlgorithmConfig, _OF_AN_ESTIMATOR))
+    label = config.name if share.label is None else share.label
+    chosen = {name: estimator[name] for name in _OF_AN_ESTIMATOR if estimator[name] is not None}
+    return Entry(place, label, share.weight, config, chosen)
+
+
+def template_variables(config: DataConfig) -> dict[str, Any]:
+    """Returns the variables of the chat template (`chat_template_args`), which must be equal in all entries of a
+    mix."""
+    parts = entries(config)
+    first, *others = [entry.config.chat_template_args or {} for entry in parts] or [config.chat_template_args or {}]
+    for i, other in enumerate(others, start=1):
+        if other != first:
+            raise UserError(
+                f"{parts[i].place}.chat_template_args is {other}, but {parts[0].place}.chat_template_args is {first}. "
+                "One tokenizer renders the prompts of all sources; set the same value in every entry."
+            )
+    return first
+
+
+def source_estimators(config: DataConfig, algorithm: AlgorithmConfig) -> dict[str, dict[str, Any]]:
+    """Returns the advantage estimators that the entries of `data.sources` set, by the label of the entry: the name
+    under `advantage_estimator`, and the parameters. An entry that sets only parameters uses the estimator of the
+    run."""
+    estimators = {}
+    for entry in entries(config):
+        if not entry.estimator:
+            continue
+        params = dict(entry.estimator)
+        name = str(params.pop("advantage_estimator", algorithm.advantage_estimator))
+        try:
+            check_parameters(name, params, algorithm.num_generations, key=entry.place)
+        except UserError as error:
+            entry_key = f"{entry.place}.advantage_estimator"
+            raise UserError(str(error).replace("algorithm.advantage_estimator", entry_key, 1)) from error
+        estimators[entry.label] = {"advantage_estimator": name, **params}
+    return estimators
+
 
 def load(config: DataConfig, load_one: Callable[[DataConfig], DataSource]) -> DataSource:
-    """Loads the sources of `data.sources` and combines them into one.
-
-    An epoch contains every training row at least once. Rows of a source are repeated if the weight of the source,
-    divided by its number of rows, is larger than for another source. A training row is dropped if its prompt is a
-    held-out prompt of another source with the same `name` (such as two sources with `name: maze`). The rows of each
-    source are spread evenly, so every prefix of an epoch has about the same proportions of the sources.
-
-    Args:
-      load_one: loads the source of one entry.
-
-    Raises:
-      UserError: an entry (see `entries`) or its rows are invalid (the message names the entry); the sources need
-        different tokenizers; or the weights make an epoch longer than `LONGEST_EPOCH`.
-    """
+    """Loads the sources of `data.sources` with `load_one` and combines them into one. An epoch contains every training
+    row at least once; a weight above the share of rows repeats rows. A training row is dropped if its prompt is a
+    held-out prompt of another source with the same `name`. The rows of each source are spread evenly, so every prefix
+    of an epoch has about the same proportions."""
     mix_entries, sources = entries(config), []
     for entry in mix_entries:
         try:
@@ -74,14 +184,8 @@ def load(config: DataConfig, load_one: Callable[[DataConfig], DataSource]) -> Da
 
 
 def _tokenizer(mix_entries: Sequence[Entry], sources: Sequence[DataSource]) -> Tokenizer | None:
-    """Returns the tokenizer that the sources of a mix define. The result is None if no source defines a tokenizer; the
-    tokenizer of the model is then used.
-
-    Sources with the same `name` define the same tokenizer.
-
-    Raises:
-      UserError: the sources need different tokenizers.
-    """
+    """Returns the tokenizer that the sources define (equal for sources of the same `name`); None: that of the model is
+    used."""
     with_tokenizer = [i for i, source in enumerate(sources) if source.tokenizer is not None]
     if not with_tokenizer:
         return None
@@ -98,12 +202,7 @@ def _tokenizer(mix_entries: Sequence[Entry], sources: Sequence[DataSource]) -> T
 
 
 def _not_held_out(mix_entries: Sequence[Entry], sources: Sequence[DataSource], number: int) -> Sequence[Record]:
-    """Returns the training rows of the source with index `number`, without the rows whose prompt is a held-out prompt
-    of another source with the same `name` (such as two sources with `name: maze`).
-
-    Raises:
-      UserError: no rows are left.
-    """
+    """Returns the training rows of a source without prompts that another source with the same `name` holds out."""
     entry, rows = mix_entries[number], sources[number].train
     same = [i for i, other in enumerate(mix_entries) if other.config.name == entry.config.name and i != number]
     held_out = {repr(sources[i].eval[j]["prompt"]) for i in same for j in range(len(sources[i].eval))}
@@ -120,19 +219,12 @@ def _not_held_out(mix_entries: Sequence[Entry], sources: Sequence[DataSource], n
             "%s ('%s'): dropped %d of %d training rows, which another source of name=%s holds out",
             entry.place, entry.label, len(rows) - len(kept), len(rows), entry.config.name,
         )  # fmt: skip
-    return rows if len(kept) == len(rows) else MappedRows(kept, _Pick(rows))
+    return rows if len(kept) == len(rows) else MappedRows(kept, rows.__getitem__)
 
 
 def epoch_counts(sizes: Sequence[int], weights: Sequence[float | None]) -> list[int]:
-    """Returns how many rows of each source an epoch of a mix contains.
-
-    The counts are proportional to `weights`, rounded to whole rows. They are the smallest such counts with which every
-    row occurs at least once: no count is below the number of rows of the source, which is in `sizes`. Without weights,
-    the counts equal `sizes`.
-
-    Raises:
-      UserError: the sum of the counts exceeds `LONGEST_EPOCH`.
-    """
+    """Returns how many rows of each source an epoch contains: the smallest counts, proportional to `weights` up to
+    rounding, with which every one of the `sizes` rows occurs at least once."""
     shares = [float(size) if weight is None else weight for size, weight in zip(sizes, weights, strict=True)]
     scale = max(size / share for size, share in zip(sizes, shares, strict=True))
     if not math.isfinite(scale * sum(shares)) or scale * sum(shares) > LONGEST_EPOCH:
@@ -146,14 +238,7 @@ def epoch_counts(sizes: Sequence[int], weights: Sequence[float | None]) -> list[
 
 def check_parts(source: DataSource, tokenizer: Tokenizer, max_prompt_length: int, needs_answer: bool) -> None:
     """Checks that each source of a mix has usable prompts (1 to `max_prompt_length` tokens) among its first rows and,
-    if `needs_answer` is True, the column `answer`.
-
-    Args:
-      needs_answer: whether the run begins with supervised fine-tuning.
-
-    Raises:
-      UserError: a source has no usable prompt, or no column `answer`; the message names the source.
-    """
+    if the run begins with SFT (`needs_answer`), the column `answer`."""
     for label, part in source.parts.items():
         if needs_answer and "answer" not in part.train[0]:
             raise UserError(
@@ -172,15 +257,8 @@ def check_parts(source: DataSource, tokenizer: Tokenizer, max_prompt_length: int
 
 
 def check_rewards(source: DataSource, functions: Sequence[tuple[str, RewardFunction, float]]) -> None:
-    """Checks that the rows of each source of a mix have the columns that the reward functions need.
-
-    The rows of each source are checked before they are mixed. A mixed row has the columns of all sources, with None for
-    columns that its own source lacks, so a check of mixed rows would not find a missing column. The reward function
-    `by_source` calls the default reward function of a row's source, so this default function is checked instead.
-
-    Raises:
-      UserError: a column is missing; the message names the source.
-    """
+    """Checks that the rows of each source have the columns that the reward functions need. The rows are checked before
+    they are mixed, because a mixed row has the columns of all sources."""
     for label, part in source.parts.items():
         columns = [*(name for name in part.train[0] if name != "prompt"), SOURCE_COLUMN, REWARD_COLUMN]
         called = [
@@ -193,22 +271,20 @@ def check_rewards(source: DataSource, functions: Sequence[tuple[str, RewardFunct
             raise UserError(f"data source '{label}': {error}") from error
 
 
-class Repeated(Sequence[Any]):
+class Repeated(Rows):
     """A sequence of `count` rows that repeats `rows` cyclically."""
 
     def __init__(self, rows: Sequence[Any], count: int) -> None:
-        self._rows, self._range = rows, range(count)
+        self._rows, self._count = rows, count
 
     def __len__(self) -> int:
-        return len(self._range)
+        return self._count
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in self._range[index]]
-        return self._rows[self._range[index] % len(self._rows)]
+    def _row(self, index: int) -> Any:
+        return self._rows[index % len(self._rows)]
 
 
-class Interleaved(Sequence[Any]):
+class Interleaved(Rows):
     """Interleaves the rows of several sources. Each source keeps its order and is spread evenly: row `j` (from
     0) of a source of `n` rows is placed at the fraction `(j + 1/2) / n` of all rows."""
 
@@ -221,9 +297,7 @@ class Interleaved(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._order)
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def _row(self, index: int) -> Any:
         row = int(self._order[index])
         part = int(np.searchsorted(self._starts, row, side="right")) - 1
         return self._parts[part][row - self._starts[part]]
@@ -231,8 +305,7 @@ class Interleaved(Sequence[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class _Tag:
-    """Adds columns to a row of a mix: the label and the default reward function of its source, and None for each column
-    that only other sources have."""
+    """Adds the label, the default reward function and the columns of other sources (None) to a row."""
 
     label: str
     reward: str | None
@@ -243,19 +316,8 @@ class _Tag:
         return {**dict.fromkeys(self.columns), **row, **tags}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pick:
-    """A picklable function that returns the row of `rows` at `index`."""
-
-    rows: Sequence[Record]
-
-    def __call__(self, index: int) -> Record:
-        return self.rows[index]
-
-
 def _tags(mix_entries: Sequence[Entry], sources: Sequence[DataSource]) -> list[_Tag]:
-    """Returns for each source the function that adds columns to its rows. Logs a warning if rows of a source already
-    have another value in the column `data_source`; the label of the source replaces this value."""
+    """Returns for each source the function that adds columns to its rows. Warns if a label replaces another value."""
     first_rows = [rows[0] for source in sources for rows in (source.train, source.eval) if len(rows)]
     columns = tuple(dict.fromkeys(name for row in first_rows for name in row))
     for entry, source in zip(mix_entries, sources, strict=True):
@@ -270,8 +332,7 @@ def _tags(mix_entries: Sequence[Entry], sources: Sequence[DataSource]) -> list[_
 
 
 def _draw(parts: Mapping[str, DataSource]) -> Callable[[Record, str], str] | None:
-    """Returns a function that draws a picture of a row and a completion with the function `draw` of the row's source.
-    Returns None if one of the sources has no `draw`."""
+    """Returns a function that draws a row with `draw` of its source; None if one of the sources has none."""
     draws = {label: part.draw for label, part in parts.items()}
     present = {label: draw for label, draw in draws.items() if draw is not None}
     return None if len(present) < len(draws) else lambda row, completion: present[row[SOURCE_COLUMN]](row, completion)

@@ -26,14 +26,7 @@ _compared = contextvars.ContextVar("compared", default=False)
 
 
 class Overlap(NamedTuple):
-    """The result of a comparison of held-out and training prompts.
-
-    Attributes:
-      both: number of held-out prompts that are also training prompts.
-      held_out: number of held-out rows compared.
-      compared: number of training rows compared, counted from the first row.
-      rows: number of all training rows, compared or not.
-    """
+    """`both` of `held_out` compared held-out prompts are also among the first `compared` of `rows` training prompts."""
 
     both: int
     held_out: int
@@ -42,10 +35,7 @@ class Overlap(NamedTuple):
 
 
 def warn_shared(train: Any, held_out: Any) -> None:
-    """Logs a warning if held-out prompts are also in the training data. Does nothing inside a `compared_once` block.
-
-    In a run of several processes, only the first process compares the prompts.
-    """
+    """Warns if held-out prompts are also in the training data. Does nothing inside `compared_once`."""
     if _compared.get():
         return
     with progress.task("comparing training and evaluation prompts"):
@@ -66,11 +56,7 @@ def warn_shared(train: Any, held_out: Any) -> None:
 
 @contextlib.contextmanager
 def compared_once(train: Any, held_out: Any) -> Iterator[None]:
-    """Context manager that warns of held-out prompts in the training data (`warn_shared`), and disables this warning
-    inside the block.
-
-    SFT and RL use the same rows, so one warning is enough for both.
-    """
+    """Warns once (`warn_shared`) for the block, because SFT and RL use the same rows."""
     warn_shared(train, held_out)
     token = _compared.set(True)
     try:
@@ -80,33 +66,22 @@ def compared_once(train: Any, held_out: Any) -> Iterator[None]:
 
 
 def shared_prompts(train: Any, held_out: Any) -> Overlap | None:
-    """Counts the held-out rows that have the same prompt as a training row. If rows have the column `hidden`, this
-    column must be the same too.
-
-    Rows without a prompt, and rows that raise a UserError when they are read, are not counted.
-
-    Args:
-      train: a sequence or a grain `MapDataset`. Training data of another type is not compared, because an iterator can
-        be read only once.
-
-    Returns:
-      the counts; None if there is nothing to compare.
-    """
+    """Counts the held-out rows whose prompt and column `hidden` also occur in training. Returns None if there is
+    nothing to compare: an iterator can be read only once, and if all training rows have one prompt, prompts do not tell
+    problems apart. Rows without a readable prompt are not counted."""
     if not isinstance(train, Sequence | grain.MapDataset) or held_out is None or not len(held_out):
         return None
     held = min(len(held_out), MOST_COMPARED)
     left = Counter(key for i in range(held) if (key := _key(held_out, i)) is not None)
-    compared, count = min(len(train), MOST_COMPARED), 0
-    for i in range(compared):
-        key = _key(train, i)
-        if key is not None:
-            count += left.pop(key, 0)
-    return Overlap(count, held, compared, len(train))
+    compared = min(len(train), MOST_COMPARED)
+    trained = Counter(key for i in range(compared) if (key := _key(train, i)) is not None)
+    if len(trained) == 1 < trained.total():
+        return None
+    return Overlap(sum(left[key] for key in trained), held, compared, len(train))
 
 
 def _key(rows: Any, place: int) -> int | None:
-    """Returns a 64-bit hash of the columns `prompt` and `hidden` of the row with index `place`; None for a row without
-    a prompt."""
+    """Returns a 64-bit hash of the columns `prompt` and `hidden` of a row; None for a row without a prompt."""
     try:
         row = rows[place]
     except UserError:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from tunix_like.errors import UserError
+from tunix_like.runtime.tool_calls import arguments_of
 from tunix_like.runtime.untrusted import Filled, fill
 
 if TYPE_CHECKING:
@@ -59,7 +60,78 @@ class DataSource:
     parts: Mapping[str, DataSource] = dataclasses.field(default_factory=dict)
 
 
-class MappedRows(Sequence[Record]):
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+def with_prompt(row: Record) -> Record:
+    """Returns the row with `prompt` and `answer` from the column `messages` (the format of OpenAI and TRL), if it has
+    this column and no prompt: the answer begins at the first message of the assistant."""
+    if row.get("prompt") is not None or row.get("messages") is None:
+        return row
+    messages = conversation(row["messages"], "messages")
+    first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
+    if not first:
+        raise UserError("column 'messages' needs a message of another role, followed by one of the assistant.")
+    return {**row, "prompt": messages[:first], "answer": chat_answer(messages[first:], "messages")}
+
+
+def is_conversation(value: Any) -> bool:
+    """Returns whether a column holds a list of messages, and not text or a list of other values."""
+    return isinstance(value, list | tuple) and any(isinstance(item, Mapping) and "role" in item for item in value)
+
+
+def conversation(value: Any, column: str) -> list[dict[str, Any]]:
+    """Checks a list of messages, and returns it as chat templates take it: without fields that are None, with a content
+    in each message, and with the arguments of tool calls as objects (OpenAI writes them as JSON text)."""
+    if not is_conversation(value):
+        raise UserError(f"column '{column}' must be a list of messages, got {value!r:.80}.")
+    out = []
+    for number, message in enumerate(value):
+        where = f"column '{column}', message {number}"
+        if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+            raise UserError(f"{where}: a message needs a role ({', '.join(_ROLES)}), got {message!r:.80}.")
+        turn = {name: field for name, field in message.items() if field is not None}
+        if "tool_calls" in turn:
+            turn["tool_calls"] = [_tool_call(call, where) for call in turn["tool_calls"]]
+            turn.setdefault("content", "")
+        if not isinstance(turn.get("content"), str):
+            raise UserError(f"{where}: 'content' must be text, got {turn.get('content')!r:.80}.")
+        out.append(turn)
+    return out
+
+
+def chat_answer(value: Any, column: str = "answer") -> list[dict[str, Any]]:
+    """Returns `conversation(value, column)`. Raises UserError if it does not begin and end with the assistant."""
+    messages = conversation(value, column)
+    if not messages[0]["role"] == messages[-1]["role"] == "assistant":
+        raise UserError(f"column '{column}': the answer must begin and end with a message of the assistant.")
+    return messages
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(f"{where}: a tool call needs the 'name' of a function, got {call!r:.80}.")
+    try:
+        arguments = arguments_of(function.get("arguments") or {})
+    except ValueError:
+        raise UserError(f"{where}: the arguments of {function['name']} must be an object or its JSON text.") from None
+    known = {name: field for name, field in call.items() if field is not None and name not in ("name", "arguments")}
+    return {"type": "function"} | known | {"function": {"name": function["name"], "arguments": arguments}}
+
+
+class Rows(Sequence[Any]):
+    """A sequence whose subclasses implement `_row(index)` for the indices from 0 to its length."""
+
+    def __getitem__(self, index: Any) -> Any:
+        chosen = range(len(self))[index]
+        return [self._row(i) for i in chosen] if isinstance(chosen, range) else self._row(chosen)
+
+    def _row(self, index: int) -> Any:
+        raise NotImplementedError
+
+
+class MappedRows(Rows):
     """Applies `function` to each row on access. `function` must be picklable for worker processes."""
 
     def __init__(self, rows: Sequence[Any], function: Callable[[Any], Record]) -> None:
@@ -68,13 +140,11 @@ class MappedRows(Sequence[Record]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def _row(self, index: int) -> Record:
         return self._function(self._rows[index])
 
 
-class RowRange(Sequence[Any]):
+class RowRange(Rows):
     """A view of the rows from `start` to `stop` (exclusive) of another sequence, without a copy."""
 
     def __init__(self, rows: Sequence[Any], start: int, stop: int) -> None:
@@ -83,9 +153,7 @@ class RowRange(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._range)
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self._rows[i] for i in self._range[index]]
+    def _row(self, index: int) -> Any:
         return self._rows[self._range[index]]
 
 
@@ -94,7 +162,8 @@ class PromptFormat:
     """Builds the prompt and the answer of a row from its columns.
 
     Attributes:
-      template: Python format string over the columns; None: use the column `prompt` unchanged.
+      template: Python format string over the columns; None: use the column `prompt` unchanged, or `messages` (see
+        `with_prompt`).
       system_prompt: content of a system message at the start of the prompt. The prompt is then a list of messages.
       chat: whether the prompt is a list of messages (True) or text (False). None: a prompt from `template` is text, and
         the column `prompt` keeps its type.
@@ -108,12 +177,7 @@ class PromptFormat:
 
     @staticmethod
     def of(config: DataConfig, template: str | None) -> PromptFormat:
-        """Returns the `PromptFormat` of a config, which builds prompts and answers from the columns of rows. `template`
-        is the prompt template of a config without `prompt_template`.
-
-        Raises:
-          UserError: a template is not a format string over named columns, or keys of `config` contradict each other.
-        """
+        """Returns the format of a config. `template` is used if `prompt_template` is unset."""
         if config.system_prompt is not None and config.apply_chat_template is False:
             raise UserError("data.system_prompt needs the chat template; remove data.apply_chat_template=false.")
         chosen = template if config.prompt_template is None else config.prompt_template
@@ -123,13 +187,8 @@ class PromptFormat:
         return PromptFormat(chosen, config.system_prompt, config.apply_chat_template, config.answer_template)
 
     def check(self, row: Record, where: str) -> None:
-        """Checks that the prompt can be built from the row and, if there is an answer template, that the answer can be
-        built.
-
-        Raises:
-          UserError: the prompt or the answer cannot be built; the message starts with `where`.
-        """
-        if self.template is None:
+        """Checks that the prompt and the answer can be built from the row; a message begins with `where`."""
+        if self.template is None and row.get("messages") is None:
             _check_columns(row, ["prompt"], f"{where}: without data.prompt_template a row needs")
         for key, template in (("prompt_template", self.template), ("answer_template", self.answer)):
             if template is not None:
@@ -142,6 +201,7 @@ class PromptFormat:
     def __call__(self, row: Record) -> Record:
         """Returns the row with its prompt and, if there is an answer template, with its answer. Both are built from the
         original columns."""
+        row = with_prompt(row) if self.template is None else row
         result = {**row, "prompt": self._prompt(row)}
         # SFT encodes the whole answer as data, so control tokens in the answer template become ordinary text.
         return result if self.answer is None else result | {"answer": str(_filled(self.answer, row, "answer_template"))}
@@ -170,11 +230,7 @@ class PromptFormat:
 
 
 def _fields(template: str, key: str) -> list[str]:
-    """Returns the replacement fields of a Python format string, such as `question` for `{question:>9}`.
-
-    Raises:
-      UserError: the template is not a format string over named columns.
-    """
+    """Returns the fields of a Python format string, such as `question` for `{question:>9}`."""
     try:
         fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
     except ValueError as error:
@@ -193,7 +249,6 @@ def _head(field: str) -> str:
 
 
 def _check_columns(row: Record, fields: Collection[str], what: str) -> None:
-    """Raises a UserError if the row lacks the column that one of `fields`, the fields of a template, refers to."""
     for field in fields:
         if row.get(field) is None and row.get(_head(field)) is None:
             present = sorted(name for name in row if row[name] is not None)
@@ -210,19 +265,13 @@ def _filled(template: str, row: Record, key: str) -> Filled:
 
 
 def take(rows: Sequence[Any], size: int | None, key: str) -> Sequence[Any]:
-    """Returns the first `size` rows; all rows if `size` is None.
-
-    Raises:
-      UserError: there are fewer rows than `size`; the message names `key`.
-    """
+    """Returns the first `size` rows; all rows if `size` is None."""
     if size is not None and size > len(rows):
         raise UserError(f"{key}={size}, but there are only {len(rows)} rows; lower it or unset it.")
     return rows if size is None else RowRange(rows, 0, size)
 
 
 def check_generated(config: DataConfig, rows: int, row_bytes: int) -> None:
-    """Raises a UserError if `rows` generated rows of `row_bytes` bytes each would take more than `MOST_GENERATED`
-    bytes."""
     if rows * row_bytes > MOST_GENERATED:
         raise UserError(
             f"data.train_size and data.eval_size: {rows} generated rows of {config.name} take about "
@@ -235,7 +284,6 @@ _SHARED_KEYS = frozenset({"name", "sources", "batch_size", "shuffle", "overlong_
 
 
 def refuse_unread_keys(config: DataConfig, reads: Set[str]) -> None:
-    """Raises a UserError if `config` sets a key that the data source `config.name` does not read."""
     for field in dataclasses.fields(config):
         if field.name not in reads | _SHARED_KEYS and getattr(config, field.name) != field.default:
             names = ", ".join(f"data.{name}" for name in sorted(reads)) or "none of them"

@@ -27,9 +27,6 @@ logger = logging.getLogger("tunix_like")
 SCANNED_ROWS = 20_000
 """Maximum number of rows tokenised before training, to report how many prompts will be skipped."""
 
-_AT_ONCE = 64
-"""Number of rows that are rendered per call of `render_all`."""
-
 _COUNTED = 100_000
 """With `overlong="error"`, prompts of up to this many tokens are not truncated, so the error message can give their
 exact length."""
@@ -45,15 +42,8 @@ class Prompt(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """Counts of the prompts that will be skipped.
-
-    Attributes:
-      rows: number of rows.
-      scanned: number of rows that were tokenised, counted from the first row.
-      limit: maximum number of tokens of a prompt.
-      long: number of prompts with more than `limit` tokens.
-      empty: number of prompts without tokens.
-    """
+    """The number of prompts that will be skipped: `long` (more than `limit` tokens) and `empty` ones among the first
+    `scanned` of `rows` rows."""
 
     rows: int
     scanned: int
@@ -66,8 +56,7 @@ class Skipped(NamedTuple):
         return self.long + self.empty
 
     def fitting_batch(self, batch_size: int) -> int:
-        """Returns `batch_size`, or the number of rows whose prompt is not skipped if this number is smaller than
-        `batch_size`. Logs a warning in the second case."""
+        """Returns `batch_size`, or with a warning the number of usable rows if this is smaller."""
         usable_rows = self.rows - self.prompts
         if usable_rows < batch_size:
             logger.warning(
@@ -77,8 +66,7 @@ class Skipped(NamedTuple):
         return min(batch_size, usable_rows)
 
     def warn(self, what: str) -> None:
-        """Logs a warning if any prompts will be skipped. `what` names the prompts in the warning: training or
-        evaluation."""
+        """Logs a warning if any of the `what` (training or evaluation) prompts will be skipped."""
         if self.prompts:
             logger.warning("%d %s prompts, %s", self.rows, what, self)
 
@@ -89,31 +77,22 @@ class Skipped(NamedTuple):
 
 
 def usable(prompt: Prompt, max_prompt_length: int) -> bool:
-    """Returns whether a prompt has between 1 and `max_prompt_length` tokens."""
     return 0 < len(prompt.tokens) <= max_prompt_length
 
 
 def check_overlong(overlong: str) -> None:
-    """Raises a UserError if `overlong` is not a valid value of `data.overlong_prompts`."""
     if overlong not in OVERLONG:
         raise UserError(f"overlong_prompts: unknown value '{overlong}'. {nearest(overlong, OVERLONG)}")
 
 
 def tokens_to_count(overlong: str, max_prompt_length: int) -> int:
-    """Returns the number of tokens above which a prompt may be truncated before its tokens are counted. It can exceed
-    `max_prompt_length` with `overlong="error"`, because the error message gives the length of the prompt."""
+    """Returns the number of tokens above which a prompt may be truncated before its tokens are counted."""
     return max(max_prompt_length, _COUNTED) if overlong == "error" else max_prompt_length
 
 
 def unusable(length: int, limit: int, row: str, most: int) -> UserError:
-    """Returns the error for an empty or overlong prompt. It is raised if `data.overlong_prompts` is `error`.
-
-    Args:
-      length: number of tokens of the prompt: 0, or more than `limit`.
-      row: the name of the row for the message.
-      most: limit for truncation. If `length` exceeds `2 * most`, the prompt may have been truncated before its tokens
-        were counted. The message then says only that it has over `2 * most` tokens.
-    """
+    """Returns the error for an empty or overlong prompt of `length` tokens. Above `2 * most` the prompt may have been
+    truncated before it was counted."""
     count = f"over {2 * most}" if length > 2 * most else length
     too_long = f"has {count} tokens, but rollout.max_prompt_length is {limit}. Raise it"
     problem = too_long if length else "is empty. Remove the row"
@@ -121,57 +100,24 @@ def unusable(length: int, limit: int, row: str, most: int) -> UserError:
 
 
 def render(row: Any, tokenizer: Tokenizer, most: int | None = None) -> Prompt:
-    """Tokenises the `prompt` of a row. Text is encoded unchanged; messages are first rendered with the chat template.
-
-    Args:
-      most: a prompt with more than `most` tokens may be truncated, but still has more than `most` tokens. None: no
-        truncation.
-
-    Raises:
-      UserError: the column `prompt` is missing, is neither text nor messages, or cannot be encoded.
-    """
-    (result,) = render_all([row], tokenizer, most)
-    if isinstance(result, UserError):
-        raise result
-    return result
-
-
-def render_all(rows: Sequence[Any], tokenizer: Tokenizer, most: int | None = None) -> Iterator[Prompt | UserError]:
-    """Yields the tokenised prompt of each row, or its error. This is faster than one call of `render` per row."""
-    problems = [_problem(row) for row in rows]
-    good = [row["prompt"] for row, problem in zip(rows, problems, strict=True) if problem is None]
-    encoded = tokenizer.encode_prompts(good, most)
-    for row, problem in zip(rows, problems, strict=True):
-        result = next(encoded) if problem is None else UserError(problem)
-        if isinstance(result, UserError):
-            yield result
-        else:
-            columns = {name: value for name, value in row.items() if name != "prompt"}
-            yield Prompt(*result, columns, row["prompt"])
-
-
-def _problem(row: Any) -> str | None:
-    """Returns why the prompt of a row is missing or invalid; None if the prompt is valid."""
+    """Tokenises the `prompt` of a row. Text is encoded unchanged; messages are rendered with the chat template. A
+    prompt with more than `most` tokens may be truncated, but still has more than `most`."""
     if not isinstance(row, Mapping) or "prompt" not in row:
         has = f"it has {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"it is a {type(row).__name__}"
-        return f"a data row needs a 'prompt' column (text or messages); {has}."
+        raise UserError(f"a data row needs a 'prompt' column (text or messages); {has}.")
     prompt = row["prompt"]
     if not isinstance(prompt, str) and not (isinstance(prompt, Sequence) and prompt):
-        return f"a data row's 'prompt' must be text or a list of messages, got {prompt!r:.80}."
-    return None
+        raise UserError(f"a data row's 'prompt' must be text or a list of messages, got {prompt!r:.80}.")
+    columns = {name: value for name, value in row.items() if name != "prompt"}
+    return Prompt(*tokenizer.encode_prompt(prompt, False, most), columns, prompt)
 
 
 def check_prompts(
     rows: Sequence[Any] | grain.MapDataset, tokenizer: Tokenizer, max_prompt_length: int, overlong: str, what: str
 ) -> Skipped:
-    """Tokenises up to `SCANNED_ROWS` rows and counts the prompts that are empty or exceed `max_prompt_length` tokens.
-
-    Rows that a grain filter removes from a `MapDataset` appear as None and are ignored.
-
-    Raises:
-      UserError: there are no rows; no prompt is usable; a prompt cannot be rendered; or, with `overlong="error"`, a
-        prompt is not usable. The message names the row.
-    """
+    """Tokenises up to `SCANNED_ROWS` rows and counts the prompts that are empty or exceed `max_prompt_length` tokens,
+    which is an error with `overlong="error"`. Rows that a grain filter removes from a `MapDataset` are None and are
+    ignored."""
     check_overlong(overlong)
     if len(rows) == 0:
         raise UserError(f"the {what} data is empty.")
@@ -199,21 +145,17 @@ def check_prompts(
 def _lengths(
     rows: Sequence[Any] | grain.MapDataset, places: Sequence[int], tokenizer: Tokenizer, most: int, what: str
 ) -> list[int]:
-    """Returns the number of prompt tokens of the rows at the indices `places`; -1 for rows that a grain filter removed.
-
-    Raises:
-      UserError: a prompt cannot be rendered; the message names the first such row.
-    """
+    """Returns the number of prompt tokens of the rows at `places`; -1 for rows that a grain filter removed."""
     out = []
-    for start in range(0, len(places), _AT_ONCE):
-        batch = {place: rows[place] for place in places[start : start + _AT_ONCE]}
-        present = [place for place, row in batch.items() if row is not None or not isinstance(rows, grain.MapDataset)]
-        lengths = {}
-        for place, prompt in zip(present, render_all([batch[i] for i in present], tokenizer, most), strict=True):
-            if isinstance(prompt, UserError):
-                raise UserError(f"{what} row {place}: {prompt}") from prompt
-            lengths[place] = len(prompt.tokens)
-        out += [lengths.get(place, -1) for place in batch]
+    for place in places:
+        row = rows[place]
+        if row is None and isinstance(rows, grain.MapDataset):
+            out.append(-1)
+            continue
+        try:
+            out.append(len(render(row, tokenizer, most).tokens))
+        except UserError as error:
+            raise UserError(f"{what} row {place}: {error}") from error
     return out
 
 
@@ -228,16 +170,9 @@ def prompt_batches(
     forever: bool,
 ) -> Iterator[list[Prompt]]:
     """Iterates over batches of `batch_size` prompts of 1 to `max_prompt_length` tokens; drops an incomplete last batch.
-
-    Args:
-      rows: a sequence or a grain `MapDataset` (reshuffled each epoch if `shuffle` is True), a grain `IterDataset`, or
-        any other iterable. An `IterDataset` and an iterable are read in their own order. The position in a plain
-        iterable cannot be saved.
-      forever: whether to start again after each epoch.
-
-    Returns:
-      an iterator; its position can be saved (`Resumable`) unless `rows` is a plain iterable.
-    """
+    `rows` is a sequence or a grain `MapDataset` (reshuffled each epoch if `shuffle` is True), or a grain `IterDataset`
+    or another iterable, which are read in their own order. The position can be saved (`Resumable`) unless `rows` is a
+    plain iterable."""
     if isinstance(rows, Sequence | grain.MapDataset):
         source = rows if isinstance(rows, grain.MapDataset) else grain.MapDataset.source(rows)
         size = len(rows)
@@ -254,8 +189,7 @@ def prompt_batches(
 
 
 def refusing(batches: Iterator[list[Prompt]], overlong: str) -> Iterator[list[Prompt]]:
-    """Sets whether the iterator `batches` raises an error for an unusable prompt (if `overlong` is `error`) or skips
-    it; returns `batches`. Iterators of another type than `SharedBatches` always skip empty and overlong prompts."""
+    """Sets whether unusable prompts raise an error or are skipped; only `SharedBatches` can raise."""
     if isinstance(batches, SharedBatches):
         batches.refuses = overlong == "error"
     return batches
@@ -322,32 +256,31 @@ class SharedBatches(Iterator[list[Prompt]]):
         return batch
 
     def next_epoch(self) -> None:
-        """Skips the remaining rows of the current epoch, so that the iterator continues with the next epoch. Does
-        nothing if the iterator repeats the rows without end."""
+        """Skips the remaining rows of the current epoch, if epochs end."""
         if self.end is not None:
             self.next, self.end = self.end, self.end + self.epoch
 
     def _render(self, places: Sequence[int]) -> list[Prompt | None]:
-        rows = [self.rows[place] for place in places]
-        results = render_all([pair[1] for pair in rows if pair is not None], self.tokenizer, self.limit)
-        prompts = [None if pair is None else self._rendered(pair[0], next(results)) for pair in rows]
+        pairs = (self.rows[place] for place in places)
+        prompts = [None if pair is None else self._rendered(*pair) for pair in pairs]
         if jax.process_count() > 1:
             for prompt in prompts:
                 _check_sendable(prompt)
         return prompts
 
-    def _rendered(self, number: int, result: Prompt | UserError) -> Prompt | None:
-        if isinstance(result, Prompt):
-            length = len(result.tokens)
-            if self.refuses and not usable(result, self.limit):
-                raise unusable(length, self.limit, f"training row {number}", self.limit)
-            return result
-        if self.refuses:
-            raise UserError(f"training row {number}: {result}") from result
-        if not self._warned:
-            logger.warning("skipped a row without a usable prompt; further ones are skipped silently: %s", result)
-        self._warned = True
-        return None
+    def _rendered(self, number: int, row: Any) -> Prompt | None:
+        try:
+            prompt = render(row, self.tokenizer, self.limit)
+        except UserError as error:
+            if self.refuses:
+                raise UserError(f"training row {number}: {error}") from error
+            if not self._warned:
+                logger.warning("skipped a row without a usable prompt; further ones are skipped silently: %s", error)
+            self._warned = True
+            return None
+        if self.refuses and not usable(prompt, self.limit):
+            raise unusable(len(prompt.tokens), self.limit, f"training row {number}", self.limit)
+        return prompt
 
     def get_state(self) -> dict[str, int]:
         return {"next": self.next}

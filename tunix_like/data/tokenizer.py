@@ -8,9 +8,10 @@ the same ids and the same text.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,16 @@ long."""
 
 
 class Tokenizer:
-    """A tokenizer with its special tokens and its chat template. Token ids are returned as lists of int."""
+    """A tokenizer with its special tokens and its chat template. Token ids are returned as lists of int.
+
+    Attributes:
+      vocab_size: largest id + 1, added tokens included: the minimum number of rows of a model's embedding.
+      pad_id: id of the pad token, or else an id that ends a completion, or else 0.
+      bos_id: id of the beginning-of-sequence token, or None.
+      eos_id: id of `eos_token`, which ends a turn of the chat template, or None.
+      eos_ids: all ids that end a completion; empty if the tokenizer defines none.
+      chat_template: the jinja source of the chat template, or None.
+    """
 
     def __init__(
         self,
@@ -67,20 +77,24 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._bos_token, self._eos_token, self._pad_token = bos_token, eos_token, pad_token
-        self._chat_template = chat_template
+        self._named = {"bos_token": bos_token, "eos_token": eos_token, "pad_token": pad_token}
+        self.chat_template = chat_template
         self._template_variables = dict(template_variables or {})
-        # A copy of the backend for `_by_letters`. It is made when first needed, because copying takes a second.
-        self._letters: tokenizers.Tokenizer | None = None
-        self._bos_id, eos_id = self._id("bos_token", bos_token), self._id("eos_token", eos_token)
-        self._eos_id = eos_id
+        self.bos_id, self.eos_id = self._id("bos_token", bos_token), self._id("eos_token", eos_token)
+        eos_id = self.eos_id
         given = tuple(int(i) for i in eos_ids or ())
-        self._eos_ids = given if eos_id is None or eos_id in given else (*given, eos_id)
+        self.eos_ids = given if eos_id is None or eos_id in given else (*given, eos_id)
         pad_id = self._id("pad_token", pad_token)
-        self._pad_id = next((i for i in (pad_id, eos_id, *self._eos_ids) if i is not None), 0)
-        self._vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
-        added = backend.get_added_tokens_decoder().values()
-        self._control = tuple(token.content for token in added if token.special and token.content)
+        self.pad_id = next((i for i in (pad_id, eos_id, *self.eos_ids) if i is not None), 0)
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        named = {self.bos_id, self.pad_id, *self.eos_ids}
+        added = backend.get_added_tokens_decoder().items()
+        control = {i: token.content for i, token in added if token.content and (token.special or i in named)}
+        self._control, self._control_ids = tuple(control.values()), frozenset(control)
+
+    def __repr__(self) -> str:
+        template = "no chat template" if self.chat_template is None else "a chat template"
+        return f"Tokenizer({self.vocab_size:,} tokens, {template}, ends a completion with {list(self.eos_ids)})"
 
     def _id(self, name: str, token: str | None) -> int | None:
         if token is None:
@@ -94,14 +108,9 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
-        """Reads the tokenizer of a Hugging Face model folder.
-
-        Only tokenizer.json decides whether a beginning-of-sequence token is added. As in transformers 5,
-        `add_bos_token` of tokenizer_config.json is ignored.
-
-        Raises:
-          UserError: the folder has no tokenizer.json, or one of its files cannot be parsed (the message names it).
-        """
+        """Reads the tokenizer of a Hugging Face model folder. Only tokenizer.json decides whether a
+        beginning-of-sequence token is added: as in transformers 5, `add_bos_token` of tokenizer_config.json is
+        ignored."""
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -124,11 +133,7 @@ class Tokenizer:
 
     @classmethod
     def wrap(cls, obj: Any) -> Tokenizer:
-        """Returns a `Tokenizer` unchanged, or wraps a copy of a fast tokenizer of transformers.
-
-        Raises:
-          UserError: the object is neither a `Tokenizer` nor a fast tokenizer of transformers.
-        """
+        """Returns a `Tokenizer` unchanged, or wraps a copy of a fast tokenizer of transformers."""
         if isinstance(obj, Tokenizer):
             return obj
         backend = getattr(obj, "backend_tokenizer", None)
@@ -158,51 +163,15 @@ class Tokenizer:
 
     def _copy(self, **changed: Any) -> Tokenizer:
         same: dict[str, Any] = {
-            "bos_token": self._bos_token,
-            "eos_token": self._eos_token,
-            "pad_token": self._pad_token,
-            "chat_template": self._chat_template,
-            "eos_ids": self._eos_ids,
+            **self._named,
+            "chat_template": self.chat_template,
+            "eos_ids": self.eos_ids,
             "template_variables": self._template_variables,
         }
         return Tokenizer(self._backend, **(same | changed))
 
-    @property
-    def vocab_size(self) -> int:
-        """Largest id + 1, added tokens included: the minimum number of rows of a model's embedding."""
-        return self._vocab_size
-
-    @property
-    def pad_id(self) -> int:
-        """Id used for padding: the id of the pad token, or else an id that ends a completion, or else 0."""
-        return self._pad_id
-
-    @property
-    def bos_id(self) -> int | None:
-        """Id of the beginning-of-sequence token, or None."""
-        return self._bos_id
-
-    @property
-    def eos_id(self) -> int | None:
-        """Id of `eos_token`, which ends a turn of the chat template; None if there is no such token."""
-        return self._eos_id
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """All ids that end a completion; empty if the tokenizer defines none."""
-        return self._eos_ids
-
-    @property
-    def chat_template(self) -> str | None:
-        """The jinja source of the chat template, or None."""
-        return self._chat_template
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encodes `text`; special tokens that are written in the text become their ids, as in transformers.
-
-        Raises:
-          UserError: the text is not representable in UTF-8 (it contains a lone surrogate).
-        """
+        """Encodes `text`; special tokens that are written in the text become their ids, as in transformers."""
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
@@ -213,17 +182,9 @@ class Tokenizer:
 
     def encode_data(self, text: str, most: int) -> list[int]:
         """Returns the first `most` token ids of untrusted text. Control tokens (such as `<|im_end|>`) in the text are
-        encoded as plain text. No special tokens are added.
-
-        Raises:
-          UserError: the text contains a lone surrogate.
-        """
+        encoded as plain text. No special tokens are added."""
         beginning = self._enough(text, most)
         return self._encode_guarded(refer(beginning, self._control, everything=True), False, most)[1][:most]
-
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Encodes several texts in parallel threads, without padding."""
-        return [row.ids for row in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decodes `ids` to text, without clean-up of spaces; ids outside the vocabulary are dropped."""
@@ -244,74 +205,40 @@ class Tokenizer:
 
         Raises:
           UserError: there is no chat template, a message lacks role or content, or the template raises an exception or
-            exceeds a limit on time or memory (`chat_templates`).
+            renders too much text.
         """
-        turns = plain_messages(messages)
-        (text,) = self._rendered([turns], add_generation_prompt, template_variables)
-        if isinstance(text, UserError):
-            raise text
-        return text
+        variables = {**self._template_variables, **template_variables}
+        return self._rendered(plain_messages(messages), add_generation_prompt, variables)
 
     def render_guarded(
-        self, conversations: Sequence[Sequence[Message]], add_generation_prompt: bool, **template_variables: Any
-    ) -> Iterator[str | UserError]:
-        """Yields the text of each conversation, rendered with the chat template, or its error.
-
-        All texts of the messages count as data. Control tokens in these texts are replaced by placeholders, which
-        `encode_guarded` encodes as plain text. All control tokens in the result therefore come from the template.
-
-        Args: see `render`.
-        """
-        guarded = [self._guarded(messages) for messages in conversations]
-        good = [turns for turns in guarded if isinstance(turns, list)]
-        rendered = self._rendered(good, add_generation_prompt, template_variables)
-        for turns in guarded:
-            yield next(rendered) if isinstance(turns, list) else turns
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, /, **template_variables: Any
+    ) -> str:
+        """Renders a conversation as `render` does, but all texts of the messages and of the template variables (such as
+        `tools`) count as data: control tokens in them are replaced by placeholders, which `encode_guarded` encodes as
+        plain text. All control tokens in the result therefore come from the template."""
+        turns = [refer_deep(message, self._control) for message in plain_messages(messages)]
+        given = {name: refer_deep(value, self._control) for name, value in template_variables.items()}
+        return self._rendered(turns, add_generation_prompt, {**self._own_variables, **given})
 
     def encode_guarded(self, text: str, most: int) -> list[int]:
-        """Encodes a text of `render_guarded`, or a part of such a text. The placeholders that stand for control tokens
-        in data are encoded as plain text. Adds no special tokens.
-
-        Args:
-          most: if the text has more than `most` ids, the result may be truncated, but to more than `most` ids.
-
-        Raises:
-          UserError: the text contains a lone surrogate.
-        """
+        """Encodes a text of `render_guarded`, or a part of it, without special tokens. If it has more than `most` ids,
+        the result may be truncated, but to more than `most` ids."""
         return self._encode_guarded(text, False, most)[1]
 
-    def _rendered(
-        self, conversations: Sequence[list[dict[str, Any]]], add_generation_prompt: bool, further: Mapping[str, Any]
-    ) -> Iterator[str | UserError]:
-        """Yields the rendered text of each conversation, or its error. `further`: more variables of the template."""
-        if self._chat_template is None:
-            for _ in conversations:
-                yield UserError(
-                    "The tokenizer has no chat template; add chat_template.jinja to its folder, or use text prompts "
-                    "(data.apply_chat_template=false, no data.system_prompt)."
-                )
-            return
-        tokens = {"bos_token": self._bos_token, "eos_token": self._eos_token, "pad_token": self._pad_token}
-        named = {name: token for name, token in tokens.items() if token is not None}
-        fixed = {**named, "tools": None, "documents": None, **self._template_variables, **further}
-        fixed["add_generation_prompt"] = add_generation_prompt
-        requests: list[bytes] = []
-        unfit: UserError | None = None
-        for turns in conversations:
-            try:
-                size = sum(map(len, texts(turns)))
-                requests.append(chat_templates.request(self._chat_template, {**fixed, "messages": turns}, size))
-            except chat_templates.TemplateFailed as error:
-                unfit = template_error(turns, error)
-                break
-        done = 0
-        while done < len(requests):
-            for text in chat_templates.render(requests[done:]):
-                yield text if isinstance(text, str) else template_error(conversations[done], text)
-                done += 1
-        if unfit is not None:
-            yield unfit
-            yield from self._rendered(conversations[done + 1 :], add_generation_prompt, further)
+    def _rendered(self, turns: list[dict[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
+        """Renders messages. `variables`: those of the template in addition to the messages and the special tokens."""
+        if self.chat_template is None:
+            raise UserError(
+                "The tokenizer has no chat template; add chat_template.jinja to its folder, or use text prompts "
+                "(data.apply_chat_template=false, no data.system_prompt)."
+            )
+        named = {name: token for name, token in self._named.items() if token is not None}
+        given = {**named, "tools": None, "documents": None, **variables, "messages": turns}
+        given["add_generation_prompt"] = add_generation_prompt
+        try:
+            return chat_templates.render(self.chat_template, given, sum(map(len, texts(turns))))
+        except chat_templates.TemplateFailed as error:
+            raise template_error(turns, error) from error
 
     def encode_prompt(
         self, prompt: str | Sequence[Message], apply_chat_template: bool, most: int | None = None
@@ -323,8 +250,9 @@ class Tokenizer:
         none are added to it. The ids begin with at most one beginning-of-sequence token. End-of-sequence tokens that
         the tokenizer appends to every text are removed, since the completion follows the prompt.
 
-        Control tokens that are written in a field of a message, or in a column that a prompt template inserted, are
-        encoded as plain text. In a string that is the whole prompt, control tokens are encoded as control tokens.
+        Control tokens that are written in a field of a message, in a template variable, or in a column that a prompt
+        template inserted, are encoded as plain text. In a string that is the whole prompt, control tokens are encoded
+        as control tokens.
 
         Args:
           most: if a prompt has more than `most` ids, the result may be truncated, but still has more than `most` ids.
@@ -338,46 +266,22 @@ class Tokenizer:
             guarded_text = refer(prompt, self._control, everything=False)
             text, ids = self._encode_guarded(guarded_text, add_special_tokens=True, most=most)
             # The text may already begin with the token that the tokenizer adds.
-            doubled = self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]
+            doubled = self.bos_id is not None and ids[:2] == [self.bos_id, self.bos_id]
             return text, ids[1:] if doubled else ids
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        (result,) = self.encode_prompts([messages], most)
-        if isinstance(result, UserError):
-            raise result
-        return result
-
-    def encode_prompts(
-        self, prompts: Sequence[str | Sequence[Message]], most: int | None = None
-    ) -> Iterator[tuple[str, list[int]] | UserError]:
-        """Yields the text and the token ids of each prompt, or its error. Strings are encoded unchanged. Messages are
-        rendered with the chat template.
-
-        This is faster than one call of `encode_prompt` per prompt, because rendering and encoding overlap.
-        """
-        enough = [
-            prompt if most is None or isinstance(prompt, str) else self._enough(prompt, most) for prompt in prompts
-        ]
-        guarded = [prompt if isinstance(prompt, str) else self._guarded(prompt) for prompt in enough]
-        rendered = self._rendered([turns for turns in guarded if isinstance(turns, list)], True, {})
-        for whole, beginning, prompt in zip(prompts, enough, guarded, strict=True):
-            text = next(rendered) if isinstance(prompt, list) else prompt
-            result: tuple[str, list[int]] | UserError
-            try:
-                if isinstance(text, UserError):
-                    raise text
-                is_text = prompt is text
-                result = self.encode_prompt(text, False, most) if is_text else self._encode_guarded(text, False, most)
-            except UserError as error:
-                result = error
-            # A template may drop long texts. If the truncated prompt fits, the whole prompt may fit too and is encoded.
-            if beginning is not whole and (isinstance(result, UserError) or len(result[1]) <= (most or 0)):
-                (result,) = self.encode_prompts([whole])
-            yield result
+        beginning = messages if most is None else self._enough(messages, most)
+        if beginning is not messages:
+            with contextlib.suppress(UserError):
+                text, ids = self._encode_guarded(self.render_guarded(beginning), False, most)
+                if most is not None and len(ids) > most:
+                    return text, ids
+            # A template may drop long texts, so the whole prompt may fit.
+            most = None
+        return self._encode_guarded(self.render_guarded(messages), False, most)
 
     def _enough(self, prompt: Any, most: int) -> Any:
-        """Truncates the texts of a prompt if the longest text has more than `2 * most` tokens; returns the prompt. The
-        longest text still has more than `2 * most` tokens after the truncation. This bounds the time: encoding a text
-        of 30 MB takes a minute."""
+        """Truncates the texts of a prompt, but the longest to more than `2 * most` tokens. This bounds the time:
+        encoding a text of 30 MB takes a minute."""
         longest, size = max(texts(prompt), key=len, default=""), _LONG_TOKEN * max(most, 1)
         while size < len(longest):
             if len(self.encode(longest[:size], add_special_tokens=False)) > 2 * most:
@@ -385,19 +289,14 @@ class Tokenizer:
             size *= 4
         return prompt
 
-    def _guarded(self, messages: Sequence[Message]) -> list[dict[str, Any]] | UserError:
-        """Checks messages and marks all their texts as data, so that control tokens in them are plain text."""
-        try:
-            return [refer_deep(message, self._control) for message in plain_messages(messages)]
-        except UserError as error:
-            return error
+    @functools.cached_property
+    def _own_variables(self) -> dict[str, Any]:
+        return {name: refer_deep(value, self._control) for name, value in self._template_variables.items()}
 
     def _encode_guarded(self, text: str, add_special_tokens: bool, most: int | None) -> tuple[str, list[int]]:
-        """Returns the ids of a text with placeholders for control tokens, and the text without placeholders.
-
-        A placeholder is replaced by the characters of the token, which are encoded separately as plain text. If the
-        text has more than `most` ids, the result may be truncated, but still has more than `most` ids.
-        """
+        """Returns the text without placeholders, and its ids, in which the characters of each replaced token are
+        encoded as plain text. If there are more than `most` ids, the result may be truncated, but still has more than
+        `most`."""
         pieces = parts(text, self._control)
         if not any(literal for _, literal in pieces):
             return text, self._encode_enough(text, add_special_tokens, most)
@@ -423,29 +322,36 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def _open(self, text: str) -> list[int]:
-        """Encodes `text` with the special tokens that the tokenizer adds, except end-of-sequence tokens after the
-        text."""
+        """Encodes `text` with the special tokens that the tokenizer adds before it."""
         ids = self.encode(text)
         return ids[: len(ids) - self._appended_ends]
 
     @functools.cached_property
     def _appended_ends(self) -> int:
-        """The number of end-of-sequence tokens that the post-processor of tokenizer.json appends to every text."""
-        if not self._eos_ids:
+        """The number of end-of-sequence tokens that the tokenizer appends to every text."""
+        if not self.eos_ids:
             return 0
         # The probe must have a token: for an empty text, tokens added before and after it are indistinguishable.
-        probe = self._backend.encode(self.token(self._eos_ids[-1]))
+        probe = self._backend.encode(self.token(self.eos_ids[-1]))
         pairs = zip(reversed(probe.ids), reversed(probe.sequence_ids), strict=True)
-        appended = itertools.takewhile(lambda pair: pair[1] is None and pair[0] in self._eos_ids, pairs)
+        appended = itertools.takewhile(lambda pair: pair[1] is None and pair[0] in self.eos_ids, pairs)
         return sum(1 for _ in appended)
 
+    @functools.cached_property
+    def _letters(self) -> tokenizers.Tokenizer:
+        """A copy of the backend without special tokens, made when first needed, because copying takes a second."""
+        copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        copy.encode_special_tokens = True
+        return copy
+
     def _by_letters(self, text: str) -> list[int]:
-        if self._letters is None:
-            self._letters = tokenizers.Tokenizer.from_str(self._backend.to_str())
-            self._letters.encode_special_tokens = True
-        return self._letters.encode(text, add_special_tokens=False).ids
+        ids = self._letters.encode(text, add_special_tokens=False).ids
+        if self._control_ids.isdisjoint(ids):
+            return ids
+        # The token is a word of the model's vocabulary, or is not marked as special.
+        pieces = (self._letters.encode(letter, add_special_tokens=False).ids for letter in text)
+        return [i for ids in pieces for i in ids if i not in self._control_ids]
 
     def save(self, folder: str | Path) -> None:
         """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja for `transformers.AutoTokenizer`."""
-        named = {"bos_token": self._bos_token, "eos_token": self._eos_token, "pad_token": self._pad_token}
-        write_files(Path(folder), self._backend, named, self._chat_template)
+        write_files(Path(folder), self._backend, self._named, self.chat_template)

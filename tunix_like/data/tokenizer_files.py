@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 
 from tunix_like.errors import UserError
-from tunix_like.runtime.json_files import read_object
+from tunix_like.runtime.input_files import read_object
 
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _MORE_TOKENS = ("extra_special_tokens", "additional_special_tokens")
@@ -19,14 +19,7 @@ _CURE = "Correct it, or download it again."
 
 
 def read_fields(file: Path) -> dict[str, Any]:
-    """Reads an optional JSON file with special tokens, and checks the fields that are used.
-
-    Returns:
-      the JSON object; empty if the file does not exist.
-
-    Raises:
-      UserError: a field is invalid; the message names the file and the field.
-    """
+    """Reads an optional JSON file with special tokens, and checks the fields that are used."""
     if not file.is_file():
         return {}
     config = read_object(file, _CURE)
@@ -78,11 +71,8 @@ def _added_token(fields: Mapping[str, Any], special: bool) -> tokenizers.AddedTo
 
 
 def add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Sequence[str]) -> None:
-    """Adds tokens to the tokenizer `backend`: the special tokens `named`, and the tokens that `config` (the content of
-    tokenizer_config.json) declares.
-
-    A token that is already an added token of `backend` (from tokenizer.json) is left unchanged.
-    """
+    """Adds the special tokens `named` and the tokens that tokenizer_config.json declares, unless tokenizer.json has
+    them."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
     tokens = [_added_token(fields, bool(fields.get("special"))) for _, fields in declared]
@@ -98,10 +88,7 @@ def add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
 
 
 def find_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Returns the template in chat_template.jinja or, if there is no such file, the template in tokenizer_config.json.
-
-    If tokenizer_config.json has a list of templates, the template named `default` is returned.
-    """
+    """Returns the template in chat_template.jinja or else the (default) one in tokenizer_config.json."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         try:
@@ -117,11 +104,7 @@ def find_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 def write_files(
     folder: Path, backend: tokenizers.Tokenizer, named: Mapping[str, str | None], chat_template: str | None
 ) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja for `transformers.AutoTokenizer`.
-
-    Args:
-      named: special tokens by their name in tokenizer_config.json. Names with the value None are left out.
-    """
+    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja for `transformers.AutoTokenizer`."""
     folder.mkdir(parents=True, exist_ok=True)
     # PreTrainedTokenizerFast uses tokenizer.json unchanged; the class of a model family rebuilds parts of it.
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from tunix_like.data.source import HIDDEN_COLUMN, DataSource, MappedRows, Record, RowRange, take
 from tunix_like.errors import UserError
-from tunix_like.runtime.verifiers_process import VerifiersProcess
+from tunix_like.workers.verifiers_process import VerifiersProcess
 
 if TYPE_CHECKING:
     from tunix_like.config.schema import DataConfig
-
-NAME = "verifiers"
-"""The name of this source in `data.name`."""
 
 MOST_HELD_OUT = 64
 """Maximum number of held-out tasks if neither `data.eval_size` nor `data.eval_arguments` is set. In this case, a tenth
@@ -70,11 +67,7 @@ def settings_of(config: DataConfig) -> dict[str, Any]:
 
 
 def _split(tasks: Sequence[Any], train: int | None, held_out: int | None) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Splits tasks into training tasks (from the beginning) and held-out tasks (from the end).
-
-    Raises:
-      UserError: there are too few tasks.
-    """
+    """Splits tasks into training tasks (from the beginning) and held-out tasks (from the end)."""
     if held_out is None:
         held_out = min(MOST_HELD_OUT, len(tasks) // 10)
     wanted = max(train or 0, 1) + held_out

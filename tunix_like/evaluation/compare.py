@@ -41,12 +41,7 @@ class Difference(NamedTuple):
 
 
 def read_problems(file: Path) -> list[dict[str, Any]]:
-    """Reads a file written by `eval --out`. The file has one row per problem.
-
-    Raises:
-      UserError: the file cannot be read or is empty, or a line is not a row of an evaluation. The message names the
-        file and the line.
-    """
+    """Reads a file written by `eval --out`, with one row per problem."""
     try:
         lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -67,10 +62,7 @@ def read_settings(file: Path) -> dict[str, Any] | None:
 
 
 def settings_line(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> str:
-    """Returns a text with the sampling settings that differ between the evaluations A and B.
-
-    The text is empty if the settings are equal, or if the settings of A or B are not known (None).
-    """
+    """Returns the sampling settings that differ between A and B as a text; empty if none is known to differ."""
     if a is None or b is None:
         return ""
     names = [name for name in _SETTINGS if a[name] != b[name]]
@@ -85,8 +77,7 @@ def threshold_of(settings: Iterable[Mapping[str, Any] | None]) -> float:
 
 
 def skipped_line(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> str:
-    """Returns a text with the numbers of prompts that the evaluations A and B skipped. The text is empty if each of the
-    two numbers is 0 or unknown."""
+    """Returns the numbers of prompts that A and B skipped as a text, which is empty if each is 0 or unknown."""
     counts = [summary.get("skipped_prompts") if summary else None for summary in (a, b)]
     if not any(counts):
         return ""
@@ -113,15 +104,11 @@ def _row(line: str, where: str) -> dict[str, Any]:
 
 
 def check_same(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], names: tuple[str, str]) -> None:
-    """Checks that the evaluations A and B have the same problems in the same order.
+    """Raises UserError, which names the first difference, unless A and B have the same problems in the same order.
 
     Two problems are the same if their row numbers and data columns are equal. If the problems have no columns, their
     prompts must be equal too. If they have columns, their prompts can differ, because two models can use different chat
     templates.
-
-    Raises:
-      UserError: the problems differ. The message names the first problem that differs. If A and B differ only in the
-        number of problems, the message names both numbers.
     """
     cure = "Evaluate both on the same data, with prompts that fit into rollout.max_prompt_length of both."
     for one, other in zip(a, b, strict=False):
@@ -171,8 +158,7 @@ def differences(
 
 
 def cells(rows: Sequence[Difference]) -> list[tuple[str, str, str, str, str]]:
-    """Formats the differences between two evaluations A and B as rows of a table: metric, A, B, B - A, and the numbers
-    of problems with a higher and with a lower value in B."""
+    """Formats rows of a table: metric, A, B, B - A, and the numbers of problems that are higher and lower in B."""
     return [
         (
             row.name,

@@ -16,14 +16,14 @@ from tunix_like.config.schema import EvalConfig, RLTrainingConfig
 from tunix_like.data.source import REWARD_COLUMN
 from tunix_like.data.stream import Skipped, check_overlong, render, tokens_to_count, unusable, usable
 from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.environments.trajectories import Player
 from tunix_like.errors import UserError, nearest
 from tunix_like.evaluation.statistics import intervals, mean_known, problem_values, value_ranges
 from tunix_like.rewards import ANSWERS, REWARDS, Scores, close_pools
 from tunix_like.rewards.pool import PooledFunction
-from tunix_like.rollout.environments.episodes import episode_metrics, with_environment
-from tunix_like.rollout.environments.generation import generate
-from tunix_like.rollout.environments.trajectories import Player
-from tunix_like.rollout.files import FirstFailure, nothing_scored_message, saved_on_failure
+from tunix_like.rollout.episodes import episode_metrics, with_environment
+from tunix_like.rollout.files import FirstFailure, nothing_scored_message, saved_on_failure, write_evaluation
+from tunix_like.rollout.requests import generate
 from tunix_like.rollout.rollouts import (
     Rollout,
     WeightedReward,
@@ -61,6 +61,11 @@ class Evaluation(NamedTuple):
     succeeded: Bool[np.ndarray, "N n"]
     answers: list[list[Hashable] | None]
 
+    def __repr__(self) -> str:
+        problems, samples = self.rewards.shape
+        means = [f"{name} {self.metrics[f'eval/{name}']:.3g}" for name in self.values]
+        return f"Evaluation({problems} problems, {samples} samples each: {', '.join(means)})"
+
     @property
     def scored(self) -> Int[np.ndarray, "N"]:
         return (~np.isnan(self.rewards)).sum(axis=1)
@@ -71,10 +76,7 @@ class Evaluation(NamedTuple):
 
 
 def ks_of(config: EvalConfig) -> list[int]:
-    """Returns the values of k for pass@k and maj@k: `eval.k`, or by default 1, 2, 4, ... up to the number of samples.
-
-    Raises UserError if a value of `eval.k` is out of range.
-    """
+    """Returns the values of k for pass@k and maj@k: `eval.k`, or 1, 2, 4, ... up to the number of samples."""
     if config.k is None:
         return [2**i for i in range(config.samples.bit_length())]
     if bad := [k for k in config.k if not 1 <= k <= config.samples]:
@@ -98,9 +100,6 @@ def eval_problems(
     Args:
       overlong: `data.overlong_prompts`. "skip" skips each prompt that is empty or has more than `max_prompt_length`
         tokens. "error" raises UserError for such a prompt.
-
-    Raises:
-      UserError: no prompt is usable, a prompt cannot be rendered, or a prompt is not allowed (see `overlong`).
     """
     check_overlong(overlong)
     problems: list[Problem] = []
@@ -151,7 +150,6 @@ class Evaluator:
 
     @property
     def skipped_prompts(self) -> int:
-        """Number of prompts that were skipped because they are empty or too long."""
         return 0 if self.skipped is None else self.skipped.prompts
 
     def __call__(
@@ -163,9 +161,8 @@ class Evaluator:
         """Samples `eval.samples` completions of each problem, scores them and computes the metrics.
 
         Args:
-          params: the weights.
-          rollouts: folder for the completions of a batch whose scoring raises an error, and for the text of the first
-            failure of a reward function. If None, nothing is written.
+          rollouts: folder for the completions, also those of a batch whose scoring raises an error, and for the text
+            of the first failure of a reward function. If None, nothing is written.
           step: number of the training step after which the weights are evaluated; 0 before training or without a run.
 
         Raises:
@@ -174,10 +171,13 @@ class Evaluator:
             continues.
         """
         with progress.task("evaluation", len(self.problems)) as advance:
-            return self._summary(self._sampled(self.engine.place(params), advance, rollouts, step))
+            parts = self._sampled(self.engine.place(params), advance, rollouts, step)
+            if rollouts is not None:
+                write_evaluation(rollouts, step, parts)
+            return self._summary(parts)
 
     def _sampled(self, params: Any, advance: progress.Advance, rollouts: Path | None, step: int) -> list[Rollout]:
-        """Samples and scores the completions of all problems. Returns one `Rollout` per batch of problems."""
+        """Returns one `Rollout` per batch of problems."""
         config, problems = self.config, self.problems
         sampling = SamplingParams(config.temperature, config.top_p)
         size = min(config.batch_size, len(problems))
@@ -196,8 +196,9 @@ class Evaluator:
             out = first_axis(with_width(out, out.tokens.shape[-1]), slice(len(part)))
             flat = completion_texts(out, self.tokenizer)
             with saved_on_failure(rollouts, step, part, flat):
-                scores = score_completions(self.rewards, part, flat, config.samples)
                 episodes = None if trajectories is None else trajectories.episodes()
+                played = None if trajectories is None else trajectories.environments()
+                scores = score_completions(self.rewards, part, flat, config.samples, played)
                 scores = scores if episodes is None else with_environment(scores, episodes)
                 if step == 0 and not parts and (scores.timeouts | scores.errors).all():
                     raise UserError(f"evaluation: {nothing_scored_message(scores)}")
@@ -216,8 +217,7 @@ class Evaluator:
             self.player.environments.close()
 
     def objectives(self) -> list[str]:
-        """Returns the names of the metrics of an evaluation for which a higher value is better. Does not sample
-        completions."""
+        """Returns the names of the metrics for which a higher value is better, without sampling."""
         has_answers = any(_answer_function(self.rewards, problem) is not None for problem in self.problems)
         samples = self.config.samples
         none = np.zeros((1, samples))
@@ -260,10 +260,8 @@ class Evaluator:
 def extract_answers(
     rewards: Sequence[WeightedReward], problems: Sequence[Problem], texts: Sequence[Sequence[str]]
 ) -> list[list[Hashable] | None]:
-    """Extracts the answer of each completion, with the first reward that extracts answers (`rewards.ANSWERS`).
-
-    Returns one list per problem with the answers of its completions. The answer of a completion without an answer is
-    None. If no reward extracts the answers of a problem, the result has None instead of a list for this problem.
+    """Extracts the answers of the completions of each problem, with the first reward that extracts answers
+    (`rewards.ANSWERS`). A completion without an answer has None; so has a problem for which no reward extracts answers.
     """
     functions = (_answer_function(rewards, problem) for problem in problems)
     return [
@@ -273,8 +271,6 @@ def extract_answers(
 
 
 def _answer_function(rewards: Sequence[WeightedReward], problem: Problem) -> Callable[[str], Hashable | None] | None:
-    """Returns the function that extracts an answer from a completion of `problem`; None if no reward has such a
-    function."""
     for name, function, _ in rewards:
         if function is not REWARDS.get(name) and not isinstance(function, PooledFunction):
             continue  # a function of the user with the name of a registered function

@@ -43,14 +43,8 @@ def maj_at_k(votes: Sequence[Hashable], successes: Float[np.ndarray, "n"], k: in
     The most frequent answer wins. The success of an answer is the fraction of successful completions among all
     completions with this answer. Tied answers win with equal probability. A completion without an answer has no vote. A
     subset without votes has success 0. The expectation is over all subsets of `k` completions. If there are more than
-    `SUBSETS` subsets, `SUBSETS` random subsets are used, which are the same in every call.
-
-    Args:
-      votes: the answer of each completion, or None.
-      successes: 1 for each completion that succeeds, otherwise 0.
-
-    Returns:
-      a number between 0 and 1; NaN for fewer than `k` completions.
+    `SUBSETS` subsets, `SUBSETS` random subsets are used, which are the same in every call. The result is NaN for fewer
+    than `k` completions.
     """
     if len(votes) < k:
         return math.nan
@@ -67,10 +61,7 @@ def maj_at_k(votes: Sequence[Hashable], successes: Float[np.ndarray, "n"], k: in
 
 @functools.lru_cache(maxsize=64)
 def _subsets(samples: int, k: int) -> Float[np.ndarray, "subsets n"]:
-    """Returns one row per subset of `k` of the `samples` completions: 1 for completions in the subset, otherwise 0.
-
-    The rows are all subsets, or `SUBSETS` random subsets if there are more than `SUBSETS`.
-    """
+    """Returns one row per subset of `k` of the `samples` completions: 1 for completions in the subset, otherwise 0."""
     if math.comb(samples, k) <= SUBSETS:
         rows = np.array(list(itertools.combinations(range(samples), k)))
     else:
@@ -120,14 +111,9 @@ def mean_known(values: Float[np.ndarray, "N"]) -> float:
 
 
 def value_ranges(names: Iterable[str], rewards: Sequence[Any]) -> dict[str, tuple[float, float]]:
-    """Returns for each metric the smallest and the largest possible value of a problem.
-
-    Args:
-      names: names of the metrics. The range of pass@k and maj@k is 0 to 1.
-      rewards: arrays of any shape; NaN is ignored. The range of avg@n (the mean reward) runs from the smallest to the
-        largest number among these rewards and 0. The caller includes `rewards.success_threshold`, which is a possible
-        reward.
-    """
+    """Returns for each metric the smallest and the largest possible value of a problem: 0 and 1 for pass@k and maj@k;
+    for avg@n (the mean reward), the smallest and the largest number among 0 and `rewards` (arrays of any shape; NaN is
+    ignored), to which the caller adds `rewards.success_threshold`, a possible reward."""
     flat = np.concatenate([[0.0], *(np.ravel(array) for array in rewards)])
     seen = float(np.nanmin(flat)), float(np.nanmax(flat))
     return {name: seen if name.startswith("avg@") else (0.0, 1.0) for name in names}
@@ -153,7 +139,7 @@ def intervals(
       ranges: for each metric, the smallest and the largest possible value of a problem.
 
     Returns:
-      for each metric, the low and the high end. Both are NaN if fewer than two problems have a value.
+      for each metric, both ends; NaN if fewer than two problems have a value.
     """
     out: dict[str, tuple[float, float]] = {}
     for name, per_problem in values.items():
@@ -172,12 +158,8 @@ def intervals(
 
 
 def _weighted_quantiles(table: Float[np.ndarray, "N M"], ends: Float[np.ndarray, "2 M"]) -> Float[np.ndarray, "2 M"]:
-    """Computes the low and high ends of the confidence intervals of `M` metrics (see `intervals`), with `DRAWS` random
-    vectors of problem weights.
-
-    `table` has the value of each problem and metric. `ends` has the lowest and the highest possible value of each
-    metric.
-    """
+    """Computes the ends of the confidence intervals of `M` metrics (see `intervals`) with `DRAWS` random vectors of
+    problem weights. `ends` has the lowest and the highest possible value of each metric."""
     known = ~np.isnan(table)
     values, size, rng = np.where(known, table, 0.0), len(table), np.random.default_rng(0)
     means: list[Float[np.ndarray, "2 rows M"]] = []

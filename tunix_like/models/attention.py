@@ -1,10 +1,9 @@
 """Computes softmax attention over one or several parts of the keys, with grouped query heads. Scores and softmax are
 float32.
 
-A part (`attention_parts.Part`) is a set of keys and values with a mask. The keys and values of a prompt are one part.
-All completions of the prompt share this part, so it is stored only once per prompt. This module contains the plain
-implementation, which materialises the scores. This module also selects between the plain implementation, the blocked
-implementation and the library kernels (`attention_kernels`).
+A part (`attention_parts.Part`) is a set of keys and values with a mask. All completions of a prompt share the part of
+the prompt. This module contains the plain implementation, which materialises the scores, and selects between it, the
+blocked implementation and the library kernels.
 """
 
 from __future__ import annotations
@@ -32,27 +31,21 @@ SCORES = 2**24
 implementation if no library kernel is used. With more scores, it uses the blocked implementation. In training, `SCORES`
 scores take 64 MB per layer. Batches for which the blocked implementation is faster usually have more scores."""
 
-_IMPLEMENTATIONS = {"blocked": joined_attention, "cudnn": cudnn_attention, "splash": splash_attention}
+_KERNELS = {"cudnn": cudnn_attention, "splash": splash_attention}
 
 
 def resolve_attention(name: str, dtype: Any, head_dim: int, devices: Sequence[Any] | None = None) -> str:
     """Returns the attention implementation for `name`. "auto" becomes the attention kernel of the device (cuDNN or
     splash attention), if there is one that supports `dtype` and `head_dim`.
 
-    Args:
-      devices: the devices on which the model runs; None: `jax.devices()`.
-
-    Returns:
-      one of `ATTENTIONS`. If the result is "auto", each call of `attention` or `group_attention` selects the plain or
-      the blocked implementation by the number of scores.
-
-    Raises:
-      UserError: the name is unknown, or the named implementation does not support the device, `dtype` or `head_dim`.
+    If the result is "auto", each call of `attention` or `group_attention` selects the plain or the blocked
+    implementation by the number of scores.
     """
     if name not in ATTENTIONS:
         raise UserError(f"model.attention: unknown value '{name}'. {nearest(name, ATTENTIONS)}")
     devices = jax.devices() if devices is None else devices
-    missing = {"cudnn": _cudnn_lacks(devices[0], dtype, head_dim), "splash": _splash_lacks(devices[0])}
+    splash = None if devices[0].platform == "tpu" else f"a TPU, but this is {devices[0].device_kind}"
+    missing = {"cudnn": _cudnn_lacks(devices[0], dtype, head_dim), "splash": splash}
     if name == "auto":
         return next((kernel for kernel, lack in missing.items() if lack is None), "auto")
     if (lack := missing.get(name)) is not None:
@@ -70,12 +63,6 @@ def _cudnn_lacks(device: Any, dtype: Any, head_dim: int) -> str | None:
     return None
 
 
-def _splash_lacks(device: Any) -> str | None:
-    if device.platform != "tpu":
-        return f"a TPU, but this is {device.device_kind}"
-    return None
-
-
 def _implementation(kind: str, q: Float[Array, "*B H h"], parts: tuple[Part, ...], cap: float | None) -> Any:
     """Selects the attention implementation of one call. Returns None for the plain implementation.
 
@@ -89,10 +76,10 @@ def _implementation(kind: str, q: Float[Array, "*B H h"], parts: tuple[Part, ...
         kind = "blocked" if kind == "blocked" else "auto"
     elif kind == "splash" and any(part.windowed for part in parts):
         kind = "auto"
-    if kind != "auto":
-        return _IMPLEMENTATIONS[kind]
+    if kind in _KERNELS:
+        return _KERNELS[kind]
     scores = sum(q.size // q.shape[-1] * part.k.shape[-1] for part in parts)
-    return joined_attention if scores > SCORES else None
+    return functools.partial(joined_attention, cap=cap) if kind == "blocked" or scores > SCORES else None
 
 
 def attention(
@@ -105,7 +92,7 @@ def attention(
     `cap tanh(scores / cap)` (Gemma 2, arXiv 2408.00118).
     """
     if (implementation := _implementation(kind, q, (part,), cap)) is not None:
-        return implementation(q, (part,)) if cap is None else implementation(q, (part,), cap=cap)
+        return implementation(q, (part,))
     scores = _scores(q, part, cap)
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
     total = _unfold(weights.sum(-1, keepdims=True), q.shape[2])
@@ -122,8 +109,6 @@ def group_attention(
       prompt: keys and values of the P prompts. The mask has `G * T` queries per prompt, or is broadcast over the
         queries.
       own: keys and values of the `P * G` completions.
-      kind: name of the implementation, as `resolve_attention` returns it.
-      cap: scores become `cap tanh(scores / cap)`; None: no cap.
 
     The plain implementation combines the keys of the prompt and the own keys through the common maximum of their scores
     and the common sum of exponentials, so their scores are not concatenated. The log-sum-exp that
@@ -131,7 +116,7 @@ def group_attention(
     keys and values.
     """
     if (implementation := _implementation(kind, q, (prompt, *own), cap)) is not None:
-        return implementation(q, (prompt, *own)) if cap is None else implementation(q, (prompt, *own), cap=cap)
+        return implementation(q, (prompt, *own))
     groups, size, steps, heads, width = q.shape
     by_prompt = q.reshape(groups, size * steps, heads, width)
     by_row = q.reshape(groups * size, steps, heads, width)

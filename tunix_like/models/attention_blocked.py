@@ -41,7 +41,7 @@ def joined_attention(
     Args:
       q: queries of H heads of width h, with any leading axes. For a part with `B` batch entries, the queries are
         reshaped to `[B, N, H, h]`: N queries per entry.
-      cap: scores become `cap tanh(scores / cap)`.
+      cap: scores become `cap tanh(scores / cap)`, as in Gemma 2.
 
     Returns:
       outputs of the shape and dtype of `q`; 0 for a query without visible keys.
@@ -199,7 +199,6 @@ class _Blocks(NamedTuple):
 
     @property
     def loop(self) -> str:
-        """The name that the loop over key blocks has in a compiled program."""
         return CAUSAL_BLOCKS if self.causal else ALL_BLOCKS
 
     def queries(self, x: Float[Array, "B K R N x"], i: Array) -> Float[Array, "B K R b x"]:
@@ -271,7 +270,6 @@ def _meetings(
 
 
 def padded(x: Array, axis: int, size: int, fill: int = 0) -> Array:
-    """Pads `x` along `axis` to a multiple of `size`."""
     missing = -x.shape[axis] % size
     if missing == 0:
         return x

@@ -61,13 +61,12 @@ class Part(NamedTuple):
 
     @property
     def described(self) -> bool:
-        """Whether the mask is a `Lengths`, `Positions` or `Causal`, and not an array. The blocked implementation of
-        attention and the attention kernels do not support an array."""
+        """Whether the mask is not an array, which the blocked implementation and the kernels do not support."""
         return isinstance(self.mask, Lengths | Positions | Causal)
 
     @property
     def only_causal(self) -> bool:
-        """Whether the mask is causal, without segments or a window. Every attention kernel supports such a mask."""
+        """Whether the mask is causal, without segments or a window; every kernel supports it."""
         return isinstance(self.mask, Causal) and self.mask.segments is None and self.mask.window is None
 
     @property
@@ -79,7 +78,6 @@ class Part(NamedTuple):
 
 
 def part_of(k: Float[Array, "... U K h"], v: Float[Array, "... U K h"], mask: Mask) -> Part:
-    """Builds a `Part` from a mask and from keys and values whose axis of positions precedes the axis of heads."""
     return Part(*laid_out(k, v), mask)
 
 
@@ -117,13 +115,11 @@ def first_keys(part: Part, count: int) -> Int[Array, "B N"] | None:
 
 
 def key_positions(part: Part) -> Int[Array, "#B U"]:
-    """Returns the position of each key, for comparison with the first position that a query sees (`first_keys`). If the
-    mask is not a `Positions`, the position of a key is its index."""
+    """Returns the position of each key, for comparison with `first_keys`; its index if the mask has no positions."""
     return part.mask.positions if isinstance(part.mask, Positions) else jnp.arange(part.k.shape[-1])[None]
 
 
 def dense_mask(part: Part, count: int) -> Bool[Array, "#B #N U"]:
-    """Returns the attention mask of `part` as a boolean array, for `count` queries."""
     if not part.described:
         return part.mask  # type: ignore[return-value]
     if isinstance(part.mask, Lengths | Positions):

@@ -12,10 +12,18 @@ from typing import Any
 
 from tunix_like.errors import UserError
 from tunix_like.models.families import FAMILIES, NOT_COPIED, family_fields, family_of, numbers, text_fields
-from tunix_like.models.fields import HF_NAMES, OPTION_NAMES, SWITCHES, checked, spelt
-from tunix_like.models.layer_kinds import Experts
-from tunix_like.models.rope import LinearScaling, RopeScaling, rope_fields
-from tunix_like.runtime.json_files import read_object
+from tunix_like.models.fields import (
+    HF_NAMES,
+    OPTION_NAMES,
+    SWITCHES,
+    Experts,
+    LinearScaling,
+    RopeScaling,
+    checked,
+    rope_fields,
+    spelt,
+)
+from tunix_like.runtime.input_files import read_object
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -117,12 +125,10 @@ class DecoderConfig:
             object.__setattr__(self, name, () if all(entry is plain for entry in entries) else entries)
 
     def window(self, layer: int) -> int | None:
-        """Returns the number of positions that a query of this layer sees; None: a query sees all earlier positions."""
         return self.windows[layer] if self.windows else None
 
     def rope(self, layer: int) -> tuple[float, RopeScaling | LinearScaling | None] | None:
-        """Returns the base (theta) and the scaling of this layer's rotary positions, or None if the layer has no rotary
-        positions."""
+        """Returns base (theta) and scaling of this layer's rotary positions; None: it has none."""
         if self.rotary and not self.rotary[layer]:
             return None
         if self.local_rope_theta is not None and self.window(layer) is not None:
@@ -143,10 +149,6 @@ class DecoderConfig:
         """Reads an HF config: a mapping, a folder with a `config.json`, or the path of such a file.
 
         For a multimodal model, the config of its text decoder is read.
-
-        Raises:
-          UserError: the file does not exist or is not a JSON object, the family is not supported, or a field is
-            missing, unknown or unsupported. The message names the file and the field.
         """
         where, fields = _read(source)
         try:
@@ -158,15 +160,9 @@ class DecoderConfig:
     def to_hf(
         self, eos_ids: Sequence[int] | None = None, bos_id: int | None = None, pad_id: int | None = None
     ) -> dict[str, Any]:
-        """Returns the fields of a `config.json` with which transformers loads this decoder.
-
-        `source` is the HF config from which this config was read. Its fields that do not define the model are kept.
-        All other fields come from this config. If `eos_ids`, `bos_id` or `pad_id` is None, the value in `source` is
-        kept. The result has no `torch_dtype`; `loading.save_description` adds this field.
-
-        Raises:
-          UserError: no Hugging Face family has this combination of options.
-        """
+        """Returns the fields of a `config.json` with which transformers loads this decoder, without `torch_dtype`.
+        Fields of `source` that do not define the model are kept, and so are ids that are None. Raises UserError if no
+        Hugging Face family has this combination of options."""
         source = self.source or {}
         family = self._family(source.get("model_type"))
         result = {name: value for name, value in source.items() if name not in NOT_COPIED}
@@ -190,8 +186,7 @@ class DecoderConfig:
         return result
 
     def _scalar(self) -> dict[str, float]:
-        """Returns the HF field `query_pre_attn_scalar`. An unset value becomes `head_dim`. A whole number becomes an
-        int, because transformers expects an int."""
+        """Returns the HF field `query_pre_attn_scalar`, a whole number as int, because transformers expects one."""
         value = self.head_dim if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar
         return {"query_pre_attn_scalar": int(value) if value == int(value) else value}
 
@@ -203,8 +198,30 @@ class DecoderConfig:
         return family_of(switches, frozenset(options & changed.keys()), preferred)
 
 
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters of some projections in every layer.
+
+    Attributes:
+      rank: r, the number of columns of each matrix A and of rows of each matrix B (`lora.py`).
+      alpha: the output of each adapter is multiplied by `alpha / rank`.
+      targets: names of the projections that have adapters.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def __str__(self) -> str:
+        return f"LoRA of rank {self.rank}, alpha {self.alpha:g}, on {', '.join(self.targets)}"
+
+
 def _read(source: Mapping[str, Any] | str | Path) -> tuple[str, dict[str, Any]]:
-    """Reads the HF config `source`. Returns its name for error messages, and its fields."""
+    """Returns the name of the HF config `source` for error messages, and its fields."""
     if isinstance(source, Mapping):
         return "HF config (model.config of a YAML)", dict(source)
     path = Path(source)

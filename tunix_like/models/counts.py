@@ -1,50 +1,165 @@
-"""Counts the parameters of a decoder and of its adapters from the configuration of the decoder."""
+"""Counts the parameters of a model, the bytes that one device of a mesh holds, and the arithmetic operations (FLOPs) of
+forward and backward passes."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+from typing import Any, NamedTuple
 
-from tunix_like.config.schema import LORA_TARGETS
-from tunix_like.models.config import DecoderConfig
-from tunix_like.models.layer_kinds import Adapters
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Float, Int
+
+from tunix_like.config.schema import LoraConfig
+from tunix_like.models.config import Adapters, DecoderConfig
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.lora import add_lora, part_params
+from tunix_like.models.quantization import LEAVES, quantize_base
+from tunix_like.models.sharding import param_shapes
+from tunix_like.models.weights import Params
 
 
 def parameter_count(model: DecoderConfig) -> int:
     """Returns the number of parameters of a decoder without adapters."""
-    layers = sum(map(functools.partial(_layer_count, model), range(model.num_layers)))
-    width = model.hidden_size
-    return layers + model.vocab_size * width * (1 if model.tie_embeddings else 2) + width
+    return _size(_shapes(model))
 
 
 def layer_count(model: DecoderConfig) -> int:
     """Returns the number of parameters of the largest layer of a decoder."""
-    return max(map(functools.partial(_layer_count, model), range(model.num_layers)))
-
-
-def _layer_count(model: DecoderConfig, layer: int) -> int:
-    width, head = model.hidden_size, model.head_dim
-    query, key = model.num_heads * head, model.num_kv_heads * head
-    attention = width * (2 * query + 2 * key) + (4 if model.post_norms else 2) * width
-    return attention + (query + 2 * key) * model.qkv_bias + 2 * head * model.qk_norm + _mlp_count(model, layer)
+    return max(_size(layer) for layer in _shapes(model)["layers"].values())
 
 
 def adapter_count(model: DecoderConfig, adapters: Adapters) -> int:
     """Returns the number of parameters of all adapters of a decoder."""
-    return adapters.rank * sum(map(sum, _kernels(model, adapters.targets)))
+    return _size(part_params(parameter_shapes(model, jnp.float32, adapters, None))[0])
 
 
-def _kernels(model: DecoderConfig, targets: Sequence[str] = LORA_TARGETS) -> list[tuple[int, int]]:
-    """Returns the input and output widths of every projection (`Decoder.projections`) whose name is in `targets`."""
-    width, inner = model.hidden_size, model.intermediate_size
-    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = {"q_proj": (width, query), "k_proj": (width, key), "v_proj": (width, key), "o_proj": (query, width)}
-    mlp = {"gate_proj": (width, inner), "up_proj": (width, inner), "down_proj": (inner, width)}
-    layers = (attention if model.has_experts(layer) else attention | mlp for layer in range(model.num_layers))
-    return [shape for layer in layers for name, shape in layer.items() if name in targets]
+@functools.lru_cache(maxsize=4)
+def _shapes(model: DecoderConfig) -> Params:
+    return parameter_shapes(model, jnp.float32, None, None)
 
 
-def _mlp_count(model: DecoderConfig, layer: int) -> int:
-    if (experts := model.experts) is None or not model.has_experts(layer):
-        return 3 * model.hidden_size * model.intermediate_size
-    return model.hidden_size * experts.number * (3 * experts.intermediate_size + 1)
+def _size(tree: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def parameter_shapes(
+    model: DecoderConfig, param_dtype: Any, adapters: Adapters | None, quantized: str | None
+) -> Params:
+    """Returns the abstract parameters of a decoder. The shapes of two layers differ only if one layer has experts and
+    the other has none, so only one layer of each kind is traced."""
+    trees: dict[bool, Params] = {}
+    for kind in set(map(model.has_experts, range(model.num_layers))):
+        experts = model.experts if kind else None
+        single = dataclasses.replace(model, num_layers=1, windows=(), rotary=(), experts=experts, expert_layers=())
+
+        def make(single: DecoderConfig = single) -> Decoder:
+            return quantize_base(Decoder(single, rngs=nnx.Rngs(0), param_dtype=param_dtype), quantized)
+
+        one = nnx.eval_shape(make)
+        if adapters is not None:
+            one = add_lora(one, LoraConfig(adapters.rank, adapters.alpha, list(adapters.targets)))
+        trees[kind] = nnx.to_pure_dict(nnx.split(one)[1])
+    layers = {index: trees[model.has_experts(index)]["layers"][0] for index in range(model.num_layers)}
+    return trees[model.has_experts(0)] | {"layers": layers}
+
+
+class Share(NamedTuple):
+    """Sizes of the parameters of a model that one device holds.
+
+    Attributes:
+      weights, trained: bytes of all parameters, and bytes of the trained parameters.
+      plain: number of weights that are not quantised; adapters are not counted.
+      embedding: number of weights in the embedding.
+      quantized: number of weights in each quantised matrix.
+    """
+
+    weights: int
+    trained: int
+    plain: int
+    embedding: int
+    quantized: tuple[int, ...]
+
+
+def share_of(params: Any, mesh: Mesh | None) -> Share:
+    """Returns the sizes of the parameters that one device holds when the parameters are sharded over a mesh.
+
+    `params` is a tree of arrays or shapes. A parameter is replicated along a mesh axis that does not shard it.
+
+    Raises:
+      UserError: a dimension is not divisible by the size of its mesh axis.
+    """
+    shapes = param_shapes(params, mesh)
+    trained, frozen = part_params(shapes)
+    base = jax.tree_util.tree_leaves_with_path(frozen or trained)
+    codes = [leaf for path, leaf in base if path[-1].key == LEAVES[0]]
+    return Share(
+        weights=sum(_count(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)),
+        trained=sum(_count(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(trained)),
+        plain=sum(_count(leaf) for path, leaf in base if path[-1].key not in LEAVES),
+        embedding=_count(shapes["embed_tokens"]["embedding"]),
+        # two NF4 codes per byte
+        quantized=tuple(_count(leaf) * (2 if leaf.dtype == jnp.uint8 else 1) for leaf in codes),
+    )
+
+
+def _count(leaf: Any) -> int:
+    """Returns the number of elements of one device's shard of an array."""
+    return math.prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
+
+
+def forward_operations(
+    config: DecoderConfig, prompt_lengths: Int[np.ndarray, "P"], lengths: Int[np.ndarray, "P G"]
+) -> float:
+    """Returns the number of multiplications and additions of one forward pass over `P` prompts with `G` completions
+    each. Each prompt is computed once.
+
+    The number includes matrix products, attention over the visible tokens, and logits at completion tokens. For a
+    mixture of experts, the number includes the router, and for each token the experts that process this token. Adapters
+    are not counted; adapters take about one percent of the operations. Completions of length 0 and prompts without
+    completions are ignored.
+    """
+    return sum(_operations(config, prompt_lengths, lengths))
+
+
+def update_operations(
+    config: DecoderConfig, prompt_lengths: Int[np.ndarray, "P"], lengths: Int[np.ndarray, "P G"], frozen: bool
+) -> float:
+    """Returns the number of operations of a forward and a backward pass together. The backward pass takes twice the
+    operations of the forward pass. If the weight matrices are `frozen`, products with them take as many operations in
+    the backward pass as in the forward pass, because no weight gradient is computed."""
+    matrices, scores = _operations(config, prompt_lengths, lengths)
+    return (2 if frozen else 3) * matrices + 3 * scores
+
+
+def _operations(
+    config: DecoderConfig, prompt_lengths: Int[np.ndarray, "P"], lengths: Int[np.ndarray, "P G"]
+) -> tuple[float, float]:
+    """Returns the number of operations of a forward pass for products with weights, and the number for attention."""
+    n = lengths.astype(np.float64)
+    s = np.where(n.any(axis=1), prompt_lengths, 0).astype(np.float64)
+    inputs = np.maximum(n - 1, 0)  # the last token is never an input
+    width, head = config.hidden_size, config.head_dim
+    attention = width * head * (2 * config.num_heads + 2 * config.num_kv_heads)
+    layers = range(config.num_layers)
+    matrices = sum(attention + 3 * width * config.active_width(layer) for layer in layers)
+    if config.experts is not None:
+        matrices += width * config.experts.number * sum(config.has_experts(layer) for layer in layers)
+    scores = 0.0
+    for layer in layers:
+        window = config.window(layer)
+        whole = _pairs(s[:, None] + inputs, window) - _pairs(s, window)[:, None]
+        scores += 4 * config.num_heads * head * (_pairs(s, window).sum() + whole.sum())
+    return float(2 * matrices * (s.sum() + inputs.sum()) + 2 * width * config.vocab_size * n.sum()), float(scores)
+
+
+def _pairs(count: Float[np.ndarray, "..."], window: int | None) -> Float[np.ndarray, "..."]:
+    """Returns the number of attention scores of the first `count` positions. A position has one score with itself and
+    one with each earlier position in its window."""
+    full = count if window is None else np.minimum(count, window)
+    return full * (full + 1) / 2 + (count - full) * full

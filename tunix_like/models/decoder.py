@@ -18,11 +18,11 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from tunix_like.config.schema import LORA_TARGETS
 from tunix_like.errors import check_type
 from tunix_like.models.attention import attention, group_attention, resolve_attention
+from tunix_like.models.attention_blocked import capped
 from tunix_like.models.attention_parts import Causal, Lengths, Part, Positions, laid_out, part_of
-from tunix_like.models.config import DecoderConfig
-from tunix_like.models.layer_kinds import Adapters
-from tunix_like.models.layer_stack import Segment, single_segments
-from tunix_like.models.layers import Attend, Embedding, KeyValue, Layer, Linear, Tables, norm_of, rope_tables, soft_cap
+from tunix_like.models.config import Adapters, DecoderConfig
+from tunix_like.models.layer_stack import Segment
+from tunix_like.models.layers import Attend, Embedding, KeyValue, Layer, Linear, Tables, norm_of, rope_tables
 from tunix_like.models.sharding import gather_layer
 
 
@@ -128,7 +128,7 @@ class Decoder(nnx.Module):
         """
         inputs = [None] * len(self.layers) if inputs is None else inputs
         outputs: list[Any] = []
-        for segment in self.segments or single_segments(self.config.num_layers):
+        for segment in self.segments or [Segment(index, 1, 1) for index in range(self.config.num_layers)]:
             slots = slice(len(outputs), len(outputs) + segment.period)
             graphs, weights = zip(*(_split(layer) for layer in self.layers[slots]), strict=True)
 
@@ -155,7 +155,6 @@ class Decoder(nnx.Module):
         return x, outputs
 
     def _ropes(self, positions: Int[Array, "..."]) -> list[Tables | None]:
-        """Returns cosines and sines of the rotary angles for every layer; None for layers without rotary positions."""
         tables: dict[Any, Tables | None] = {None: None}
         kinds = [self.config.rope(index) for index in range(self.config.num_layers)]
         for kind in kinds:
@@ -165,22 +164,20 @@ class Decoder(nnx.Module):
 
     @property
     def _attention(self) -> tuple[str, float | None]:
-        """The attention implementation, and the cap of attention scores (None: no cap)."""
         return self.attention, self.config.attention_cap
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Computes logits (float32) from normalised hidden states."""
         return self.scores(hidden, self.head())
 
-    def scores(self, hidden: Float[Array, "... D"], head: Float[Array, "D V"]) -> Float[Array, "... V"]:
+    def scores(self, hidden: Float[Array, "... D"], head: Float[Array, "D *V"]) -> Float[Array, "... *V"]:
         """Computes logits (float32) from normalised hidden states and the output matrix `head` (the result of the
-        method `head`), which several calls can share."""
-        logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
-        return soft_cap(logits, self.config.logits_cap)
+        method `head`), which several calls can share. Its vocabulary can have one axis or two."""
+        logits = jnp.tensordot(hidden, head, axes=1, preferred_element_type=jnp.float32)
+        return capped(logits, self.config.logits_cap)
 
     def head(self) -> Float[Array, "D V"]:
-        """Returns the output matrix in the compute dtype. With tied embeddings, it is the transposed embedding
-        table."""
+        """Returns the output matrix in the compute dtype."""
         return self.output_weights().astype(self.dtype)
 
     def output_weights(self) -> Float[Array, "D V"]:
@@ -267,11 +264,8 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "P G D"], list[KeyValue]]:
         """Runs the model on several new tokens of every completion, given the keys and values of the earlier tokens.
 
-        Args:
-          tokens: padded on the left.
-          positions: position of each token in its sequence, which begins with the prompt; -1 for padding.
-          prompt_cache: the keys and values that `prefill` returned, which all completions of a prompt share.
-          cache: keys `[R K h U]` and values `[R K U h]` per layer: R completions, K key heads of width h, U columns.
+        Args: (others as in `decode`)
+          tokens: padded on the left, where `positions` is -1.
           column: index of the first column to which keys and values are written; there is one column per new token.
           columns: for each column of the cache, the position of the earlier token in this column; -1 for a column
             without an earlier token.
@@ -360,7 +354,6 @@ def _split(layer: Layer) -> tuple[Any, dict[Any, Any]]:
 
 
 def check_decoder(name: str, value: Any) -> None:
-    """Raises a UserError if the argument `name` of a Python call is not a `Decoder`."""
     check_type(name, value, Decoder, "give a Decoder; tunix_like.load_model(folder) returns one, and its tokenizer")
 
 
@@ -375,11 +368,8 @@ def to_rows(x: Shaped[Array, "P G ..."]) -> Shaped[Array, "R ..."]:
 def cached_attend(
     prompt: Part, own: KeyValue, column: Array, seen: Array, filled: list[KeyValue], cap: float | None
 ) -> Attend:
-    """Returns a function that computes attention for one new token per completion.
-
-    The function writes the keys and values of the new token to column `column` of the completions' cache `own`, and
-    appends the updated cache to the list `filled`. The new token then attends to the prompt's keys and values, and to
-    the columns of the updated cache for which `seen` is True.
+    """Returns a function that writes the keys and values of one new token per completion to column `column` of the
+    cache `own`, and appends this cache to `filled`. The new token attends to the prompt and to the columns in `seen`.
     """
 
     def attend(q: Array, k: Array, v: Array) -> Array:

@@ -12,9 +12,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunix_like.errors import UserError, nearest
-from tunix_like.models.fields import EXPERT_NAMES, HF_NAMES, OPTION_NAMES, checked
-from tunix_like.models.layer_kinds import EXPERT_FIELDS, Experts, experts_of, nope_fields, rotary_of, windows_of
-from tunix_like.models.rope import ROPE_FIELDS, read_rope, read_two_ropes
+from tunix_like.models.fields import (
+    EXPERT_FIELDS,
+    EXPERT_NAMES,
+    HF_NAMES,
+    OPTION_NAMES,
+    ROPE_FIELDS,
+    Experts,
+    checked,
+    experts_of,
+    nope_fields,
+    read_rope,
+    read_two_ropes,
+    rotary_of,
+    windows_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,11 +193,7 @@ def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Converts HF fields to fields of `DecoderConfig`. As in transformers, a field with the value null counts as
-    absent. A required field can be null only if it is in `Family.named`.
-
-    Raises:
-      UserError: the family is unknown, or a field is missing, unknown, unsupported or of the wrong type.
-    """
+    absent. A required field can be null only if it is in `Family.named`."""
     name = str(fields.get("model_type"))
     if name not in FAMILIES:
         hint = nearest(name, [*FAMILIES, *_MULTIMODAL])
@@ -220,12 +228,8 @@ def _layers(fields: Mapping[str, Any], family: Family, name: str, count: int) ->
 
 
 def family_of(switches: Mapping[str, Any], options: frozenset[str], preferred: str | None) -> str:
-    """Returns the name of a family whose models all have exactly the settings `switches` and may set all fields in
-    `options`. If there are several such families and `preferred` is one of them, `preferred` is returned.
-
-    Raises:
-      UserError: there is no such family.
-    """
+    """Returns a family, if possible `preferred`, whose models all have exactly the settings `switches` and may set all
+    fields in `options`. Raises UserError if there is none."""
     matching = [
         name for name, family in FAMILIES.items() if family.adds == dict(switches) and options <= family.options
     ]
@@ -245,11 +249,7 @@ def family_fields(
     local_theta: float | None,
 ) -> dict[str, Any]:
     """Returns the HF fields that are specific to a family; `windows`, `rotary` and `with_experts` must have an entry
-    for every layer.
-
-    Raises:
-      UserError: the fields of the family cannot represent the windows.
-    """
+    for every layer. Raises UserError if the family cannot represent the windows."""
     family = FAMILIES[name]
     gelu = family.adds.get("activation") == "gelu_tanh"
     result: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"} if gelu else {"hidden_act": "silu"}

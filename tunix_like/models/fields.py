@@ -1,7 +1,11 @@
-"""Maps field names of `DecoderConfig` to Hugging Face field names, and checks the type and range of single values."""
+"""Reads the fields of a Hugging Face config.json that are equal in all families: names, types and ranges of single
+values, the scaling of rotary frequencies, and windows, rotary positions and experts per layer. This module does not
+import jax."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunix_like.config.keys import LARGEST_FLOAT, number_problem, shortened
@@ -41,6 +45,9 @@ EXPERT_NAMES = {
     "normalised": "norm_topk_prob",
 }
 
+ROPE_FIELDS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
+EXPERT_FIELDS = frozenset({*EXPERT_NAMES.values(), "num_local_experts", "decoder_sparse_step", "mlp_only_layers"})
+
 LARGEST, MOST = 2**24, {"num_layers": 1000, "rope_theta": LARGEST_FLOAT, "local_rope_theta": LARGEST_FLOAT}
 """The largest allowed value of a field: its entry in `MOST`, or else `LARGEST`. These limits are far above the values
 of published models. They reject a mistyped or corrupted number before memory is allocated."""
@@ -60,15 +67,8 @@ def spelt(name: str, names: dict[str, str] | None = None) -> str:
 
 
 def checked(name: str, value: Any, names: dict[str, str] | None = None) -> Any:
-    """Checks the type and range of the value of field `name`, and returns the value. For a float field, an integer is
-    converted to float.
-
-    Args:
-      names: maps field names to HF names, for the error message; None: the tables of this module.
-
-    Raises:
-      UserError: the value is invalid. The message names the field.
-    """
+    """Returns the value of field `name`; an integer of a float field is converted. Raises UserError, which names the
+    field by the table `names` (None: the tables of this module), if its type or range is wrong."""
     if name in _BOOLEANS:
         if not isinstance(value, bool):
             raise UserError(f"{spelt(name, names)} must be true or false, not {value!r}.")
@@ -81,3 +81,201 @@ def checked(name: str, value: Any, names: dict[str, str] | None = None) -> Any:
     if problem := number_problem(value):
         raise UserError(f"{spelt(name, names)} is {shortened(value)}; {problem}.")
     return float(value) if name in _FLOATS else value
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3 scaling of the rotary frequencies.
+
+    Wavelengths (in positions) above `original_max_positions / low_freq_factor` are multiplied by `factor`. Wavelengths
+    below `original_max_positions / high_freq_factor` are unchanged. Wavelengths in between are interpolated.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+    def __post_init__(self) -> None:
+        for name in ROPE_NAMES:
+            checked(name, getattr(self, name))
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise UserError(
+                f"high_freq_factor ({self.high_freq_factor}) must be larger than low_freq_factor"
+                f" ({self.low_freq_factor})."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Every wavelength is multiplied by `factor`, which is equivalent to dividing positions by `factor`."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        checked("factor", self.factor)
+
+
+_KINDS: dict[str, type | None] = {"default": None, "linear": LinearScaling, "llama3": RopeScaling}
+
+
+def read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads `rope_theta` and `rope_scaling` from the older HF fields of the same names, or from the newer field
+    `rope_parameters`. The result has no entry for an absent value."""
+    old, new = fields.get("rope_scaling"), fields.get("rope_parameters")
+    if old and new and old != new:
+        raise UserError("rope_scaling and rope_parameters are both given and differ; keep one of them.")
+    rope = new or old or {}
+    if not isinstance(rope, Mapping):
+        raise UserError(f"rope_scaling / rope_parameters must be a mapping, not {rope!r}.")
+    thetas = [mapping["rope_theta"] for mapping in (fields, rope) if mapping.get("rope_theta") is not None]
+    if len(thetas) == 2 and thetas[0] != thetas[1]:
+        raise UserError(f"rope_theta is given twice, as {thetas[0]!r} and {thetas[1]!r}; keep one of them.")
+    result: dict[str, Any] = {"rope_theta": checked("rope_theta", thetas[0])} if thetas else {}
+
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise UserError(
+            f"rope_scaling / rope_parameters: rope_type {kind!r} is not supported; only 'default', 'linear' and "
+            "'llama3' are."
+        )
+    scaling = _KINDS[kind]
+    wanted = {} if scaling is None else {field.name: ROPE_NAMES[field.name] for field in dataclasses.fields(scaling)}
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *wanted.values()}
+    unknown = sorted(map(str, set(rope) - known))  # a key from YAML can have another type than str
+    if unknown or rope.get("partial_rotary_factor", 1) != 1:
+        raise UserError(
+            f"rope_scaling / rope_parameters: field(s) not supported with rope_type {kind!r}: "
+            f"{', '.join(map(repr, unknown)) or 'partial_rotary_factor'}."
+        )
+    missing = [hf for hf in wanted.values() if rope.get(hf) is None]
+    if missing:
+        raise UserError(f"required field(s) missing for rope_type {kind!r}: {', '.join(missing)}.")
+    if scaling is not None:
+        result["rope_scaling"] = scaling(**{name: checked(name, rope[hf]) for name, hf in wanted.items()})
+    return result
+
+
+def read_two_ropes(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the rotary fields of a family in which layers with a window have their own theta.
+
+    Older HF folders have this theta in `rope_local_base_freq`. Newer folders have it in `rope_parameters`, which then
+    has one entry per kind of layer.
+
+    Returns:
+      `rope_theta` and `rope_scaling` of the layers without a window, and `local_rope_theta`, the theta of the layers
+        with a window. An absent value has no entry.
+    """
+    both = fields.get("rope_parameters") or {}
+    if not isinstance(both, Mapping) or set(both) - {"full_attention", "sliding_attention"}:
+        raise UserError(f"rope_parameters must have only full_attention and sliding_attention, not {both!r}.")
+    rest = {name: value for name, value in fields.items() if name != "rope_parameters"}
+    result = read_rope(rest | {"rope_parameters": both.get("full_attention")})
+    theta = fields.get("rope_local_base_freq")
+    local = read_rope({"rope_theta": theta, "rope_parameters": both.get("sliding_attention")})
+    if "rope_scaling" in local:
+        raise UserError("rope_parameters: a scaling of sliding_attention layers is not supported.")
+    return result | ({"local_rope_theta": local["rope_theta"]} if local else {})
+
+
+def rope_fields(theta: float, scaling: RopeScaling | LinearScaling | None) -> dict[str, Any]:
+    """Returns the rotary fields of config.json in the older form, which all readers support, including transformers
+    5."""
+    if scaling is None:
+        return {"rope_theta": theta}
+    kind = next(name for name, scaling_type in _KINDS.items() if scaling_type is type(scaling))
+    numbers = {ROPE_NAMES[name]: value for name, value in dataclasses.asdict(scaling).items()}
+    return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **numbers}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """The mixture of experts of an MLP: a router selects some experts for every token.
+
+    Attributes:
+      number: number of experts, E.
+      per_token: experts per token, k.
+      intermediate_size: width of the gated MLP of one expert.
+      normalised: whether the weights of the k selected experts are normalised to a sum of 1. If False, the weights are
+        the softmax probabilities over all experts.
+    """
+
+    number: int
+    per_token: int
+    intermediate_size: int
+    normalised: bool
+
+    def __post_init__(self) -> None:
+        for name in EXPERT_NAMES:
+            checked(name, getattr(self, name), EXPERT_NAMES)
+        if self.per_token > self.number:
+            raise UserError(
+                f"{spelt('per_token', EXPERT_NAMES)} is {self.per_token}, but there are {self.number} experts."
+            )
+
+
+def windows_of(fields: Mapping[str, Any], count: int, pattern: int) -> tuple[int | None, ...]:
+    """Returns the window of every layer, in positions; None for a layer without a window.
+
+    In config.json, the field `layer_types` defines which layers have a window. Without this field, every n-th layer has
+    no window, and all other layers have a window; n is the field `sliding_window_pattern`, or else `pattern`. With
+    `pattern` 0, these fields are not read, and all layers have the same window.
+    """
+    size = fields.get("sliding_window")
+    if not pattern:
+        return (None if size is None else checked("sliding_window", size),) * count
+    period = fields.get("sliding_window_pattern") or fields.get("_sliding_window_pattern") or pattern
+    slides = [bool((layer + 1) % checked("sliding_window_pattern", period)) for layer in range(count)]
+    if kinds := fields.get("layer_types"):
+        slides = [kind == "sliding_attention" for kind in _per_layer("layer_types", kinds, count)]
+    if any(slides) and size is None:
+        raise UserError("required field(s) missing: sliding_window, because some layers use 'sliding_attention'.")
+    return tuple(checked("sliding_window", size) if slide else None for slide in slides)
+
+
+def rotary_of(fields: Mapping[str, Any], count: int) -> tuple[bool, ...]:
+    """Returns which layers have rotary positions.
+
+    Contrary to its name, the field `no_rope_layers` of config.json has a 1 for each layer with rotary positions, and a
+    0 for each other layer. Without this field, every `no_rope_layer_interval`-th layer (by default every fourth) has no
+    rotary positions.
+    """
+    kinds = fields.get("no_rope_layers")
+    if kinds is None:
+        interval = checked("no_rope_layer_interval", fields.get("no_rope_layer_interval") or 4)
+        return tuple(bool((layer + 1) % interval) for layer in range(count))
+    kinds = _per_layer("no_rope_layers", kinds, count)
+    if any(kind not in (0, 1) for kind in kinds):
+        raise UserError(f"no_rope_layers must contain only 0 and 1, not {kinds!r}.")
+    return tuple(bool(kind) for kind in kinds)
+
+
+def nope_fields(rotary: Sequence[bool]) -> dict[str, Any]:
+    return {"no_rope_layers": [int(rotates) for rotates in rotary]}
+
+
+def experts_of(fields: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Reads the fields `experts` and `expert_layers` of `DecoderConfig` from the fields of a config.json.
+
+    Every `decoder_sparse_step`-th layer has experts, except the layers in `mlp_only_layers`. The number of experts is
+    in the field `num_experts`, or in `num_local_experts` if transformers 5 wrote the config.json.
+    """
+    names = [name for name in ("num_experts", "num_local_experts") if fields.get(name) is not None]
+    if not names:
+        raise UserError("required field(s) missing: num_experts.")
+    if len({fields[name] for name in names}) > 1:
+        raise UserError("num_experts and num_local_experts are both given and differ; keep one of them.")
+    values = {**fields, "num_experts": fields[names[0]]}
+    experts = Experts(**{ours: checked(ours, values[hf], EXPERT_NAMES) for ours, hf in EXPERT_NAMES.items()})
+    dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < count for layer in dense):
+        raise UserError(f"mlp_only_layers must be a list of layer numbers from 0 to {count - 1}, not {dense!r}.")
+    step = checked("decoder_sparse_step", fields.get("decoder_sparse_step") or 1)
+    layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(count))
+    return {"experts": experts, "expert_layers": layers}
+
+
+def _per_layer(name: str, value: Any, count: int) -> list[Any]:
+    if not isinstance(value, list) or len(value) != count:
+        raise UserError(f"{name} must be a list with one entry for each of the {count} layers, not {value!r}.")
+    return value

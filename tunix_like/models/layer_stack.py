@@ -31,15 +31,13 @@ class Segment(NamedTuple):
     repeats: int
 
     def layers(self, offset: int) -> range:
-        """Returns the indices of the model's layers at position `offset` of the pattern of layers, one per repetition
-        of the pattern."""
+        """Returns the indices of the layers at position `offset` of the pattern, one per repetition."""
         end = self.start + self.period * self.repeats
         return range(self.start + offset, end, self.period)
 
 
 def segments_of(config: DecoderConfig) -> tuple[Segment, ...]:
-    """Splits the layers of a model into segments. A segment is a pattern of layers and its repetitions. From the first
-    layer on, each segment is chosen to cover as many layers as possible."""
+    """Splits the layers of a model into segments, each of which covers as many layers as possible."""
     kinds = [(config.window(i), config.rope(i), config.has_experts(i)) for i in range(config.num_layers)]
     segments: list[Segment] = []
     start = 0
@@ -53,13 +51,7 @@ def segments_of(config: DecoderConfig) -> tuple[Segment, ...]:
 
 
 def longest_period(config: DecoderConfig) -> int:
-    """Returns the number of layers in the longest repeated pattern of a model."""
     return max(segment.period for segment in segments_of(config))
-
-
-def single_segments(layers: int) -> tuple[Segment, ...]:
-    """Returns one segment (pattern of layers) per layer, for a model of `layers` layers that are not stacked."""
-    return tuple(Segment(index, 1, 1) for index in range(layers))
 
 
 def _covered(segment: Segment) -> int:
@@ -78,8 +70,8 @@ def _repeats(kinds: Sequence[Any], period: int) -> int:
 
 
 def stack_layers(layers: Mapping[int, Any], segments: Sequence[Segment]) -> dict[int, Any]:
-    """Stacks the parameters of layers. A segment is a pattern of layers and its repetitions. For each segment, the
-    result has one entry per layer of the pattern. The first axis of the stacked arrays runs over the repetitions."""
+    """Stacks the parameters of layers. For each segment, the result has one entry per layer of the pattern. The first
+    axis of the stacked arrays runs over the repetitions."""
     stacked = [
         jax.tree.map(lambda *arrays: jnp.stack(arrays), *(layers[i] for i in segment.layers(offset)))
         for segment in segments
@@ -89,7 +81,7 @@ def stack_layers(layers: Mapping[int, Any], segments: Sequence[Segment]) -> dict
 
 
 def unstack_layers(stacked: Mapping[int, Any], segments: Sequence[Segment]) -> dict[int, Any]:
-    """Splits stacked parameters into the parameters of single layers; inverts `stack_layers`."""
+    """Inverts `stack_layers`."""
     layers: dict[int, Any] = {}
     slot = 0
     for segment in segments:
@@ -101,16 +93,12 @@ def unstack_layers(stacked: Mapping[int, Any], segments: Sequence[Segment]) -> d
 
 
 def with_stacked_layers(tree: Any, segments: Sequence[Segment] | None) -> Any:
-    """Stacks the parameters of layers (`stack_layers`) in a parameter tree, or in all parameter trees of an optimizer
-    state.
-
-    `segments` defines which layers are stacked. If it is None, the tree is returned unchanged.
-    """
+    """Stacks layers in a parameter tree, or in all parameter trees of an optimizer state; None changes nothing."""
     return _map_layers(tree, segments, stack_layers)
 
 
 def with_single_layers(tree: Any, segments: Sequence[Segment] | None) -> Any:
-    """Splits stacked parameters into the parameters of single layers, in a parameter tree or an optimizer state."""
+    """Inverts `with_stacked_layers`."""
     return _map_layers(tree, segments, unstack_layers)
 
 

@@ -1,4 +1,5 @@
-"""Defines the layers of a decoder: projections, norms, rotary positions, attention projections and the MLP.
+"""Defines the layers of a decoder: projections, norms, rotary positions, attention projections, the MLP and the mixture
+of experts.
 
 Modules have the attribute names of Hugging Face. Inputs can have any leading axes. The caller of a layer passes the
 attention function (`Attend`).
@@ -15,11 +16,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from tunix_like.models.config import DecoderConfig
-from tunix_like.models.moe import MixtureOfExperts
+from tunix_like.models.fields import Experts, LinearScaling, RopeScaling
 from tunix_like.models.quantization import quantized_product
-from tunix_like.models.rope import LinearScaling, RopeScaling
-from tunix_like.models.sharding import split_batch
+from tunix_like.models.sharding import per_device, split_batch
 
+Activation = Callable[[Array], Array]
 KeyValue = tuple[Array, Array]
 Tables = tuple[Array, Array]
 Attend = Callable[[Array, Array, Array], Array]
@@ -54,18 +55,7 @@ def _llama3(frequencies: Float[Array, "f"], scaling: RopeScaling) -> Float[Array
     )
 
 
-def soft_cap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
-    """Computes `cap tanh(x / cap)`; returns `x` if `cap` is None."""
-    return x if cap is None else cap * jnp.tanh(x / cap)
-
-
-def activation(name: str) -> Callable[[Array], Array]:
-    """Returns the activation function of this name, one of `config.ACTIVATIONS`."""
-    return {"silu": jax.nn.silu, "gelu_tanh": _gelu_tanh}[name]
-
-
-def _gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    return jax.nn.gelu(x, approximate=True)
+_ACTIVATIONS: dict[str, Activation] = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}
 
 
 def rotate(x: Float[Array, "... N h"], tables: Tables) -> Float[Array, "... N h"]:
@@ -191,10 +181,86 @@ class MLP(nnx.Module):
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False, **kinds)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False, **kinds)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False, **kinds)
-        self.activation = activation(config.activation)
+        self.activation = _ACTIVATIONS[config.activation]
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Kernel(nnx.Module):
+    """Holds one weight matrix or, if `number` is given, a stack of `number` matrices (one per expert)."""
+
+    def __init__(
+        self, inputs: int, outputs: int, number: int | None = None, *, rngs: nnx.Rngs, dtype: Any, param_dtype: Any
+    ):
+        shape = (inputs, outputs) if number is None else (number, inputs, outputs)
+        self.kernel = nnx.Param(inputs**-0.5 * jax.random.normal(rngs.params(), shape, param_dtype))
+        self.dtype = dtype
+
+
+class ExpertMLPs(nnx.Module):
+    """The gated MLPs of all experts. For E experts of width i and model width D, the gate and up kernels are
+    `[E, D, i]`, and the down kernel is `[E, i, D]`."""
+
+    def __init__(self, width: int, experts: Experts, activation: Activation, **kinds: Any):
+        self.gate_proj = Kernel(width, experts.intermediate_size, experts.number, **kinds)
+        self.up_proj = Kernel(width, experts.intermediate_size, experts.number, **kinds)
+        self.down_proj = Kernel(experts.intermediate_size, width, experts.number, **kinds)
+        self.activation = activation
+        self.dtype = kinds["dtype"]
+
+    def __call__(self, x: Float[Array, "N D"], sizes: Int[Array, "E"]) -> Float[Array, "N D"]:
+        """Applies the first expert to the first `sizes[0]` rows of `x`, the second expert to the next `sizes[1]` rows,
+        and so on."""
+        gate, up = (self._product(x, projection, sizes) for projection in (self.gate_proj, self.up_proj))
+        return self._product(self.activation(gate) * up, self.down_proj, sizes)
+
+    def _product(self, x: Float[Array, "N I"], projection: Kernel, sizes: Int[Array, "E"]) -> Float[Array, "N O"]:
+        return jax.lax.ragged_dot(x, projection.kernel[...].astype(self.dtype), sizes)
+
+
+class MixtureOfExperts(nnx.Module):
+    """Selects experts for every token, without a capacity limit. Tokens are sorted by expert, and a grouped matrix
+    product processes groups of any size.
+
+    Computes `sum over the k selected experts of weight * expert(x)`. The weights come from the router's softmax, in
+    float32 (`route`).
+
+    On a mesh, each device sorts and multiplies its own tokens (`per_device`). Without `per_device`, the compiler would
+    sort the tokens of all devices together. The router matrix is cast to the compute dtype in training and in sampling,
+    because trainer and sampler must select the same experts. On the CPU, XLA computes a grouped product as one product
+    over all experts, with the same result.
+    """
+
+    def __init__(self, width: int, experts: Experts, activation: Activation, **kinds: Any):
+        self.gate = Kernel(width, experts.number, **kinds)
+        self.experts = ExpertMLPs(width, experts, activation, **kinds)
+        self.numbers = experts
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        graph, params = nnx.split(self)
+        run = per_device(lambda params, rows: nnx.merge(graph, params)._mix(rows), nnx.to_pure_dict(params), x.shape[0])
+        return run(nnx.to_pure_dict(params), x)
+
+    def _mix(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        flat = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.route(flat)
+        assigned = chosen.reshape(-1)
+        order = jnp.argsort(assigned, stable=True)
+        sizes = jnp.bincount(assigned, length=self.numbers.number).astype(jnp.int32)
+        out = self.experts(flat[order // self.numbers.per_token], sizes)
+        back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]), unique_indices=True)
+        out = out[back].reshape(*chosen.shape, -1)  # the k outputs of a token, in the order of `chosen`
+        mixed = jnp.einsum("nkd,nk->nd", out, weights.astype(out.dtype), preferred_element_type=jnp.float32)
+        return mixed.astype(x.dtype).reshape(x.shape)
+
+    def route(self, x: Float[Array, "N D"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
+        """Returns the weights (float32) and indices of the k selected experts of each token."""
+        logits = jnp.matmul(x, self.gate.kernel[...].astype(x.dtype), preferred_element_type=jnp.float32)
+        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.numbers.per_token)
+        if self.numbers.normalised:
+            weights /= weights.sum(-1, keepdims=True)
+        return weights, chosen
 
 
 class Layer(nnx.Module):
@@ -208,12 +274,15 @@ class Layer(nnx.Module):
         self.self_attn = Attention(config, **kinds)
         self.post_attention_layernorm = norm_of(width, config, **kinds)
         self.pre_feedforward_layernorm = norm_of(width, config, **kinds) if post else None
-        self.mlp = _mlp(config, index, **kinds)
+        self.mlp: MLP | MixtureOfExperts
+        if config.experts is not None and config.has_experts(index):
+            self.mlp = MixtureOfExperts(width, config.experts, _ACTIVATIONS[config.activation], **kinds)
+        else:
+            self.mlp = MLP(config, **kinds)
         self.post_feedforward_layernorm = norm_of(width, config, **kinds) if post else None
 
     def __call__(self, x: Float[Array, "... D"], rope: Tables | None, attend: Attend) -> tuple[Array, KeyValue]:
-        """Returns the output of the layer, and its keys and values. If the layer has rotary positions, the keys are
-        rotated."""
+        """Returns the output of the layer, and its (rotated) keys and values."""
         mixed, key_value = self.self_attn(self.input_layernorm(x), rope, attend)
         if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
             x = x + mixed
@@ -224,9 +293,3 @@ class Layer(nnx.Module):
 
 def norm_of(width: int, config: DecoderConfig, *, param_dtype: Any, **_: Any) -> RMSNorm:
     return RMSNorm(width, config.norm_eps, offset=config.norm_offset, param_dtype=param_dtype)
-
-
-def _mlp(config: DecoderConfig, index: int, **kinds: Any) -> MLP | MixtureOfExperts:
-    if config.experts is None or not config.has_experts(index):
-        return MLP(config, **kinds)
-    return MixtureOfExperts(config.hidden_size, config.experts, activation(config.activation), **kinds)

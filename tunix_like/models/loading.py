@@ -29,7 +29,7 @@ from tunix_like.models.quantization import quantize_base
 from tunix_like.models.sharding import check_model, param_shapes, place_params
 from tunix_like.models.weights import Params, check_weights, load_weights, save_weights, write_json
 from tunix_like.runtime import progress
-from tunix_like.runtime.json_files import read_object
+from tunix_like.runtime.input_files import read_object
 from tunix_like.storage.output_folder import written_whole
 
 _INITS = ("pretrained", "random")
@@ -49,30 +49,7 @@ def load_model(
     quantize: str | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[Decoder, Tokenizer | None]:
-    """Loads a decoder, and its tokenizer if the folder has one.
-
-    Args:
-      path_or_hub_id: a model folder, a hub id `owner/name` (needs the pip extra `hub`), or an HF config as a mapping
-        (only with `init="random"`).
-      init: "pretrained" reads the safetensors of the folder; "random" initialises weights at random and needs no
-        safetensors.
-      seed: random seed of the weights.
-      dtype: dtype of matrix products; None: float32 on CPU and bfloat16 on accelerators.
-      param_dtype: dtype of the stored weights.
-      attention: attention implementation, one of `schema.ATTENTIONS`; "auto" selects one by the device and the number
-        of attention scores.
-      quantize: "int8" or "nf4": the projections of the layers are quantised one by one while they are read. A quantised
-        model supports sampling and the training of adapters (`add_lora`). None: no quantisation.
-      mesh: device mesh over which the weights are sharded; each shard is read directly to its device. None: one device.
-
-    Returns:
-      the model and the tokenizer. The tokenizer includes the end-of-sequence ids of the model; it is None if the folder
-        has no tokenizer.
-
-    Raises:
-      UserError: an argument, the folder, or its config, weights or tokenizer is invalid; this device does not support
-        the attention implementation; or the mesh does not divide the model.
-    """
+    """Loads a decoder and its tokenizer, as `tunix_like.load_model` does, which also opens runs."""
     kinds = {"dtype": default_dtype() if dtype is None else dtype, "param_dtype": param_dtype, "attention": attention}
     folder, config, tokenizer = _described(path_or_hub_id, init, with_weights=init == "pretrained")
     graphdef, shapes = _abstract(config, kinds, quantize)  # abstract, so no random weights are allocated
@@ -102,9 +79,6 @@ def load_abstract(
 
     Returns:
       the model, the tokenizer, and a text that says how the weights were checked (`weights.check_weights`).
-
-    Raises:
-      UserError: as in `load_model`.
     """
     kinds = {"dtype": default_dtype() if dtype is None else dtype, "param_dtype": param_dtype, "attention": attention}
     folder, config, tokenizer = _described(path_or_hub_id, init, with_weights=False)
@@ -116,11 +90,7 @@ def load_abstract(
 
 
 def load_config(path_or_hub_id: str | Path | Mapping[str, Any]) -> DecoderConfig:
-    """Loads only the configuration of a model; the tokenizer is not read, and weights are not read or downloaded.
-
-    Raises:
-      UserError: as in `load_model`.
-    """
+    """Loads only the configuration of a model; no weights are downloaded."""
     source = path_or_hub_id
     return DecoderConfig.from_hf(source if isinstance(source, Mapping) else _find(source, with_weights=False))
 
@@ -128,8 +98,7 @@ def load_config(path_or_hub_id: str | Path | Mapping[str, Any]) -> DecoderConfig
 def _described(
     path_or_hub_id: str | Path | Mapping[str, Any], init: str, *, with_weights: bool
 ) -> tuple[Path | None, DecoderConfig, Tokenizer | None]:
-    """Returns the folder, the config and the tokenizer of a model. The tokenizer is None if the folder has none. For a
-    config mapping, folder and tokenizer are None. `with_weights` is whether a download includes the weights."""
+    """Returns folder, config and tokenizer of a model. `with_weights` is whether a download includes the weights."""
     if init not in _INITS:
         raise UserError(f"init {init!r} is unknown. {nearest(str(init), _INITS)}")
     if isinstance(path_or_hub_id, Mapping):
@@ -165,15 +134,8 @@ def export_model(model: Decoder, tokenizer: Tokenizer | None, folder: str | Path
 
 
 def save_model(params: Params, config: DecoderConfig, tokenizer: Tokenizer | None, folder: str | Path) -> None:
-    """Writes the files of a model folder from a parameter tree. The folder is not replaced atomically.
-
-    Args:
-      params: the parameters of the decoder as a pure dict; they are written in their own dtype.
-      tokenizer: defines the end-of-sequence, beginning-of-sequence and padding ids; None: the ids of `config.source`.
-
-    Raises:
-      UserError: the folder cannot be written, or the parameters do not match the config.
-    """
+    """Writes the files of a model folder, with parameters in their own dtype, not atomically. The tokenizer defines the
+    ids of special tokens; without one, they are those of `config.source`."""
     save_weights(params, folder, config)
     save_description(config, tokenizer, folder, params["embed_tokens"]["embedding"].dtype.name)
 
@@ -204,16 +166,8 @@ def load_description(
     attention: str = "auto",
     mesh: Mesh | None = None,
 ) -> tuple[nnx.GraphDef, Params, DecoderConfig, Tokenizer]:
-    """Loads the config and the tokenizer of a model from a folder, and derives the abstract parameters (shapes and
-    dtypes). The folder needs no weights.
-
-    Returns:
-      the graph definition, the abstract parameters with their shardings on the mesh, the config and the tokenizer.
-
-    Raises:
-      UserError: the config or the tokenizer is missing or invalid, or this device does not support the attention
-        implementation.
-    """
+    """Returns the graph definition, the abstract parameters with their shardings on the mesh, the config and the
+    tokenizer of a folder, which needs no weights."""
     folder = Path(folder)
     config = DecoderConfig.from_hf(folder)
     tokenizer = _load_tokenizer(folder, config)
@@ -225,13 +179,7 @@ def load_description(
 
 
 def check_fit(config: DecoderConfig, tokenizer: Tokenizer, rollout: RolloutConfig) -> None:
-    """Checks that model, tokenizer and sequence lengths are compatible.
-
-    Raises:
-      UserError: the tokenizer has more tokens than the vocabulary of the model, the maximum length of prompt and
-        completion together exceeds `max_positions` of the model, or the ids that end a completion are missing or not in
-        the vocabulary.
-    """
+    """Raises UserError if model, tokenizer and sequence lengths do not fit together."""
     ends = tokenizer.eos_ids if rollout.eos_tokens is None else rollout.eos_tokens
     if not ends or not all(0 <= end < config.vocab_size for end in ends):
         raise UserError(
@@ -254,7 +202,6 @@ def check_fit(config: DecoderConfig, tokenizer: Tokenizer, rollout: RolloutConfi
 
 
 def default_dtype() -> Any:
-    """Returns the default compute dtype: float32 on the CPU, and bfloat16 on accelerators."""
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
@@ -267,8 +214,7 @@ def _random(config: DecoderConfig, seed: int, kinds: Mapping[str, Any]) -> Decod
 def _abstract(
     config: DecoderConfig, kinds: Mapping[str, Any], quantize: str | None = None
 ) -> tuple[nnx.GraphDef, Params]:
-    """Returns the graph definition and abstract parameters of a model. The result is cached, because tracing 36 layers
-    takes seconds."""
+    """Returns graph definition and abstract parameters, cached, because tracing 36 layers takes seconds."""
     graphdef, params = _traced(config, json.dumps(config.source), tuple(kinds.items()), quantize)
     return graphdef, jax.tree.map(lambda shape: shape, params)
 
@@ -279,6 +225,14 @@ def _traced(  # `source` is part of the cache key, because an export needs it an
 ) -> tuple[nnx.GraphDef, Params]:
     graphdef, state = nnx.split(nnx.eval_shape(lambda: quantize_base(_random(config, 0, dict(kinds)), quantize)))
     return graphdef, nnx.to_pure_dict(state)
+
+
+def load_tokenizer(path_or_hub_id: str) -> Tokenizer:
+    """Loads the tokenizer of a folder or hub id (`model.tokenizer`)."""
+    folder = _find(path_or_hub_id, with_weights=False, key="model.tokenizer")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise UserError(f"model.tokenizer: {folder} has no tokenizer.json.")
+    return Tokenizer.from_folder(folder)
 
 
 def _load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
@@ -296,8 +250,8 @@ def _load_tokenizer(folder: Path, config: DecoderConfig) -> Tokenizer | None:
 
 
 def _eos_ids(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> Sequence[int]:
-    """Returns the ids of the tokens that end a completion, from `generation_config.json` or else from `config.json`.
-    The result is empty if neither file has ids. The end-of-sequence id of the tokenizer is not included."""
+    """Returns the ids of the tokens that end a completion, from `generation_config.json` or else from `config.json`,
+    without that of the tokenizer; `()` if neither file has ids."""
     path = folder / "generation_config.json"
     generation = read_object(path, "Correct it, or remove it to use config.json.") if path.is_file() else {}
     for file, fields in ((path, generation), (folder / "config.json", config.source or {})):
@@ -320,9 +274,8 @@ def _eos_ids(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> Seque
     return ()
 
 
-def _find(path_or_hub_id: str | Path, *, with_weights: bool) -> Path:
-    """Returns the local folder of a model. If a hub id is given, the model is downloaded, without the weights if
-    `with_weights` is False."""
+def _find(path_or_hub_id: str | Path, *, with_weights: bool, key: str = "model.path") -> Path:
+    """Returns the local folder of a model, which is downloaded if `path_or_hub_id` is a hub id."""
     cure = "give a model folder, a hub id like 'Qwen/Qwen2.5-0.5B-Instruct', or with init='random' a config"
     check_type("load_model", path_or_hub_id, (str, Path), cure)
     path = Path(path_or_hub_id).expanduser()
@@ -332,8 +285,7 @@ def _find(path_or_hub_id: str | Path, *, with_weights: bool) -> Path:
         raise UserError(f"{path} is a file; give the folder that contains config.json and the weights.")
     if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(path_or_hub_id):
         raise UserError(
-            f"{path}: no such folder. Give a model folder, or a hub id like 'Qwen/Qwen2.5-0.5B-Instruct', as "
-            "model.path."
+            f"{path}: no such folder. Give a model folder, or a hub id like 'Qwen/Qwen2.5-0.5B-Instruct', as {key}."
         )
     wanted = [pattern for pattern in _HUB_FILES if with_weights or pattern != "*.safetensors"]
     by_hand = (

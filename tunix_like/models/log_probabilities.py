@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from tunix_like.models.sharding import replicate, split_batch, split_vocabulary, vocabulary_parts
 
@@ -50,8 +50,7 @@ def token_logprobs(
 
 
 class _Options(NamedTuple):
-    """Options of the computation of log-probabilities and entropies. `split` is True if each device holds only a part
-    of the vocabulary."""
+    """`split`: each device holds only a part of the vocabulary."""
 
     temperature: float
     entropy_gradient: bool
@@ -109,7 +108,8 @@ def _piece_backward(options: _Options, saved: Any, cotangents: Any) -> tuple[Arr
     hidden = replicate(hidden) if options.split else hidden  # replicated again instead of stored
     logits, slope = _logits(options, hidden, head)
     probabilities = jnp.exp(logits - lse[..., None])
-    of_logits = of_chosen * (jnp.where(_is_target(logits, targets), 1.0, 0.0) - probabilities)
+    is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
+    of_logits = of_chosen * (jnp.where(is_target, 1.0, 0.0) - probabilities)
     if options.entropy_gradient:
         of_logits += of_entropy * probabilities * (mean[..., None] - logits)
     of_logits = (of_logits * slope / options.temperature).astype(hidden.dtype)
@@ -133,7 +133,3 @@ def _logits(options: _Options, hidden: Array, head: Array) -> tuple[Float[Array,
         return logits / options.temperature, 1.0
     bounded = jnp.tanh(logits / options.cap)
     return options.cap * bounded / options.temperature, 1 - bounded**2
-
-
-def _is_target(logits: Float[Array, "A N V"], targets: Int[Array, "A N"]) -> Bool[Array, "A N V"]:
-    return jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]

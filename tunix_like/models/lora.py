@@ -19,19 +19,20 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 from flax import nnx
+from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 from jax.sharding import Mesh
 from safetensors.numpy import load_file
 
 from tunix_like.config.schema import LORA_TARGETS, LoraConfig
 from tunix_like.errors import UserError
-from tunix_like.models.config import DecoderConfig
+from tunix_like.models.config import Adapters, DecoderConfig
 from tunix_like.models.decoder import Decoder, check_decoder
-from tunix_like.models.layer_kinds import Adapters
 from tunix_like.models.layers import Linear
 from tunix_like.models.quantization import LEAVES as QUANTIZED
 from tunix_like.models.quantization import dequantize
 from tunix_like.models.sharding import fetch
-from tunix_like.models.weights import Params, save_tensors, write_json
+from tunix_like.models.weights import Params, not_finite, save_tensors, write_json
+from tunix_like.runtime.input_files import file_problem
 from tunix_like.storage.output_folder import written_whole
 
 LEAVES = ("lora_a", "lora_b")
@@ -75,7 +76,10 @@ def add_lora(model: Decoder, config: LoraConfig, seed: int = 0) -> Decoder:
     adapted = nnx.merge(*nnx.split(model))
     adapted.adapters = adapters
     for index, linear in enumerate(_adapted(adapted).values()):
-        inputs, outputs = _shape_of(linear)
+        param = linear.kernel_codes if linear.kernel is None else linear.kernel
+        assert param is not None
+        inputs, outputs = param.shape
+        inputs *= 2 if param.dtype == jnp.uint8 else 1  # two NF4 codes per byte
         linear_key = jax.random.fold_in(jax.random.key(seed), index)
 
         def arrays(key: Any = linear_key, inputs: int = inputs, outputs: int = outputs) -> tuple[Any, Any]:
@@ -83,7 +87,7 @@ def add_lora(model: Decoder, config: LoraConfig, seed: int = 0) -> Decoder:
             a = jax.random.uniform(key, (inputs, adapters.rank), jnp.float32, -bound, bound)
             return a, jnp.zeros((adapters.rank, outputs), jnp.float32)
 
-        a, b = jax.eval_shape(arrays) if _is_abstract(linear) else arrays()
+        a, b = jax.eval_shape(arrays) if isinstance(param.get_value(), jax.ShapeDtypeStruct) else arrays()
         linear.lora_a, linear.lora_b = nnx.Param(a), nnx.Param(b)
         linear.lora_scale = adapters.scale
     return adapted
@@ -91,11 +95,7 @@ def add_lora(model: Decoder, config: LoraConfig, seed: int = 0) -> Decoder:
 
 def resolve_adapters(model: DecoderConfig, config: LoraConfig) -> Adapters:
     """Returns the adapters that a LoRA config defines for a model. Default alpha is the rank, and default targets are
-    all projections that support adapters.
-
-    Raises:
-      UserError: the rank is not set, or a target does not exist in the model.
-    """
+    all projections that support adapters."""
     if config.rank is None:
         raise UserError("lora.rank: set the rank of the adapters, e.g. 16.")
     supported = LORA_TARGETS if model.experts is None else LORA_TARGETS[:4]
@@ -109,32 +109,14 @@ def resolve_adapters(model: DecoderConfig, config: LoraConfig) -> Adapters:
 
 
 def _adapted(model: Decoder) -> dict[str, Linear]:
-    """Returns the projections that `model.adapters` targets, by dotted name."""
     assert model.adapters is not None
     targets = model.adapters.targets
     return {name: module for name, module in model.projections().items() if name.rpartition(".")[2] in targets}
 
 
-def _shape_of(linear: Linear) -> tuple[int, int]:
-    param = linear.kernel_codes if linear.kernel is None else linear.kernel
-    assert param is not None
-    inputs, outputs = param.shape
-    return (2 * inputs if param.dtype == jnp.uint8 else inputs), outputs  # two NF4 codes per byte
-
-
-def _is_abstract(linear: Linear) -> bool:
-    param = linear.kernel_codes if linear.kernel is None else linear.kernel
-    assert param is not None
-    return isinstance(param.get_value(), jax.ShapeDtypeStruct)
-
-
 def split_params(params: Params) -> tuple[Params, Params]:
-    """Splits a parameter tree into trained and frozen parameters. Adapters are trained, and all other parameters are
-    frozen. Without adapters, all parameters are trained.
-
-    Raises:
-      UserError: weights are quantised and there are no adapters, or the trained parameters are not float32.
-    """
+    """Splits a parameter tree into trained and frozen parameters, as `part_params`. Raises UserError if the trained
+    parameters are quantised or not float32."""
     trained, frozen = part_params(params)
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(trained)}
     if any(not jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
@@ -149,31 +131,16 @@ def split_params(params: Params) -> tuple[Params, Params]:
 
 
 def part_params(params: Params) -> tuple[Params, Params]:
-    """Splits a parameter tree into trained and frozen parameters, as `split_params` does, but does not check their
-    dtypes. This check is needed only for training."""
-    trained, frozen = _parted(params)
-    return (trained, frozen) if trained else (params, {})
-
-
-def _parted(tree: Mapping[Any, Any]) -> tuple[Params, Params]:
-    trained: Params = {}
-    frozen: Params = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            for part, subtree in zip((trained, frozen), _parted(value), strict=True):
-                if subtree:
-                    part[name] = subtree
-        else:
-            (trained if name in LEAVES else frozen)[name] = value
-    return trained, frozen
+    """Splits a parameter tree into trained parameters (adapters; without adapters, all) and frozen parameters."""
+    flat = flatten_mapping(params)
+    trained = {path: leaf for path, leaf in flat.items() if path[-1] in LEAVES}
+    if not trained:
+        return params, {}
+    return unflatten_mapping(trained), unflatten_mapping({path: flat[path] for path in flat if path not in trained})
 
 
 def join_params(trained: Params, frozen: Params) -> Params:
-    """Joins the trained and the frozen parameters, which `split_params` separated, to one tree."""
-    joined = dict(frozen)
-    for name, value in trained.items():
-        joined[name] = join_params(value, joined[name]) if name in joined else value
-    return joined
+    return unflatten_mapping(flatten_mapping(frozen) | flatten_mapping(trained))
 
 
 def fingerprint(config: DecoderConfig, frozen: Params, mesh: Mesh | None) -> dict[str, str | None]:
@@ -212,14 +179,8 @@ def _digest(sums: Mapping[str, int]) -> str:
 
 
 def check_base(folder: Path, held: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Checks that the base model of this run is the model with which the adapters in `folder` were trained.
-
-    The check compares the fingerprints under the key `base` of two identities (`Trainer.identity`): `held` was stored
-    in `folder`, and `now` is the identity of this run. If one of the identities has no fingerprint, the check passes.
-
-    Raises:
-      UserError: the fingerprints differ.
-    """
+    """Raises UserError if the adapters in `folder` belong to another base model: if the stored identity `held` and this
+    run's identity (`Trainer.identity`) both have a fingerprint `base`, and they differ."""
     then, here = held.get("base"), now.get("base")
     if then is None or here is None:
         return
@@ -233,8 +194,7 @@ def check_base(folder: Path, held: Mapping[str, Any], now: Mapping[str, Any]) ->
 
 
 def without_adapters(graphdef: Any) -> Any:
-    """Removes the adapters from the graph definition of a model. The parameters that belong to the result are the
-    frozen parameters that `split_params` returns."""
+    """Removes the adapters from the graph definition of a model, so that it fits the frozen parameters."""
     model: Decoder = nnx.merge(graphdef, [None] * graphdef.num_leaves)
     _take_out(model)
     return nnx.split(model)[0]
@@ -279,7 +239,7 @@ def _merged(linear: Linear, dtype: Any) -> jax.Array:
 
 
 def source_of(config: DecoderConfig) -> str | None:
-    """Returns the path or hub id of the initial weights of a model; None if they were initialised at random."""
+    """Returns the path or hub id of the initial weights; None if they were drawn at random."""
     return (config.source or {}).get("_name_or_path")
 
 
@@ -305,12 +265,7 @@ def save_adapter(model: Decoder, folder: str | Path, *, overwrite: bool = False)
 
 
 def save_adapter_config(model: Decoder, folder: str | Path, **further: str | None) -> None:
-    """Writes only `adapter_config.json`: rank, alpha, targets, the name of the base model if it has one, and `further`
-    fields.
-
-    Raises:
-      UserError: the model has no adapters, or the file cannot be written.
-    """
+    """Writes only `adapter_config.json`, with `further` fields."""
     check_decoder("model", model)
     if (adapters := model.adapters) is None:
         raise UserError("the model has no adapters; train with lora.rank, or export the whole model.")
@@ -343,6 +298,8 @@ def load_adapter(model: Decoder, folder: str | Path) -> Decoder:
         names the file and the field or tensor.
     """
     fields, file = read_adapter_config(folder), Path(folder) / ADAPTER_WEIGHTS
+    if problem := file_problem(file):
+        raise UserError(f"{file} {problem}. Save the adapter with PEFT again.")
     try:
         tensors = load_file(file)
     except (OSError, safetensors.SafetensorError) as error:
@@ -368,16 +325,14 @@ def load_adapter(model: Decoder, folder: str | Path) -> Decoder:
                 f"{file}: tensor {name} has shape {tensors[name].shape}, but this model with r = {fields['r']} needs "
                 f"{param.shape[::-1]}; it is for another model."
             )
+        if not np.isfinite(tensors[name]).all():
+            raise UserError(not_finite(file, name))
         param.set_value(jnp.asarray(tensors[name].T, jnp.float32))
     return adapted
 
 
 def read_adapter_config(folder: str | Path) -> dict[str, Any]:
-    """Reads the fields of the `adapter_config.json` of a folder.
-
-    Raises:
-      UserError: the file is missing, or is not the config of a plain LoRA adapter.
-    """
+    """Reads the `adapter_config.json` of a plain LoRA adapter."""
     file = Path(folder) / ADAPTER_CONFIG
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))

@@ -71,12 +71,6 @@ bytes per output. The low four bits of these bytes are the codes of the first 32
 bits are the codes of the other 32 inputs."""
 
 
-def check_kind(kind: str) -> None:
-    """Raises a UserError if the kind of quantisation is unknown."""
-    if kind not in QUANTIZATIONS:
-        raise UserError(f"model.quantize: unknown value '{kind}'. {nearest(kind, QUANTIZATIONS)}")
-
-
 @functools.partial(jax.jit, static_argnames="kind")
 def quantize(kernel: Float[Array, "I O"], kind: str) -> tuple[Codes, Float[Array, "B O"]]:
     """Replaces each weight of a matrix `[I, O]` by the nearest code. Returns codes and scales. The scales are `[1, O]`
@@ -174,24 +168,19 @@ def quantize_base(model: Decoder, kind: str | None) -> Decoder:
     """
     if kind is None:
         return model
-    check_kind(kind)
+    if kind not in QUANTIZATIONS:
+        raise UserError(f"model.quantize: unknown value '{kind}'. {nearest(kind, QUANTIZATIONS)}")
     for name, linear in model.projections().items():
         assert linear.kernel is not None, "already quantised"
-        check_blocks(name, linear.kernel.shape, kind)
+        if kind == "nf4" and (inputs := linear.kernel.shape[0]) % BLOCK:
+            raise UserError(
+                f"model.quantize: nf4 has blocks of {BLOCK} inputs, which do not divide the {inputs} inputs of {name}; "
+                "use int8."
+            )
         codes, scale = quantize(linear.kernel[...], kind)
         linear.kernel, linear.kernel_codes, linear.kernel_scale = None, nnx.Param(codes), nnx.Param(scale)
     model.quantized = kind
     return model
-
-
-def check_blocks(name: str, shape: tuple[int, ...], kind: str) -> None:
-    """Raises a UserError if `kind` is "nf4" and the number of inputs of a kernel is not a multiple of the NF4 block
-    size."""
-    if kind == "nf4" and shape[0] % BLOCK:
-        raise UserError(
-            f"model.quantize: nf4 has blocks of {BLOCK} inputs, which do not divide the {shape[0]} inputs of {name}; "
-            "use int8."
-        )
 
 
 def _nf4(codes: Array) -> Array:

@@ -53,7 +53,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
     """Builds the mesh that a config defines over all devices; returns None if there is only one device.
 
     Args:
-      devices: descriptions of devices (`runtime/accelerators.py`), used instead of `jax.devices()`. A single described
+      devices: descriptions of devices (`compile/devices.py`), used instead of `jax.devices()`. A single described
         device gets a mesh too, because a program is compiled for the devices in the shardings of its inputs.
 
     Raises:
@@ -99,7 +99,6 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
     Raises:
       UserError: a dimension is not divisible by the size of its mesh axis. The message names the parameter.
     """
-
     return jax.tree_util.tree_map_with_path(lambda path, x: NamedSharding(mesh, _spec(path, x.shape, mesh)), params)
 
 
@@ -154,13 +153,11 @@ def _put(x: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _is_own(x: Any) -> bool:
-    """Returns whether an array is entirely in this process, on the host or on devices of this process."""
     return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def check_divides(mesh: Mesh | None, config: DecoderConfig) -> None:
-    """Raises a UserError if the size of the mesh axis `tp` does not divide the numbers of query and key heads of a
-    model, or if there are several processes but no mesh."""
+    """Raises a UserError if `tp` does not divide the heads of a model, or if several processes have no mesh."""
     if mesh is not None:
         check_type("mesh", mesh, Mesh, "give a jax.sharding.Mesh, e.g. tunix_like.models.sharding.build_mesh(...)")
     if mesh is None and jax.process_count() > 1:
@@ -184,7 +181,6 @@ def check_model(mesh: Mesh | None, config: DecoderConfig, params: Any) -> None:
 
 
 def check_batch(mesh: Mesh | None, key: str, prompts: int) -> None:
-    """Raises a UserError if the mesh does not divide the number of prompts. The message names the config key `key`."""
     if prompts % (parts := prompt_parts(mesh)):
         raise UserError(
             f"{key}: {prompts} prompts are not divisible by the {parts} devices along data and fsdp (mesh.shape); "
@@ -207,17 +203,12 @@ def place_prompts(tree: Any, mesh: Mesh | None, axis: int) -> Any:
 
 
 def place_replicated(tree: Any, mesh: Mesh | None) -> Any:
-    """Replicates arrays on every device of the mesh."""
     return tree if mesh is None else jax.tree.map(lambda x: _put(x, NamedSharding(mesh, PartitionSpec())), tree)
 
 
 def place_slots(tree: Any, mesh: Mesh | None) -> Any:
-    """Places the arrays of the sampler on the mesh.
-
-    The first dimension (prompts or completions) is sharded over the mesh axes `data` and `fsdp`. An array of four
-    dimensions is a cache of keys or values, and its second dimension (heads) is sharded over `tp`. A dimension is
-    replicated if the mesh axes do not divide it. An array that already has the resulting sharding is not moved.
-    """
+    """Places the arrays of the sampler on the mesh: the first dimension (prompts or completions) over `data` and
+    `fsdp`, the heads of a cache of keys or values (four dimensions) over `tp`, if they divide it."""
     if mesh is None:
         return tree
     return jax.tree.map(lambda x: _put(x, _slots(x.shape, mesh)), tree)
@@ -246,7 +237,10 @@ def split_batch(x: jax.Array) -> jax.Array:
     Without this constraint, the compiler would shard the vectors of the tokens over the model width, like the embedding
     table. Every device would then hold a part of every token.
     """
-    return _constrained(x, BATCH_AXES)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(row_axes(mesh, x.shape[0]) or None))
 
 
 def split_vocabulary(x: jax.Array) -> jax.Array:
@@ -288,7 +282,6 @@ def gather_layer(params: Any) -> Any:
 
 
 def replicate(x: jax.Array) -> jax.Array:
-    """Replicates an array over the mesh inside a compiled function."""
     return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, PartitionSpec())
 
 
@@ -316,7 +309,7 @@ def per_device(function: Callable[[Any, jax.Array], jax.Array], params: Any, row
     return jax.shard_map(run, mesh=mesh, in_specs=(specs, of_rows), out_specs=of_rows, check_vma=False)
 
 
-def row_axes(mesh: AbstractMesh, rows: int) -> tuple[str, ...]:
+def row_axes(mesh: Mesh | AbstractMesh, rows: int) -> tuple[str, ...]:
     """Returns the mesh axes (`data`, `fsdp`) that split `rows` rows of prompts; `()` if the product of the sizes of
     these axes does not divide `rows`."""
     axes = tuple(name for name in BATCH_AXES if name in mesh.shape)
@@ -342,17 +335,6 @@ _moved.defvjp(
 )
 
 
-def _constrained(x: jax.Array, *axes: tuple[str, ...]) -> jax.Array:
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return x
-    spec = []
-    for size, names in zip(x.shape, axes, strict=False):
-        present = tuple(name for name in names if name in mesh.shape)
-        spec.append(present if present and size % math.prod(mesh.shape[name] for name in present) == 0 else None)
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
-
-
 def _vocabulary_axes(mesh: AbstractMesh, size: int) -> tuple[str, ...]:
     axes = tuple(name for name in AXES if name in mesh.shape)
     for names in (axes, tuple(name for name in axes if name == "tp")):
@@ -361,38 +343,31 @@ def _vocabulary_axes(mesh: AbstractMesh, size: int) -> tuple[str, ...]:
     return ()
 
 
-def _batch(mesh: Mesh) -> tuple[str, ...]:
-    return tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
-
-
 def _prompts(shape: tuple[int, ...], mesh: Mesh, axis: int) -> NamedSharding:
-    split = len(shape) > axis and shape[axis] % prompt_parts(mesh) == 0
-    return NamedSharding(mesh, PartitionSpec(*[None] * axis, _batch(mesh)) if split else PartitionSpec())
+    axes = row_axes(mesh, shape[axis]) if len(shape) > axis else ()
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, axes) if axes else PartitionSpec())
 
 
 def _slots(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    axes: list[Any] = [_batch(mesh) if shape and shape[0] % prompt_parts(mesh) == 0 else None]
+    axes: list[Any] = [(row_axes(mesh, shape[0]) or None) if shape else None]
     axes += ["tp"] if len(shape) == 4 and "tp" in mesh.shape and shape[1] % mesh.shape["tp"] == 0 else []
     return NamedSharding(mesh, PartitionSpec(*axes[: len(shape)]))
 
 
 def param_shapes(params: Any, mesh: Mesh | None) -> Any:
-    """Returns the shapes and shardings that `params` would have after `place_params`, as `jax.ShapeDtypeStruct`s."""
+    """Returns the shapes and shardings after `place_params`; so do the functions below for the other placements."""
     return params if mesh is None else jax.tree.map(_placed, params, parameter_shardings(params, mesh))
 
 
 def replicated_shapes(tree: Any, mesh: Mesh | None) -> Any:
-    """Returns the shapes and shardings that arrays would have after `place_replicated`, as `jax.ShapeDtypeStruct`s."""
     return tree if mesh is None else jax.tree.map(lambda x: _placed(x, NamedSharding(mesh, PartitionSpec())), tree)
 
 
 def prompt_shapes(tree: Any, mesh: Mesh | None, axis: int) -> Any:
-    """Returns the shapes and shardings that arrays would have after `place_prompts`, as `jax.ShapeDtypeStruct`s."""
     return tree if mesh is None else jax.tree.map(lambda x: _placed(x, _prompts(x.shape, mesh, axis)), tree)
 
 
 def slot_shapes(tree: Any, mesh: Mesh | None) -> Any:
-    """Returns the shapes and shardings that arrays would have after `place_slots`, as `jax.ShapeDtypeStruct`s."""
     return tree if mesh is None else jax.tree.map(lambda x: _placed(x, _slots(x.shape, mesh)), tree)
 
 

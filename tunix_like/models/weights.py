@@ -12,12 +12,14 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import safetensors
+from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 from safetensors.numpy import save_file
 
 from tunix_like.config.schema import LORA_TARGETS
@@ -25,23 +27,21 @@ from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.quantization import LEAVES as QUANTIZED_LEAVES
 from tunix_like.models.quantization import quantize
-from tunix_like.models.stored import (
-    INDEX,
-    PICKLES,
-    SINGLE,
-    Stored,
-    index_of,
-    of_decoder,
-    open_tensors,
-    place,
-    tensors_equal,
-)
 from tunix_like.runtime import progress
+from tunix_like.runtime.input_files import read_object
 
 Params = dict[Any, Any]
 """Nested dict of arrays. The keys are attribute names of modules, ints for layer numbers, and `kernel`, `bias`, `scale`
 or `embedding` at the leaves."""
 
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+READ_BYTES = 4 * 1024**2
+"""Maximum number of bytes of a file that are read to the host at once. The array to which these bytes are copied takes
+memory in addition."""
+_DECODER = "language_model."  # in the tensor names of the text decoder of a multimodal model, before or after `model.`
+_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Buffers in old exports. They are ignored, because their values follow from the config.
@@ -68,7 +68,6 @@ def hf_name(path: tuple[Any, ...], expert: int | None = None) -> str:
 
 
 def _names(path: tuple[Any, ...], leaf: Any) -> list[str]:
-    """Returns the names of the tensors of a parameter: one name, or one name per expert."""
     return [hf_name(path, expert) for expert in range(leaf.shape[0])] if _EXPERTS in path else [hf_name(path)]
 
 
@@ -83,50 +82,41 @@ def load_weights(
       folder: contains `model.safetensors`, or `model.safetensors.index.json` with its shards.
       abstract_params: tree of `jax.ShapeDtypeStruct`; each tensor is cast to the dtype of its leaf and placed with the
         sharding of the leaf (None: the default device).
-      config: defines whether the output head is tied to the embedding.
-      quantized: quantisation of the projections of the layers, one of `schema.QUANTIZATIONS`; None: no quantisation.
+      quantized: quantisation of the projections of the layers, one of `schema.QUANTIZATIONS`.
 
     Returns:
       the tree of `abstract_params` with arrays; quantised kernels are replaced by codes and scales.
 
     Raises:
-      UserError: there are no safetensors, a file is truncated, a tensor is missing, unexpected, of the wrong shape or
-        not of a float type, or a head differs from the embedding that it is tied to. The message names file and
-        tensor.
+      UserError: there are no safetensors, a file is truncated, a tensor is missing, unexpected, of the wrong shape,
+        not of a float type or not finite, or a head differs from the embedding that it is tied to. The message names
+        file and tensor.
     """
     with contextlib.ExitStack() as stack:
         wanted, stored = _compared(Path(folder), abstract_params, config, stack)
         if config.tie_embeddings and _HEAD in stored:
             _check_tied(stored)
-        params: Params = {}
+        params: dict[tuple[Any, ...], jax.Array] = {}
         advance = stack.enter_context(progress.task("loading weights", len(wanted)))
         for path, leaf, names in wanted:
             tensors = [stored[name] for name in names]
             array = place(tensors, leaf, transposed=path[-1] == "kernel", stacked=_EXPERTS in path)
             if quantized is not None and _is_projection(path):  # immediately, so at most one kernel is held unquantised
                 for name, part in zip(QUANTIZED_LEAVES, quantize(array, quantized), strict=True):
-                    _put(params, (*path[:-1], name), part)
+                    params[*path[:-1], name] = part
             else:
-                _put(params, path, array)
+                params[path] = array
             advance(1)
-    return params
+    return unflatten_mapping(params)
 
 
 def _is_projection(path: tuple[Any, ...]) -> bool:
-    """Returns whether a parameter is the kernel of a projection of attention or of an MLP without experts."""
     return path[-1] == "kernel" and path[-2] in LORA_TARGETS and _EXPERTS not in path
 
 
 def check_weights(folder: str | Path, abstract_params: Params, config: DecoderConfig) -> str:
     """Checks, without reading weights, that the safetensors headers of a folder have the names, shapes and types that
-    `load_weights` needs. If files that the index names are missing, only the names in the index are compared.
-
-    Returns:
-      a description of what was compared.
-
-    Raises:
-      UserError: as in `load_weights`, with two exceptions. The values of a tied head are not compared, and missing
-        weight files are not an error.
+    `load_weights` needs; if files of the index are missing, only the names. Returns a description of what was compared.
     """
     folder = Path(folder)
     if not (folder / SINGLE).is_file():
@@ -134,7 +124,9 @@ def check_weights(folder: str | Path, abstract_params: Params, config: DecoderCo
             weight_map = index_of(folder)
             files = set(weight_map.values())
             if absent := [name for name in files if not (folder / name).is_file()]:
-                needed = {name for path, leaf in _leaves(abstract_params) for name in _names(path, leaf)}
+                needed = {
+                    name for path, leaf in flatten_mapping(abstract_params).items() for name in _names(path, leaf)
+                }
                 _check_names(folder, needed, set(of_decoder(dict(weight_map))))
                 return f"{len(absent)} of {len(files)} files are missing; the names in the index match"
         elif not any(file.suffix in PICKLES for file in folder.iterdir()):
@@ -147,10 +139,10 @@ def check_weights(folder: str | Path, abstract_params: Params, config: DecoderCo
 def _compared(
     folder: Path, abstract_params: Params, config: DecoderConfig, stack: contextlib.ExitStack
 ) -> tuple[list[tuple[tuple[Any, ...], Any, list[str]]], dict[str, Stored]]:
-    """Opens the weight files and checks their headers against the abstract parameters. Returns for every parameter its
-    path in the tree, its abstract array and the names of its tensors; and all open tensors by name."""
+    """Opens the weight files and checks their headers. Returns for every parameter its path in the tree, its abstract
+    array and the names of its tensors; and all open tensors by name."""
     _check_head(abstract_params, config)
-    wanted = [(path, leaf, _names(path, leaf)) for path, leaf in _leaves(abstract_params)]
+    wanted = [(path, leaf, _names(path, leaf)) for path, leaf in flatten_mapping(abstract_params).items()]
     stored = open_tensors(folder, stack)
     _check_names(folder, {name for _, _, names in wanted for name in names}, set(stored))
     for path, leaf, names in wanted:
@@ -174,7 +166,7 @@ def save_weights(
     folder = Path(folder)
     _check_head(params, config)
     tensors, sizes = {}, {}
-    for path, leaf in _leaves(params):
+    for path, leaf in flatten_mapping(params).items():
         for expert, name in enumerate(names := _names(path, leaf)):
             tensors[name] = path, leaf, expert
             sizes[name] = leaf.nbytes // len(names)
@@ -197,11 +189,7 @@ def save_weights(
 
 def save_tensors(arrays: dict[str, np.ndarray], file: Path) -> None:
     """Writes a safetensors file with the permissions that the umask gives. The safetensors library alone would make the
-    file readable for its owner only.
-
-    Raises:
-      OSError: the file cannot be written.
-    """
+    file readable for its owner only."""
     file.touch()
     mode = file.stat().st_mode
     try:
@@ -220,8 +208,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _publish(folder: Path, temporary: Mapping[str, str], files: Mapping[str, list[str]], total: int) -> None:
-    """Renames the finished temporary weight files to their final names, and removes old weight files. If there are
-    several new files, the old single file and the old index are removed first, and a new index is written last."""
+    """Renames the finished temporary files and removes old weight files, an index first; a new index comes last."""
     stale = [path for path in folder.iterdir() if _SHARD.fullmatch(path.name) and path.name not in files]
     if SINGLE in files:
         (folder / temporary[SINGLE]).replace(folder / SINGLE)
@@ -238,8 +225,7 @@ def _publish(folder: Path, temporary: Mapping[str, str], files: Mapping[str, lis
 
 
 def _plan(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
-    """Assigns tensors to files in the order of `sizes`; returns file name -> tensor names. A file has at most `limit`
-    bytes, or only one tensor, which is larger."""
+    """Returns file name -> tensor names. A file has at most `limit` bytes, or one larger tensor."""
     groups: list[list[str]] = [[]]
     used = 0
     for name, size in sizes.items():
@@ -276,7 +262,6 @@ def _check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
 
 
 def _check_tensor(tensor: Stored, shape: tuple[int, ...]) -> None:
-    """Checks shape and dtype in the header of a tensor, before any weights are read."""
     if tensor.shape != shape:
         raise UserError(
             f"{tensor.file}: tensor {tensor.name} has shape {tensor.shape}, but config.json needs {shape}. Weights and"
@@ -302,15 +287,151 @@ def _to_host(path: tuple[Any, ...], leaf: Any, expert: int) -> np.ndarray:
     return np.ascontiguousarray(array.T if path[-1] == "kernel" else array)
 
 
-def _leaves(tree: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, (*path, name))
-        else:
-            yield (*path, name), value
+Index = tuple[slice, ...]
 
 
-def _put(tree: Params, path: tuple[Any, ...], value: Any) -> None:
-    for name in path[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[path[-1]] = value
+class Stored(NamedTuple):
+    """A tensor in an open safetensors file."""
+
+    file: Path
+    reader: Any
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.reader.get_slice(self.name).get_shape())
+
+    @property
+    def kind(self) -> str:
+        """The safetensors name of the tensor's dtype, such as `BF16`."""
+        return str(self.reader.get_slice(self.name).get_dtype())
+
+    def blocks(self, index: Index) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yields the slice `index` in blocks: the range of the block's rows, from the start of the slice, and the
+        block."""
+        part = self.reader.get_slice(self.name)
+        start, stop, _ = index[0].indices(self.shape[0])
+        width = np.prod([len(range(*i.indices(n))) for i, n in zip(index[1:], self.shape[1:], strict=True)], initial=1)
+        rows = max(1, READ_BYTES // max(8 * int(width), 1))
+        for first in range(start, stop, rows):
+            last = min(first + rows, stop)
+            yield slice(first - start, last - start), part[(slice(first, last), *index[1:])]
+
+
+def place(tensors: Sequence[Stored], leaf: Any, *, transposed: bool, stacked: bool) -> jax.Array:
+    """Reads one parameter from its tensors, with at most one shard on the host at a time.
+
+    Args:
+      leaf: shape, dtype and sharding of the parameter; without a sharding, the default device is used.
+      transposed: whether the last two axes are swapped in the file.
+      stacked: whether the first axis of the parameter runs over the tensors.
+    """
+    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    holders: dict[Any, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        full = tuple(slice(*part.indices(size)) for part, size in zip(index or (), leaf.shape, strict=True))
+        holders.setdefault(tuple((part.start, part.stop) for part in full), []).append(device)
+
+    def to_devices(index: Index, devices: list[Any]) -> list[jax.Array]:
+        host = _read(tensors, index, leaf.dtype, transposed, stacked)
+        return jax.block_until_ready([jax.device_put(host, device) for device in devices])
+
+    parts: list[jax.Array] = []
+    for bounds, devices in holders.items():
+        parts += to_devices(tuple(slice(*ends) for ends in bounds), devices)
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
+
+
+def _read(tensors: Sequence[Stored], index: Index, dtype: Any, transposed: bool, stacked: bool) -> np.ndarray:
+    out = np.empty([part.stop - part.start for part in index], dtype)
+    pairs: Iterable[tuple[Stored, np.ndarray]] = [(tensors[0], out)]
+    if stacked:
+        pairs = zip(tensors[index[0]], list(out), strict=True)
+    within = index[1:] if stacked else index
+    for tensor, array in pairs:
+        file_index, target = (within[::-1], array.T) if transposed else (within, array)
+        for rows, block in tensor.blocks(file_index):
+            if not _all_finite(block):
+                raise UserError(not_finite(tensor.file, tensor.name))
+            target[rows] = block
+    return out
+
+
+def _all_finite(block: np.ndarray) -> bool:
+    """Returns whether no value is NaN or infinite. The bits of infinity are the exponent bits; they are all set only in
+    NaN and infinity. `np.isfinite` takes ten times as long for bfloat16."""
+    bits = np.dtype(f"u{block.dtype.itemsize}")
+    exponent = np.array(np.inf, block.dtype).view(bits)
+    return not block.size or bool((block.view(bits) & exponent).max() != exponent)
+
+
+def not_finite(file: Path, name: str) -> str:
+    return (
+        f"{file}: tensor {name} has NaN or infinite values. Download the file again, or use weights that were saved"
+        " before they diverged."
+    )
+
+
+def tensors_equal(first: Stored, second: Stored) -> bool:
+    if first.shape != second.shape:
+        return False
+    everything = tuple(slice(None) for _ in first.shape)
+    pairs = zip(first.blocks(everything), second.blocks(everything), strict=True)
+    return all(np.array_equal(one, other) for (_, one), (_, other) in pairs)
+
+
+def open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, Stored]:
+    """Opens the weight files of a folder; returns the tensors by the names that a text-only model uses."""
+    tensors: dict[str, Stored] = {}
+    for file in _files(folder):
+        try:
+            reader = stack.enter_context(safetensors.safe_open(file, framework="numpy"))
+        except (OSError, safetensors.SafetensorError) as error:
+            raise UserError(
+                f"{file}: cannot be read as safetensors ({error}). It may be truncated or a Git LFS pointer;"
+                " download it again."
+            ) from None
+        tensors |= {name: Stored(file, reader, name) for name in reader.keys()}  # noqa: SIM118 (not a mapping)
+    return of_decoder(tensors)
+
+
+def of_decoder(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Selects the tensors of the text decoder and renames them to the names that a text-only model uses."""
+    if not any(_DECODER in name for name in tensors):
+        return tensors
+    decoder = {name: tensor for name, tensor in tensors.items() if not _OTHER_PARTS.match(name)}
+    return {name.replace(_DECODER, "", 1): tensor for name, tensor in decoder.items()}
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    index = folder / INDEX
+    if not index.is_file():
+        pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
+        if pickles:
+            raise UserError(
+                f"{folder}: has only pickled weights ({', '.join(pickles[:3])}), which can run code when opened and"
+                f" are never read here. Save the model as safetensors (with transformers: `AutoModelForCausalLM"
+                f'.from_pretrained("{folder}").save_pretrained("OUT")`), or download its safetensors files.'
+            )
+        raise UserError(
+            f"{folder}: has no {SINGLE} and no {INDEX}. Put the model's safetensors there, or set init to 'random'."
+        )
+    names = sorted(set(index_of(folder).values()))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise UserError(f"{index}: names a file outside its folder: {outside[0]!r}. Download it again.")
+    absent = [name for name in names if not (folder / name).is_file()]
+    if absent:
+        raise UserError(f"{folder}: {INDEX} names files that do not exist: {', '.join(absent)}. Download them.")
+    return [folder / name for name in names]
+
+
+def index_of(folder: Path) -> dict[str, str]:
+    """Reads the weight index of a folder: tensor name -> file name."""
+    index = folder / INDEX
+    files = read_object(index, "Download it again.").get("weight_map")
+    if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
+        raise UserError(f"{index}: not a valid weight index, since its weight_map names no files. Download it again.")
+    return files

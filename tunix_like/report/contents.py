@@ -15,14 +15,24 @@ ENDS = 10
 """Number of steps in each window over which the summary averages a training metric. Single steps of RL are noisy."""
 
 
-class Curve(NamedTuple):
-    """One chart: a metric over the steps of RL or SFT.
+TIME_PARTS = {
+    "rollout": "#0072b2",
+    "environment": "#5ab4e5",
+    "reward": "#009e73",
+    "data": "#b9d14a",
+    "reshard": "#6b4fa3",
+    "reference": "#b4558f",
+    "update": "#d98200",
+    "trainer_idle": "#f0c9b0",
+    "other": "#97a1ad",
+}
+"""The parts of a step (metrics `train/time/<part>`) in the order in which they are stacked, with their colours. The
+page has the same colours in light mode."""
 
-    Attributes:
-      unit: unit of the vertical axis; `%` for fractions, which are shown as percentages.
-      log: whether the axis is initially logarithmic.
-      phase: `rl` or `sft`.
-    """
+
+class Curve(NamedTuple):
+    """One chart: a metric over the steps of the phase `rl` or `sft`. The unit `%` shows fractions as percentages; `log`
+    is the initial axis."""
 
     key: str
     title: str
@@ -69,8 +79,7 @@ def _held_out(runs: Sequence[Run]) -> Iterator[Curve]:
 
 
 def others(runs: Sequence[Run]) -> list[Curve]:
-    """Returns the charts of all recorded metrics that have no chart in `curves`. The title of a chart is the name of
-    its metric."""
+    """Returns the charts of all recorded metrics that have no chart in `curves`."""
     shown = {curve.key for curve in curves(runs)} | {"seconds"}
     names = {("rl", name) for run in runs for name in run.rl.columns}
     names |= {("sft", name) for run in runs for name in run.sft.columns}
@@ -78,8 +87,7 @@ def others(runs: Sequence[Run]) -> list[Curve]:
 
 
 def missing(runs: Sequence[Run]) -> list[str]:
-    """Checks whether the runs recorded KL, held-out pass@k and pass rates of prompts. For each of these metrics that no
-    run recorded, returns a text with the name of the metric and the reason."""
+    """Returns why KL, held-out pass@k or pass rates of prompts are missing from the report."""
     keys = {curve.key for curve in curves(runs)}
     out = []
     if "train/kl" not in keys:
@@ -92,13 +100,9 @@ def missing(runs: Sequence[Run]) -> list[str]:
 
 
 def summary(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Returns one row `{title, unit, cells}` per metric, with a cell `{first, last, best, step}` per run.
-
-    The values of a held-out metric are those of the first, the last and the best evaluation. The values of a training
-    metric are means over windows of `ENDS` steps: the first, the last and the best window. `step` is the step of the
-    best evaluation, or the last step of the best window. A cell has `best` and `step` only if a higher value of the
-    metric is better. A cell with a single value has only `last`. A cell is None if the run did not record the metric.
-    """
+    """Returns one row `{title, unit, cells}` per metric, with a cell `{first, last, best, step}` per run (None: not
+    recorded): the first, the last and the best evaluation, or means over the first, the last and the best window of
+    `ENDS` training steps. `best` and `step` exist only if a higher value is better."""
     wanted = [curve for curve in curves(runs) if curve.phase == "rl" and _summarised(curve.key)]
     return [
         {"title": curve.title, "unit": curve.unit, "cells": [_ends(run.rl, curve.key) for run in runs]}

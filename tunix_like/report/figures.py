@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from tunix_like.errors import UserError
-from tunix_like.report.contents import Curve, curves
+from tunix_like.report.contents import TIME_PARTS, Curve, curves
 from tunix_like.report.reading import Run, Table
 
 if TYPE_CHECKING:
@@ -35,11 +35,7 @@ _WINDOWS = 48
 
 
 def save_figures(runs: Sequence[Run], folder: Path, gradients: Sequence[Gradients] = ()) -> list[Path]:
-    """Draws and writes all figures of a report, and returns the paths of their files.
-
-    Raises:
-      UserError: the folder or a file in it cannot be written.
-    """
+    """Draws and writes all figures of a report, and returns the paths of their files."""
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -124,12 +120,8 @@ def _colours(count: int) -> list[str]:
 
 
 def windows(table: Table, name: str, count: int = _WINDOWS) -> tuple[Float[np.ndarray, "W"], Float[np.ndarray, "W B"]]:
-    """Divides the steps of a run into at most `count` windows, and adds up the histogram `name` over the steps of each
-    window.
-
-    Returns:
-      the last step of each window, and the sums `[windows, bins]`.
-    """
+    """Adds up the histogram `name` over at most `count` windows of steps. Returns the last step of each window, and the
+    sums `[windows, bins]`."""
     rows = [(step, row) for step, row in zip(table.steps, table.histograms[name], strict=True) if row is not None]
     parts = np.array_split(np.arange(len(rows)), min(count, len(rows)))
     sums = np.array([np.sum([rows[i][1] for i in part], axis=0) for part in parts], float)
@@ -152,8 +144,7 @@ def _pass_rates(runs: Sequence[Run], name: str, label: str) -> Figure:
 
 
 def _advantage(runs: Sequence[Run]) -> Figure:
-    """Draws two charts by pass rate of a prompt, for all training steps together: the share of each pass rate in the
-    sum of |advantage|, and the mean |advantage| of a prompt."""
+    """Draws the share of each pass rate in the sum of |advantage|, and the mean |advantage| of a prompt."""
     figure = _new(columns=2)
     left, right = figure.subplots(1, 2)
     positions, colours = np.arange(len(_BINS)), _colours(len(runs))
@@ -174,7 +165,7 @@ def _advantage(runs: Sequence[Run]) -> Figure:
 
 
 def _gradients(runs: Sequence[Run], gradients: Sequence[Gradients]) -> Figure:
-    """Draws gradient norm over pass rate: a point per prompt, and a line through the means of the pass-rate bins."""
+    """Draws a point per prompt, and a line through the means of the pass-rate bins."""
     figure = _new()
     axes = figure.subplots()
     for run, measured, colour in zip(runs, gradients, _colours(len(runs)), strict=True):
@@ -189,22 +180,19 @@ def _gradients(runs: Sequence[Run], gradients: Sequence[Gradients]) -> Figure:
 
 
 def time_parts(table: Table) -> dict[str, float]:
-    """Returns for each part of a training step the total seconds of this part in all steps of a run, largest first."""
-    sums = {
-        name.removeprefix("train/time/"): sum(value or 0.0 for value in values)
-        for name, values in table.columns.items()
-        if name.startswith("train/time/")
-    }
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+    """Returns the total seconds of each recorded part of a step, in the order of `TIME_PARTS`."""
+    columns = {name: table.columns.get(f"train/time/{name}") for name in TIME_PARTS}
+    return {name: sum(value or 0.0 for value in values) for name, values in columns.items() if values is not None}
 
 
 def _time(runs: Sequence[Run]) -> Figure:
     figure = _new()
     axes = figure.subplots()
-    names = list(dict.fromkeys(name for run in runs for name in time_parts(run.rl)))
-    start = np.zeros(len(runs))
-    for name, colour in zip(names, _colours(len(names)), strict=True):
-        values = np.array([time_parts(run.rl).get(name, 0.0) for run in runs])
+    found, start = [time_parts(run.rl) for run in runs], np.zeros(len(runs))
+    for name, colour in TIME_PARTS.items():
+        if not any(name in parts for parts in found):
+            continue
+        values = np.array([parts.get(name, 0.0) for parts in found])
         axes.barh([run.name for run in runs], values, left=start, color=colour, label=name, height=0.6)
         start += values
     axes.invert_yaxis()

@@ -18,22 +18,20 @@ from jaxtyping import Float
 
 from tunix_like.algorithms.objective import Objective, build_objective
 from tunix_like.algorithms.pass_rates import bins_of
-from tunix_like.config.schema import Config
 from tunix_like.data import load_source, source_estimators
 from tunix_like.errors import UserError
 from tunix_like.evaluation.evaluate import eval_problems
 from tunix_like.models.loading import check_fit
 from tunix_like.report.replay import norms_of, program_of
-from tunix_like.rollout.collection import estimator_ids, shape_rewards, training_batch
+from tunix_like.rollout.collection import training_batch
 from tunix_like.rollout.requests import collect, requests_of
-from tunix_like.rollout.rollouts import Rollout, completion_texts, score_completions, succeeds, with_width
+from tunix_like.rollout.rollouts import Rollout, Task, completion_texts, score_completions, succeeds, with_width
 from tunix_like.rollout.sampler import Sampler
-from tunix_like.runs.build import WeightedReward, check_config
+from tunix_like.runs.build import check_config
 from tunix_like.runs.reward_functions import reward_functions
 from tunix_like.runs.trained import Trained, open_trained
 from tunix_like.training.engine import make_engine
-from tunix_like.training.guards import UpdateInputs
-from tunix_like.types import Problem, SamplingParams
+from tunix_like.types import GroupBatch, Problem, SamplingParams
 
 GRADIENT_KEY = 3
 """Number that is folded into the run's random key to sample completions for gradient norms. Training folds in
@@ -71,11 +69,11 @@ def measure(run: Path, batches: int, on_progress: Callable[[int], None] = lambda
     config, _ = check_config(trained.config)
     check_fit(trained.model_config, trained.tokenizer, config.rollout)
     source = load_source(config.data)
-    rewards = reward_functions(config, source)
     algorithm = dataclasses.replace(config.algorithm, beta=0.0)
     by_source = source_estimators(config.data, config.algorithm)
     objective = build_objective(algorithm, config.rollout.max_tokens_to_generate, 1, by_source)
     program = program_of(trained, objective)
+    task = Task(objective.config, config.rollout, reward_functions(config, source), config.rewards.success_threshold)
     problems, _ = eval_problems(
         source.train, trained.tokenizer, config.rollout.max_prompt_length, batches * config.data.batch_size
     )
@@ -83,11 +81,11 @@ def measure(run: Path, batches: int, on_progress: Callable[[int], None] = lambda
     sampler = make_engine(trained.graphdef, trained.tokenizer, config.rollout, trained.mesh)
     out = Gradients([], [], [], trained.origin)
     for start in range(0, len(problems) - size + 1, size):
-        rollout = _sample(trained, sampler, problems[start : start + size], rewards)
-        update = _update(config, rollout, objective)
-        norms = _norms(update, trained, program, on_progress)
-        scored = update.batch.scored
-        passed = scored & succeeds(rollout.scores.total.reshape(scored.shape), config.rewards.success_threshold)
+        rollout = _sample(trained, sampler, problems[start : start + size], task)
+        batch = training_batch(rollout, task, objective)
+        norms = _norms(batch, objective, trained, program, on_progress)
+        scored = batch.scored
+        passed = scored & succeeds(rollout.scores.total.reshape(scored.shape), task.success_threshold)
         known = scored.any(axis=1)
         out.rates.extend((passed.sum(axis=1)[known] / scored.sum(axis=1)[known]).tolist())
         out.bins.extend(bins_of(passed, scored)[known].tolist())
@@ -95,37 +93,30 @@ def measure(run: Path, batches: int, on_progress: Callable[[int], None] = lambda
     return out
 
 
-def _sample(trained: Trained, sampler: Sampler, problems: list[Problem], rewards: list[WeightedReward]) -> Rollout:
-    config = trained.config
-    rollout, size = config.rollout, config.algorithm.num_generations
-    key = jax.random.fold_in(jax.random.key(config.training.seed), GRADIENT_KEY)
+def _sample(trained: Trained, sampler: Sampler, problems: list[Problem], task: Task) -> Rollout:
+    rollout, size = task.rollout_config, task.algo.num_generations
+    key = jax.random.fold_in(jax.random.key(trained.config.training.seed), GRADIENT_KEY)
     params = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
     requests = requests_of(problems, size)
     samples = sampler.generate(sampler.place(trained.params), requests, key, params)
     completions = with_width(collect(samples, requests), rollout.max_tokens_to_generate)
     texts = completion_texts(completions, trained.tokenizer)
-    return Rollout(problems, texts, completions, score_completions(rewards, problems, texts, size))
-
-
-def _update(config: Config, rollout: Rollout, objective: Objective) -> UpdateInputs:
-    """Builds the inputs of one optimizer update from the rollout, as a training step does."""
-    lengths, most = rollout.completions.lengths, config.rollout.max_tokens_to_generate
-    total = rollout.scores.total.reshape(lengths.shape)
-    shaped = shape_rewards(total, lengths, objective.config, most, config.rewards.success_threshold)
-    batch = training_batch(rollout, shaped, objective, config.rollout)
-    live = objective.live_rows(batch.rewards, batch.scored, estimator_ids(objective, rollout))
-    if batch.trained is not None:
-        live = live & batch.trained
-    return UpdateInputs(0, 0, batch, live, np.ones(len(live), bool), None, None)
+    return Rollout(problems, texts, completions, score_completions(task.rewards, problems, texts, size))
 
 
 def _norms(
-    update: UpdateInputs, trained: Trained, program: Any, on_progress: Callable[[int], None]
+    batch: GroupBatch, objective: Objective, trained: Trained, program: Any, on_progress: Callable[[int], None]
 ) -> Float[np.ndarray, "P"]:
-    """Computes the gradient norm of each prompt; 0 if none of its completions has a gradient."""
-    live, norms = update.live, np.zeros(len(update.live))
+    """Computes the gradient norm of each prompt; 0 if none of its completions has a gradient. The loss of a completion
+    has the weight that it has in an update with all prompts of the batch."""
+    assert batch.estimator_ids is not None
+    live = objective.live_rows(batch.rewards, batch.scored, batch.estimator_ids)
+    if batch.trained is not None:
+        live = live & batch.trained
+    norms = np.zeros(len(live))
     groups = np.flatnonzero(live.any(axis=1))
     masks = [live & (np.arange(len(live)) == group)[:, None] for group in groups]
-    norms[groups] = [norm for _, norm in norms_of(update, trained, program, masks, on_progress)]
+    found = norms_of(trained, program, batch, np.ones(len(live), bool), masks, on_progress=on_progress)
+    norms[groups] = [norm for _, norm in found]
     on_progress(len(live) - len(groups))
     return norms

@@ -1,4 +1,4 @@
-"""Builds the report page: one HTML file that contains its style, script and data and needs no network access.
+"""Writes the report page: one HTML file that contains its style, script and data and needs no network access.
 
 The data is embedded as escaped JSON in a block that is not a script, so no text can end the block. The script of the
 page inserts the data as text nodes only. A content security policy forbids all connections. It also forbids all scripts
@@ -8,17 +8,23 @@ except the script of the page, which it identifies by a hash.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import importlib.resources
 import json
 import math
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunix_like.algorithms.pass_rates import PASS_RATES
+from tunix_like.errors import UserError
 from tunix_like.report import contents
-from tunix_like.report.reading import Run, Table
-from tunix_like.report.rollouts import MOST_BYTES, read_steps
+from tunix_like.report.figures import save_figures
+from tunix_like.report.reading import Run, Table, read_runs
+from tunix_like.report.rollouts import MOST_BYTES, read_kept
+from tunix_like.runtime import console, progress
 from tunix_like.runtime.visible import visible
 
 if TYPE_CHECKING:
@@ -28,12 +34,63 @@ SCRIPTS = ("charts.js", "sections.js", "rollouts.js", "main.js")
 """Files that are concatenated, in this order, to the script of the page."""
 
 
-def build(runs: Sequence[Run], gradients: Sequence[Gradients] = ()) -> str:
-    """Builds the report page of runs and returns its HTML. `gradients` has one entry per run, or is empty if no
-    gradients were measured.
+_TITLE = "<title>tunix-like report</title>"
+"""Text near the beginning of every report (from `static/page.html`), by which a file is recognised as a report."""
 
-    Raises UserError if a file of completions cannot be read. The message names the file.
-    """
+
+def write(folders: Sequence[str], out: str | None, png: str | None, batches: int | None) -> None:
+    """Writes the page (to `out` or the first run's folder) and, into the folder `png`, the figures of runs. `batches`:
+    number of batches of prompts whose gradient norms are measured."""
+    runs = read_runs(folders)
+    file = runs[0].folder / "report.html" if out is None else Path(out)
+    _check_out(file)
+    gradients = [] if batches is None else _measure(runs, batches)
+    page = build(runs, gradients)
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    try:
+        part.write_text(page, encoding="utf-8")
+        part.replace(file)
+    except OSError as error:
+        raise UserError(f"--out {file}: cannot write it: {error.strerror or error}.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+    console.print_text(f"wrote {file} ({len(page) / 1e6:.1f} MB); open it in a browser")
+    if png is not None:
+        written = save_figures(runs, Path(png), gradients)
+        console.print_text(f"wrote {len(written)} figures to {png}: {', '.join(path.name for path in written)}")
+
+
+def _check_out(file: Path) -> None:
+    if not file.absolute().parent.is_dir():
+        raise UserError(f"--out {file}: the folder {file.parent} does not exist; create it, or give another path.")
+    if not file.exists():
+        return
+    if file.is_dir():
+        raise UserError(f"--out {file} is a folder; give a file in it, e.g. {file / 'report.html'}.")
+    try:
+        with file.open(encoding="utf-8", errors="replace") as opened:
+            is_report = file.stat().st_size == 0 or _TITLE in opened.read(4096)
+    except OSError as error:
+        raise UserError(f"--out {file}: cannot be read: {error.strerror or error}.") from error
+    if not is_report:
+        raise UserError(f"--out {file}: the file exists and is not a report; give another name, or delete it.")
+
+
+def _measure(runs: Sequence[Run], batches: int) -> list[Gradients]:
+    if batches < 1:
+        raise UserError(f"--gradients {batches}: give a number of batches of prompts, at least 1.")
+    from tunix_like.report.gradients import measure
+
+    out = []
+    for run in runs:
+        with progress.task(f"gradients of {run.name}", batches * int(run.config.get("data.batch_size", 1))) as tick:
+            out.append(measure(run.folder, batches, tick))
+    return out
+
+
+def build(runs: Sequence[Run], gradients: Sequence[Gradients] = ()) -> str:
+    """Builds the report page. `gradients` has one entry per run, or is empty."""
     files = importlib.resources.files("tunix_like.report")
     read = lambda name: files.joinpath("static", name).read_text(encoding="utf-8")  # noqa: E731
     script = '"use strict";\n(() => {\n' + "\n".join(map(read, SCRIPTS)) + "\n})();"
@@ -56,7 +113,7 @@ def embedded(data: Any) -> str:
 
 
 def page_data(runs: Sequence[Run], gradients: Sequence[Gradients] = ()) -> dict[str, Any]:
-    """Returns the data that the script of the page shows. Non-printable characters in texts are replaced by escapes."""
+    """Returns the data that the script of the page shows."""
     data = {
         "runs": [_run(run, MOST_BYTES // len(runs)) for run in runs],
         "curves": [curve._asdict() for curve in contents.curves(runs)],
@@ -67,13 +124,13 @@ def page_data(runs: Sequence[Run], gradients: Sequence[Gradients] = ()) -> dict[
         "ends": contents.ENDS,
         "differing": contents.differing(runs) if len(runs) > 1 else [],
         "bins": PASS_RATES,
+        "parts": list(contents.TIME_PARTS),
     }
     return {name: _visible(value) for name, value in data.items()}
 
 
 def _visible(value: Any) -> Any:
-    """Replaces the non-printable characters in all texts and keys by escapes. Bidirectional control characters would
-    otherwise reorder the surrounding text."""
+    """Escapes all texts and keys. Bidirectional control characters would otherwise reorder the surrounding text."""
     if isinstance(value, str):
         return visible(value)
     if isinstance(value, dict):
@@ -90,7 +147,6 @@ def _finite(gradients: Gradients) -> Gradients:
 
 
 def _run(run: Run, most_bytes: int) -> dict[str, Any]:
-    steps, left_out = read_steps(run.folder, most_bytes)
     return {
         "name": run.name,
         "facts": contents.facts(run),
@@ -99,8 +155,7 @@ def _run(run: Run, most_bytes: int) -> dict[str, Any]:
         "rl": _phase(run.rl),
         "sft": _phase(run.sft),
         "histograms": run.rl.histograms,
-        "rollouts": steps,
-        "rollouts_left_out": left_out,
+        "rollouts": read_kept(run.folder, most_bytes),
     }
 
 

@@ -24,12 +24,8 @@ other steps are left out, except steps with an evaluation."""
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """The metrics of one training phase of a run (RL or SFT): the steps in ascending order, and one value per step and
-    metric (None: not recorded).
-
-    Attributes:
-      left_out: number of steps that were left out to limit the size of the table.
-    """
+    """The metrics of one training phase: the steps in ascending order, one value per step and metric (None: not
+    recorded), and the number of steps that were left out to limit the size."""
 
     steps: list[int]
     columns: dict[str, list[float | None]]
@@ -50,11 +46,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """Reads runs. The name of a run is the last part of its path, or several last parts if names would be equal.
-
-    Raises:
-      UserError: a folder is not a run or has no metrics yet, a folder is given twice, or a file cannot be read.
-    """
+    """Reads runs. The name of a run is the last part of its path, or several last parts if names would be equal."""
     paths = [Path(folder).resolve() for folder in folders]
     if doubled := {str(path) for path in paths if paths.count(path) > 1}:
         raise UserError(f"{min(doubled)} is given twice; give each run once.")
@@ -86,8 +78,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[Mapping[str, Any]], key: str, file: Path) -> Table:
-    """Builds the table of a training phase (RL or SFT) from rows of metrics. Merges rows of the same step, because a
-    final evaluation can have its own row."""
+    """Builds the table of a phase. Merges rows of the same step, because a final evaluation can have its own row."""
     merged: dict[int, dict[str, Any]] = {}
     for row in rows:
         step = row.get(key)
@@ -107,8 +98,7 @@ def _table(rows: Sequence[Mapping[str, Any]], key: str, file: Path) -> Table:
 
 
 def _running_seconds(rows: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Returns for each step the total seconds of all steps up to this step. The time of evaluations and checkpoints is
-    not included."""
+    """Returns the total seconds of all steps up to each step, without evaluations and checkpoints."""
     total, out = 0.0, []
     for row in rows:
         taken = row.get("train/step_time_sec", row.get("sft/step_time_sec"))

@@ -24,9 +24,10 @@ from tunix_like.runtime import console, progress
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.training.arguments import forward_options
 from tunix_like.training.forward import place_packed
-from tunix_like.training.guards import FOLDER, UpdateInputs, read_skipped
+from tunix_like.training.guards import FOLDER, SkippedUpdate, read_skipped
 from tunix_like.training.train_step import StepSpec, gradient, step_inputs
 from tunix_like.training.updates import pack_update
+from tunix_like.types import GroupBatch
 
 SHOWN = 10
 """Maximum number of completions in the printed table."""
@@ -46,16 +47,9 @@ class Losses(NamedTuple):
         return [row for row in self.by_completion if not np.isfinite(row[2:]).all()]
 
 
-def open_run(file: Path, overrides: Sequence[str] = ()) -> tuple[UpdateInputs, Trained, int]:
-    """Opens the file of a skipped optimizer update, and the checkpoint of the same run whose step is nearest to the
-    step of the update.
-
-    Returns:
-      the update, the model of the checkpoint, and the step of the checkpoint.
-
-    Raises:
-      UserError: the file is not a skipped update, or its run has no checkpoint.
-    """
+def open_run(file: Path, overrides: Sequence[str] = ()) -> tuple[SkippedUpdate, Trained, int]:
+    """Opens a skipped update, and the checkpoint of its run whose step (the last result) is nearest to that of the
+    update."""
     skipped, run = read_skipped(file), file.parent.parent
     if file.parent.name != FOLDER:
         raise UserError(f"{file}: give a file in RUN/{FOLDER}/, where RUN is the run folder with the checkpoints.")
@@ -67,7 +61,7 @@ def open_run(file: Path, overrides: Sequence[str] = ()) -> tuple[UpdateInputs, T
     return skipped, open_trained(str(run / "checkpoints" / str(step)), overrides), step
 
 
-def replay(skipped: UpdateInputs, trained: Trained, on_progress: Callable[[int], None] = lambda done: None) -> Losses:
+def replay(skipped: SkippedUpdate, trained: Trained, on_progress: Callable[[int], None] = lambda done: None) -> Losses:
     """Computes the loss and gradient norm of a whole skipped update, and of each of its completions alone.
 
     A completion alone has the same advantage and loss weight as in the whole update. The model weights are not changed.
@@ -82,7 +76,11 @@ def replay(skipped: UpdateInputs, trained: Trained, on_progress: Callable[[int],
     for index in indices:
         masks.append(np.zeros_like(live))
         masks[-1][index] = True
-    (loss, norm), *alone = norms_of(skipped, trained, program_of(trained, objective), masks, on_progress)
+    logprobs = skipped.old_logprobs, skipped.ref_logprobs
+    program = program_of(trained, objective)
+    (loss, norm), *alone = norms_of(
+        trained, program, skipped.batch, skipped.in_update, masks, logprobs, on_progress=on_progress
+    )
     return Losses(loss, norm, [(*index, *numbers) for index, numbers in zip(indices, alone, strict=True)])
 
 
@@ -107,10 +105,13 @@ def program_of(trained: Trained, objective: Objective) -> Any:
 
 
 def norms_of(
-    update: UpdateInputs,
     trained: Trained,
     program: Any,
+    batch: GroupBatch,
+    in_update: Bool[np.ndarray, "P"],
     masks: Sequence[Bool[np.ndarray, "P G"]],
+    logprobs: tuple[Any, Any] = (None, None),
+    *,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> list[tuple[float, float]]:
     """Computes for each mask the loss and the gradient norm of the completions that the mask selects from an update.
@@ -119,17 +120,19 @@ def norms_of(
 
     Args:
       program: a function that `program_of` returned.
+      in_update: mask of the groups of the update.
       masks: one mask of completions per result.
+      logprobs: the log-probabilities before the first update of the batch, and those of the reference model.
       on_progress: called with 1 after each mask.
     """
-    config, batch, mesh = trained.config, update.batch, trained.mesh
+    config, mesh = trained.config, trained.mesh
     params, frozen = split_params(trained.params)
-    model, most = trained.model, int(update.in_update.sum())
-    whole = place_replicated((batch, update.old_logprobs, update.ref_logprobs), mesh)
+    model, most = trained.model, int(in_update.sum())
+    placed, *placed_logprobs = place_replicated((batch, *logprobs), mesh)
 
     def of(rows: np.ndarray) -> tuple[float, float]:
         packed = place_packed(pack_update(config.training, model, mesh, batch, rows, most), mesh)
-        data = step_inputs(whole[0], update.in_update, packed, *whole[1:])
+        data = step_inputs(placed, in_update, packed, *placed_logprobs)
         loss, norm = fetch(program(params, frozen, data), mesh)
         on_progress(1)
         return float(loss), float(norm)
@@ -168,6 +171,6 @@ def print_report(file: Path, overrides: Sequence[str] = ()) -> None:
     console.table(title, ["group", "sample", "tokens", "reward", "loss", "gradient norm", "completion"], table)
 
 
-def _text(trained: Trained, skipped: UpdateInputs, group: int, sample: int) -> str:
+def _text(trained: Trained, skipped: SkippedUpdate, group: int, sample: int) -> str:
     length = skipped.batch.completion_lengths[group, sample]
     return trained.tokenizer.decode(skipped.batch.completion_tokens[group, sample, :length].tolist())[:60]

@@ -1,4 +1,4 @@
-"""Reads the completions of a run (`rollouts/step_*.jsonl`) for the report page, up to a maximum size."""
+"""Reads the completions that a run kept, of training and of evaluations, for the report page, up to a maximum size."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from tunix_like.storage import metrics
 MOST_BYTES = 24_000_000
 """Maximum size in bytes of all completions in one report page. Each run of the page gets an equal part."""
 
+FOLDERS = {"training": "rollouts", "held out": "rollouts/eval", "held out during SFT": "rollouts/sft_eval"}
+"""Folders of a run with files `step_*.jsonl`, by the name that the page shows."""
+
 _LETTERS = {step: name[0] for name, step in MOVES.items()}
 
 
-def read_steps(run: Path, most_bytes: int) -> tuple[list[dict[str, Any]], str]:
-    """Returns a selection of the steps of a run with their completions, and a note on what is left out. The note is
-    empty if nothing is left out.
+def read_kept(run: Path, most_bytes: int) -> list[dict[str, Any]]:
+    """Returns `{name, steps, left_out}` for each of `FOLDERS` that has files (see `read_steps`), with at most
+    `most_bytes` in total."""
+    kept = {name: run / folder for name, folder in FOLDERS.items() if any((run / folder).glob("step_*.jsonl"))}
+    each = {name: read_steps(folder, most_bytes // len(kept)) for name, folder in kept.items()}
+    return [{"name": name, "steps": steps, "left_out": left_out} for name, (steps, left_out) in each.items()]
 
-    The result contains the first step, the newest step and evenly spread steps between them. It has as many steps as
-    fit into `most_bytes`. If the first and the newest step do not fit together, the result contains only the newest
-    step. If the newest step is too large, only its first prompts that fit are returned (at least one).
 
-    Raises:
-      UserError: a row cannot be read. The message names the file and the line.
-    """
-    files = sorted((run / "rollouts").glob("step_*.jsonl"))
-    if not files:
-        return [], "This run wrote no completions."
+def read_steps(folder: Path, most_bytes: int) -> tuple[list[dict[str, Any]], str]:
+    """Returns a selection of the steps in a folder of completions, and a note on what is left out: the first step, the
+    newest and evenly spread ones between them, as many as fit into `most_bytes`, or else the newest with its first
+    prompts."""
+    files = sorted(folder.glob("step_*.jsonl"))
     sizes = [file.stat().st_size for file in files]
     chosen = _chosen(sizes, most_bytes)
     steps: list[dict[str, Any]] = [{"step": _step_of(files[i]), "groups": _groups(files[i])} for i in chosen]
@@ -47,10 +49,7 @@ def read_steps(run: Path, most_bytes: int) -> tuple[list[dict[str, Any]], str]:
 
 
 def _chosen(sizes: Sequence[int], most: int) -> list[int]:
-    """Returns the indices of as many files as fit into `most` bytes: the first, the last, and evenly spaced files.
-
-    If no two files fit, returns the last file only.
-    """
+    """Returns the first, the last and evenly spaced files, as many as fit into `most` bytes; at least the last."""
     for count in range(len(sizes), 1, -1):
         indices = [round(i * (len(sizes) - 1) / (count - 1)) for i in range(count)]
         if sum(sizes[index] for index in indices) <= most:
@@ -95,11 +94,7 @@ def _group(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _completion(row: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a completion, given as a row of `step_*.jsonl`, to the format of the report page. Keys with a missing or
-    default value are left out.
-
-    The result has `turns` instead of `text` if the row has `turns`.
-    """
+    """Converts a row of `step_*.jsonl` to the format of the page, without missing and default values."""
     text = _text(row["completion"])
     out: dict[str, Any] = {"text": text} if row.get("turns") is None else {"turns": [_turn(t) for t in row["turns"]]}
     for name in ("reward", "advantage"):
@@ -121,13 +116,11 @@ def _completion(row: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, A
 
 
 def _turn(turn: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the role and the text of a turn, and the name of its tool if the turn has one."""
     out = {"role": _text(turn["role"]), "text": _text(turn["content"])}
     return out | ({"name": turn["name"]} if isinstance(turn.get("name"), str) else {})
 
 
 def _parts(row: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
-    """Yields the name of each reward function and the reward that it gave to a completion (None: unscored)."""
     for name, value in row.items():
         if name.startswith("reward/"):
             yield name.removeprefix("reward/"), _number(value)
@@ -141,7 +134,7 @@ def _path(grid: str, completion: str) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """Rounds a number to five significant digits. Returns None if the number is missing or non-finite."""
+    """Rounds to five significant digits; None if the number is missing or non-finite."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
 
 

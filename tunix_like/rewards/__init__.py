@@ -1,12 +1,8 @@
-"""Reward functions, their registry, and the scoring of a batch of completions.
-
-Public names: `REWARDS`, `ANSWERS`, `register_reward_fn`, `resolve`, `verl_compatible`, `Scores`, `score`,
-`check_arguments`, `check_form`, `pooled`, `close_pools`.
-"""
+"""Reward functions, their registry, and the scoring of a batch of completions."""
 
 from __future__ import annotations
 
-from tunix_like.rewards import by_source, math, maze, text
+from tunix_like.rewards import built_in, math, maze
 from tunix_like.rewards.calls import check_form
 from tunix_like.rewards.pool import close_pools, pooled
 from tunix_like.rewards.registry import ANSWERS, REWARDS, register_reward_fn, resolve, verl_compatible
@@ -29,5 +25,5 @@ __all__ = [
 register_reward_fn("maze")(maze.maze)
 register_reward_fn("gsm8k", math.vote)(math.gsm8k)
 register_reward_fn("gsm8k_lenient", math.vote)(math.gsm8k_lenient)
-register_reward_fn("exact_match", str.strip)(text.exact_match)
-register_reward_fn("by_source")(by_source.by_source)
+register_reward_fn("exact_match", str.strip)(built_in.exact_match)
+register_reward_fn("by_source")(built_in.by_source)

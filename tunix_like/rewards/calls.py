@@ -6,49 +6,25 @@ The functions run in this process without a deadline; `pool.py` runs them in wor
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
-import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from tunix_like.algorithms import LARGEST_REWARD
 from tunix_like.errors import UserError
+from tunix_like.workers.failures import Failure, explain
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-LARGEST = 1e15
-"""Largest absolute reward that is accepted. The squares of accepted rewards fit into float32."""
-
-LONGEST_REASON = 20_000
-"""Maximum number of characters of a failure reason. An exception message may contain megabytes."""
-
-FailureKind = Literal["timeout", "error", "unavailable", "misconfigured"]
-
-_ENVIRONMENTS = Path(__file__).parents[1] / "rollout" / "environments"
-_OWN_FILES = {str(Path(__file__).with_name(name)) for name in ("calls.py", "worker.py", "by_source.py")} | {
-    str(_ENVIRONMENTS / name) for name in ("adapters.py", "fork_server.py", "local.py", "tool_environment.py")
-}
-"""Files of this library that call user code. Their frames are left out of the tracebacks that are shown to the user."""
-
 
 class WrongCount(UserError):
     """A reward function did not return one value per completion, so its values cannot be assigned to completions."""
-
-
-class Failure(NamedTuple):
-    """The reason why a reward function failed for a completion, or why an environment failed.
-
-    Attributes:
-      kind: `timeout` or `error`. An environment can also be `unavailable` or `misconfigured` (see
-        `EnvironmentUnavailable` and `EnvironmentMisconfigured` in `tunix_like.errors`).
-    """
-
-    kind: FailureKind
-    reason: str
 
 
 class FunctionRewards(NamedTuple):
@@ -68,19 +44,15 @@ def check_form(name: str, function: Any) -> None:
     """Checks that an object can be called as a reward function.
 
     Raises:
-      UserError: the object is not callable, has no signature, or is a coroutine or generator function.
+      UserError: the object is not callable, has no signature, or is a generator function.
     """
     if not callable(function):
         raise UserError(
             f"Reward function '{name}' is {_show(function)}, which is not callable; the expected signature is "
             "f(prompts, completions, **columns)."
         )
-    forms = (function, function.__call__)  # the __call__ of an object may be the async function
-    if any(map(inspect.iscoroutinefunction, forms)) or any(map(inspect.isasyncgenfunction, forms)):
-        raise UserError(
-            f"Reward function '{name}' is async, which is not supported; write a plain def, which may use asyncio.run."
-        )
-    if any(map(inspect.isgeneratorfunction, forms)):
+    forms = (function, function.__call__)  # the __call__ of an object may be the generator function
+    if any(map(inspect.isgeneratorfunction, forms)) or any(map(inspect.isasyncgenfunction, forms)):
         raise UserError(
             f"Reward function '{name}' is a generator (it has a yield); return a list with one number per completion."
         )
@@ -117,7 +89,7 @@ def arguments_of(name: str, function: Callable[..., Any], columns: Collection[st
 def call(
     name: str, function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]], count: int
 ) -> FunctionRewards:
-    """Calls a reward function once for `count` completions. The function gets a copy of each list.
+    """Calls a reward function once for `count` completions. The function gets a copy of each list, and can be async.
 
     A returned None or NaN means "no reward". Any other value must be a number with an absolute value of at most 1e15;
     otherwise a failure is recorded for its completion.
@@ -126,7 +98,7 @@ def call(
       WrongCount: the function returned a wrong number of values, or not a list.
       Exception: any exception that the function raises.
     """
-    values = function(**{key: list(column) for key, column in arguments.items()})
+    values = result_of(function(**{key: list(column) for key, column in arguments.items()}))
     if hasattr(values, "tolist"):  # numpy and jax arrays
         values = values.tolist()
     if not isinstance(values, list | tuple):
@@ -145,6 +117,25 @@ def call(
     return results
 
 
+def result_of(value: Any) -> Any:
+    """Returns the result of an awaitable, which runs in an event loop of its own; any other value unchanged.
+
+    A notebook runs its cells inside an event loop, in which no second loop can run. The new loop is then in a thread.
+    """
+    if not inspect.isawaitable(value):
+        return value
+
+    async def wait(value: Awaitable[Any]) -> Any:
+        return await value
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(wait(value))
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, wait(value)).result()
+
+
 def _number(value: Any) -> tuple[float, str | None]:
     """Converts a value that a reward function returned. Returns the reward (NaN if there is none) and the problem with
     the value (None if the value is valid)."""
@@ -159,8 +150,8 @@ def _number(value: Any) -> tuple[float, str | None]:
         reward = math.inf
     except (TypeError, ValueError):
         return math.nan, "is not a number"
-    if abs(reward) > LARGEST:  # also true for infinities; false for NaN
-        return math.nan, f"is not within +-{LARGEST:.0e}"
+    if abs(reward) > LARGEST_REWARD:  # also true for infinities; false for NaN
+        return math.nan, f"is not within +-{LARGEST_REWARD:.0e}"
     return reward, None
 
 
@@ -203,26 +194,6 @@ def copy_rewards(results: FunctionRewards, rows: range, part: FunctionRewards) -
 def slices(arguments: Mapping[str, Sequence[Any]], rows: range) -> dict[str, Sequence[Any]]:
     """Returns, of every column in `arguments`, the values of the completions with the indices `rows`."""
     return {key: column[rows.start : rows.stop] for key, column in arguments.items()}
-
-
-def explain(name: str, error: BaseException, what: str = "Reward function") -> str:
-    """Describes the exception `error` of the user's function `name`, with the user's part of the traceback.
-
-    Args:
-      what: the kind of user code, such as "Reward function"; the description begins with this text.
-    """
-    if isinstance(error, UserError):
-        return str(error)[:LONGEST_REASON]
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    trace = error.__traceback__
-    for _ in range(max((i + 1 for i, f in enumerate(frames) if f.f_code.co_filename in _OWN_FILES), default=0)):
-        assert trace is not None
-        trace = trace.tb_next
-    raised = "".join(traceback.format_exception_only(error)).strip()
-    text = f"{what} '{name}' raised {raised}"
-    if trace is not None:
-        text = f"{text[: LONGEST_REASON // 2]}\n{''.join(traceback.format_exception(error.with_traceback(trace)))}"
-    return text[:LONGEST_REASON].strip()
 
 
 def _show(value: Any) -> str:

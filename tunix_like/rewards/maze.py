@@ -1,8 +1,4 @@
-"""Computes the maze reward, and the path of a completion through its maze.
-
-A grid is a text of rows joined by newlines. Its characters are `#` (wall), `.` (free cell), `S` (START) and `G` (GOAL).
-START is at (row 1, column 1), counted from 0.
-"""
+"""The reward `maze`, and the path of a completion through its maze."""
 
 from __future__ import annotations
 
@@ -26,6 +22,9 @@ class Walk(NamedTuple):
 
 def walk(grid: str, completion: str) -> Walk:
     """Follows the moves of a completion through its maze.
+
+    A grid is a text of rows joined by newlines. Its characters are `#` (wall), `.` (free cell), `S` (start, at row 1
+    and column 1, counted from 0) and `G` (goal).
 
     The completion solves the maze if and only if it contains the word DONE, every word before DONE is a move, no move
     enters a wall, and the goal cell is reached. Moves after the goal are ignored, and cells may be visited again.

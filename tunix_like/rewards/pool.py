@@ -9,38 +9,32 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import pickle
-import selectors
-import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from tunix_like.errors import UserError
-from tunix_like.rewards.calls import Failure, FunctionRewards, arguments_of, check_form, copy_rewards, slices
-from tunix_like.rewards.process import WorkerProcess
-
-START_SECONDS = 120
-"""Maximum seconds for a worker to start and to load the functions."""
+from tunix_like.rewards.calls import FunctionRewards, arguments_of, check_form, copy_rewards, slices
+from tunix_like.rewards.environment_state import state_of
+from tunix_like.runtime.user_code import place_of
+from tunix_like.workers.failures import Failure, FailureKind
+from tunix_like.workers.messages import packed
+from tunix_like.workers.process import Process, Worker
+from tunix_like.workers.supervisor import LOADING, Supervisor
 
 PATIENCE = 10
 """Limits the total time of failed calls in a batch to `PATIENCE * (timeout_seconds + start time of a worker)` per
 worker. At the limit, the remaining completions of the batch stay unscored."""
-
-POLL_SECONDS = 0.2
-"""Interval of the memory checks while workers are busy."""
 
 
 class PooledFunction:
     """A reward function that runs in the workers of a pool; created by `pooled`."""
 
     def __init__(self, name: str, function: Callable[..., Any], place: str, pool: Pool):
-        self.__name__, self.place, self.pool = name, place, pool
+        self.__name__, self.function, self.place, self.pool = name, function, place, pool
         self.__signature__ = inspect.signature(function)
 
     def score_groups(
@@ -76,8 +70,8 @@ def pooled(
       memory_gb: memory limit of a worker in GB (10^9 bytes). A worker that uses more is stopped (Linux only).
 
     Raises:
-      UserError: another process cannot import a function, or a function is not a valid reward function (it is async or
-        a generator).
+      UserError: another process cannot import a function, or a function is not a valid reward function (it is a
+        generator).
     """
     named = functions if isinstance(functions, Mapping) else {_name_of(function): function for function in functions}
     if len(named) < len(functions):
@@ -101,52 +95,13 @@ def _name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-IN_THIS_PROCESS = "run it in this process (rewards.workers=0, or without `pooled`)"
-
-
-def place_of(
-    name: str, function: Callable[..., Any], what: str = "Reward function", otherwise: str = IN_THIS_PROCESS
-) -> str:
-    """Returns the location from which another process imports a function or class: `/absolute/file.py:function` or
-    `module:function`.
-
-    Args:
-      what: the kind of user code, for the error message.
-      otherwise: what to do if the code cannot be moved to an importable file, for the error message.
-
-    Raises:
-      UserError: another process cannot import the function or class.
-    """
-    if ":" in name:
-        file, _, attribute = name.rpartition(":")
-        return f"{Path(file).resolve()}:{attribute}" if file.endswith(".py") else name
-    module, attribute = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    if module != "__main__" and getattr(sys.modules.get(str(module)), attribute, None) is function:
-        file = str(sys.modules[str(module)].__file__)
-        return f"{file}:{attribute}" if str(module).startswith("tunix_like_user_") else f"{module}:{attribute}"
-    raise UserError(
-        f"{what} '{name}' cannot run in a worker, which imports it by name: it is a closure, a lambda, a method, or is "
-        f"defined in the main script. Move it to the top level of a file that is imported, or {otherwise}."
-    )
-
-
 @dataclasses.dataclass
 class _Call:
     """One call of a reward function: the indices of the completions that it scores (`rows`), and the `time.monotonic`
-    values of its start (`given`) and of its deadline."""
+    value of its start, which includes the start of a worker if one is needed."""
 
     rows: range
-    given: float = 0.0
-    deadline: float = 0.0
-
-
-class _Slot:
-    """The state of one of the pool's worker processes. `worker` is None if the process is not running. `ready` is True
-    when it has loaded the functions. `call` is the call of a reward function that it executes, or None."""
-
-    worker: WorkerProcess | None = None
-    ready = False
-    call: _Call | None = None
+    start: float = 0.0
 
 
 class Pool:
@@ -154,15 +109,15 @@ class Pool:
 
     def __init__(self, places: Sequence[str], workers: int, timeout_seconds: float, memory_gb: float):
         self.places, self.workers = list(places), workers
-        self.timeout_seconds, self.memory_bytes = timeout_seconds, int(memory_gb * 1e9)
-        self._slots = [_Slot() for _ in range(workers)]
-        self._start_seconds = 0.0  # the longest start time of a worker so far
-        # also runs at interpreter exit if `close` was not called
-        self._finalizer = weakref.finalize(self, _kill_all, self._slots)
+        self.supervisor = Supervisor("rewards", timeout_seconds, memory_gb)
+        self.idle: list[Worker] = []
+        self.start_seconds = 0.0  # the longest start time of a worker so far
 
     def close(self) -> None:
         """Kills all worker processes of the pool."""
-        _kill_all(self._slots)
+        self.supervisor.close()
+        while self.idle:
+            self.idle.pop().kill()
 
     def score_groups(
         self, place: str, name: str, arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
@@ -196,116 +151,70 @@ class _Batch:
 
     def run(self, calls: deque[_Call]) -> None:
         self.queue = calls
-        slots = self.pool._slots
-        while self.queue or any(slot.call for slot in slots):
-            if self.queue and self.wasted > self._patience():
-                self._give_up()
-            for slot in slots:
-                if self.queue and slot.call is None:
-                    self._hand_out(slot, self.queue.popleft())
-            if busy := [slot for slot in slots if slot.call is not None]:
-                self._wait(busy)
+        pool, supervisor = self.pool, self.pool.supervisor
+        while self.queue or supervisor.calls:
+            if self.wasted > PATIENCE * pool.workers * (supervisor.timeout_seconds + pool.start_seconds):
+                took = f"its failed calls took {self.wasted:.0f} s of worker time in this batch"
+                reason = f"Reward function '{self.name}' was not called: {took}, which exceeds the limit."
+                while self.queue:
+                    self.results.failures.update(dict.fromkeys(self.queue.popleft().rows, Failure("timeout", reason)))
+            while self.queue and len(supervisor.calls) < pool.workers:
+                self._hand_out(self.queue.popleft())
+            supervisor.wait()
+            for worker, call, answer in supervisor.look():
+                self._take(worker, call.tag, call.what == LOADING, answer)
 
-    def _patience(self) -> float:
-        pool = self.pool
-        return PATIENCE * pool.workers * (pool.timeout_seconds + pool._start_seconds)
+    def _hand_out(self, call: _Call) -> None:
+        call.start = time.monotonic()
+        while self.pool.idle:
+            worker = self.pool.idle.pop()
+            if worker.ended is None and worker.connection.is_quiet():
+                return self._send(worker, call)
+            worker.kill()
+        self.pool.supervisor.load(Process("tunix_like.rewards.worker", self.pool.places, "reward worker"), call)
 
-    def _give_up(self) -> None:
-        reason = (
-            f"Reward function '{self.name}' was not called: its failed calls took {self.wasted:.0f} s of worker time "
-            "in this batch, which exceeds the limit."
-        )
-        for call in self.queue:
-            self.results.failures.update(dict.fromkeys(call.rows, Failure("timeout", reason)))
-        self.queue.clear()
+    def _send(self, worker: Worker, call: _Call) -> None:
+        part = slices(self.arguments, call.rows)
+        if "environments" in part:
+            part["environments"] = [state_of(each) for each in part["environments"]]
+        subject = f"Reward function '{self.name}': a column ({', '.join(part)})"
+        parts = (self.place, self.name, len(call.rows)), (part,)
+        request = b"".join(packed(each, subject, "set rewards.workers=0") for each in parts)
+        self.pool.supervisor.call(worker, request, call, "the call")
 
-    def _hand_out(self, slot: _Slot, call: _Call) -> None:
-        now = time.monotonic()
-        if slot.worker is not None and not slot.worker.alive:
-            slot.worker.kill()
-            slot.worker = None
-        if slot.worker is None:
-            slot.worker, slot.ready = WorkerProcess(self.pool.places), False
-        call.given, call.deadline = now, now + (self.pool.timeout_seconds if slot.ready else START_SECONDS)
-        slot.call = call
-        slot.worker.send(self._request(call.rows))
-
-    def _request(self, rows: range) -> bytes:
-        part = slices(self.arguments, rows)
+    def _take(self, worker: Worker, call: _Call, loading: bool, answer: Mapping[str, Any] | Failure) -> None:
+        """Handles the end of a call, or of the start of the worker that is to execute the call."""
+        if isinstance(answer, Failure):
+            worker.kill()
+            return self._failed(call, answer.kind, f"Reward function '{self.name}': {answer.reason}")
+        if loading:
+            self.pool.start_seconds = max(self.pool.start_seconds, time.monotonic() - call.start)
+            return self._send(worker, call)
+        usable = True
         try:
-            return pickle.dumps((self.place, self.name, part, len(rows)))
-        except Exception as error:
-            raise UserError(
-                f"Reward function '{self.name}': a column ({', '.join(part)}) cannot be sent to a worker "
-                f"({type(error).__name__}: {error}); set rewards.workers=0."
-            ) from error
+            self._record(call, answer)
+        except (KeyError, IndexError, TypeError, ValueError):  # the user's code can write to the socket
+            usable = False
+            reason = f"Reward function '{self.name}': its process sent {answer!r:.200}, which is not an answer."
+            self._failed(call, "error", reason)
+        if usable and not self.pool.supervisor.is_too_large(worker):
+            self.pool.idle.append(worker)
+        else:
+            worker.kill()
 
-    def _wait(self, busy: list[_Slot]) -> None:
-        """Waits until a worker process that executes a call sends or can receive data, until the deadline of a call, or
-        for `POLL_SECONDS`. Then checks all worker processes that execute a call."""
-        nearest = min(slot.call.deadline for slot in busy if slot.call) - time.monotonic()
-        with selectors.DefaultSelector() as selector:
-            for slot in busy:
-                assert slot.worker is not None
-                slot.worker.register(selector)
-            selector.select(max(min(nearest, POLL_SECONDS), 0))
-        for slot in busy:
-            self._look_at(slot)
+    def _record(self, call: _Call, answer: Mapping[str, Any]) -> None:
+        if "failure" in answer:
+            kind, reason = answer["failure"]
+            self._failed(call, kind, reason, answer["of_all"])
+        else:
+            failures = {i: Failure(kind, reason) for i, kind, reason in answer["failures"]}
+            copy_rewards(self.results, call.rows, FunctionRewards(np.array(answer["rewards"], float), failures))
 
-    def _look_at(self, slot: _Slot) -> None:
-        worker, call, pool = slot.worker, slot.call, self.pool
-        assert worker is not None and call is not None
-        alive = worker.alive  # checked before `pump`, so that output written just before an exit is still read
-        answer, now, size = worker.pump(), time.monotonic(), worker.memory()
-        if answer is not None and not slot.ready:
-            slot.ready, call.deadline = True, now + pool.timeout_seconds
-            pool._start_seconds = max(pool._start_seconds, now - call.given)
-        elif answer is not None:
-            slot.call = None
-            if "error" in answer:
-                self._failed(call, "error", answer["error"], now, answer["of_all"])
-            else:
-                failures = {i: Failure(kind, reason) for i, kind, reason in answer["failures"]}
-                copy_rewards(self.results, call.rows, FunctionRewards(np.array(answer["rewards"]), failures))
-            if size > pool.memory_bytes:
-                self._replace(slot)
-        elif not alive:
-            self._failed(call, "error", f"Reward function '{self.name}': its worker {self._replace(slot)}", now)
-        elif size > pool.memory_bytes:
-            self._replace(slot)
-            limit = f"more than rewards.memory_gb={pool.memory_bytes / 1e9:g} GB"
-            self._failed(call, "error", f"Reward function '{self.name}': its worker held {limit} and was stopped.", now)
-        elif now > call.deadline:
-            self._replace(slot)
-            what = (
-                f"did not return within rewards.timeout_seconds={pool.timeout_seconds:g} s"
-                if slot.ready
-                else f"was not loaded by a worker within {START_SECONDS} s"
-            )
-            self._failed(call, "timeout", f"Reward function '{self.name}' {what}.", now)
-
-    def _replace(self, slot: _Slot) -> str:
-        """Kills a worker process of the pool and returns a description of how it ended. A later call starts a new
-        worker process in its place."""
-        assert slot.worker is not None
-        how = slot.worker.kill()
-        slot.worker, slot.call = None, None
-        return how
-
-    def _failed(
-        self, call: _Call, kind: Literal["timeout", "error"], reason: str, now: float, of_all: bool = False
-    ) -> None:
+    def _failed(self, call: _Call, kind: FailureKind, reason: str, of_all: bool = False) -> None:
         """Handles a failed call of the reward function. Records the failure if the call had a single completion, or if
         the failure concerns all completions of the call (`of_all`). Otherwise schedules one call per completion."""
-        self.wasted += now - call.given
+        self.wasted += time.monotonic() - call.start
         if of_all or len(call.rows) == 1:
             self.results.failures.update(dict.fromkeys(call.rows, Failure(kind, reason)))
         else:
             self.queue.extend(_Call(range(i, i + 1)) for i in call.rows)
-
-
-def _kill_all(slots: Sequence[_Slot]) -> None:
-    for slot in slots:
-        if slot.worker is not None:
-            slot.worker.kill()
-        slot.worker, slot.call = None, None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tunix_like.errors import UserError, nearest
-from tunix_like.rewards.calls import check_form
+from tunix_like.rewards.calls import check_form, result_of
 from tunix_like.runtime.user_code import check_new_name, load_function
 
 if TYPE_CHECKING:
@@ -75,23 +75,24 @@ def verl_compatible(function: Callable[..., Any]) -> RewardFunction:
     If the rows have none of these columns, a call of the returned function raises a UserError.
 
     Raises:
-      UserError: `function` is not callable, is async, or is a generator.
+      UserError: `function` is not callable, or is a generator.
     """
-    check_form(getattr(function, "__name__", repr(function)), function)
+    name = getattr(function, "__name__", repr(function))
+    check_form(name, function)
     parameters = inspect.signature(function).parameters
-    by_keyword = "solution_str" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    by_keyword = accepts_all or "solution_str" in parameters
 
     def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[Any]:
-        truths = _ground_truths(columns, getattr(function, "__name__", repr(function)))
+        truths = _ground_truths(columns, name)
         scores = []
         for i, completion in enumerate(completions):
             if by_keyword:
                 given = {"solution_str": completion, "ground_truth": truths[i]}
                 given |= {name: columns[name][i] if name in columns else None for name in ("data_source", "extra_info")}
-                result = function(**{k: v for k, v in given.items() if accepts_all or k in parameters})
+                result = result_of(function(**{k: v for k, v in given.items() if accepts_all or k in parameters}))
             else:
-                result = function(completion, truths[i])
+                result = result_of(function(completion, truths[i]))
             scores.append(result["score"] if isinstance(result, Mapping) else result)
         return scores
 

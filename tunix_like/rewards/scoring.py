@@ -62,12 +62,8 @@ class Scores:
 
 
 def check_arguments(functions: Sequence[tuple[str, RewardFunction, float]], columns: Collection[str]) -> None:
-    """Checks, before scoring, that the columns provide all arguments that the reward functions need.
-
-    Raises:
-      UserError: a function needs a column that does not exist, a column is called `prompts` or `completions`, or two
-        functions have the same name.
-    """
+    """Raises UserError if a function needs a column that does not exist, a column is called `prompts` or `completions`,
+    or two functions have the same name."""
     names = [name for name, _, _ in functions]
     if len(set(names)) != len(names):
         raise UserError(
@@ -104,8 +100,7 @@ def score(
         parameters, or all columns if it accepts `**kwargs`.
 
     Raises:
-      UserError: a function needs a column that does not exist, a column is called `prompts` or `completions`, two
-        functions have the same name, or a column for a worker process cannot be pickled.
+      UserError: see `check_arguments`; or a column for a worker process cannot be pickled.
     """
     check_arguments(functions, columns)
     given, count = {"prompts": prompts, "completions": completions, **columns}, len(completions)

@@ -1,5 +1,4 @@
-"""Collects the data of a training step: takes prompts, samples completions, scores the completions and adjusts the
-rewards (overlong penalty, binarization).
+"""Collects the groups of completions of a training step: takes prompts, samples and scores completions.
 
 With dynamic sampling, further batches are sampled until enough prompts have completions with different rewards.
 """
@@ -8,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,15 +17,14 @@ from jaxtyping import Bool, Float, Int
 
 from tunix_like.algorithms.objective import Objective
 from tunix_like.algorithms.registry import check_rewards
-from tunix_like.config.schema import AlgorithmConfig, RolloutConfig
+from tunix_like.config.schema import AlgorithmConfig, RLTrainingConfig
 from tunix_like.data.source import SOURCE_COLUMN
 from tunix_like.data.stream import Prompt
 from tunix_like.data.tokenizer import Tokenizer
-from tunix_like.errors import UserError
-from tunix_like.rollout.environments.episodes import with_environment
-from tunix_like.rollout.environments.generation import generate
-from tunix_like.rollout.environments.trajectories import Player
+from tunix_like.errors import EngineLost, UserError
+from tunix_like.rollout.episodes import with_environment
 from tunix_like.rollout.files import FirstFailure, nothing_scored_message, saved_on_failure
+from tunix_like.rollout.requests import Player, generate
 from tunix_like.rollout.rollouts import (
     Rollout,
     Task,
@@ -37,10 +35,11 @@ from tunix_like.rollout.rollouts import (
     rollout_metrics,
     score_completions,
     succeeds,
-    to_batch,
     with_width,
 )
+from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.runtime import progress
+from tunix_like.runtime.profile import Clock
 from tunix_like.types import Engine, GroupBatch, Problem, SamplingParams
 
 logger = logging.getLogger("tunix_like")
@@ -53,28 +52,9 @@ EXTRA_BATCHES = 4
 """Maximum number of extra rollout batches per step if `algorithm.max_extra_batches` is not set."""
 
 
-class Collected(NamedTuple):
-    """The prompts and completions of one training step. A group has all completions of one prompt.
-
-    Attributes:
-      rollout: the groups to train on.
-      batch: `rollout` with its rewards after `shape_rewards`, as the arrays of the training step.
-      metrics: metrics of all groups that were sampled for the step, including groups that are not trained on.
-      tokens: number of completion tokens that were sampled for the step, including groups that are not trained on.
-    """
-
-    rollout: Rollout
-    batch: GroupBatch
-    metrics: dict[str, Any]
-    tokens: int
-
-
 @dataclasses.dataclass
 class Collector:
-    """Takes prompts, samples completions of each prompt, scores the completions and adjusts the rewards (see
-    `shape_rewards`).
-
-    An instance is called once per training step.
+    """Takes prompts, and samples and scores completions of each prompt. An instance is called once per training step.
 
     Attributes:
       batches: iterator over the batches of prompts of the run.
@@ -84,6 +64,7 @@ class Collector:
       player: passes the turns of completions to environments; None if completions have a single turn.
       drawn: number of prompts taken from `batches` so far. The next prompt gets this value as its `Problem.number`, so
         these numbers are unique in a run.
+      most_unscored: the number of consecutive steps without a scored completion after which EngineLost is raised.
       started: whether the run has taken a batch from `batches`. For a resumed run, batches taken before the checkpoint
         count too.
     """
@@ -99,62 +80,65 @@ class Collector:
     first_failure: FirstFailure = dataclasses.field(default_factory=FirstFailure)
     drawn: int = 0
     player: Player | None = None
+    most_unscored: int = RLTrainingConfig.max_unscored_steps
     started: bool = False
     _warned: bool = False
+    _unscored: int = 0
 
-    def __call__(self, step: int, params: Any, lap: Callable[[str], None]) -> Collected | None:
-        """Samples and scores the completions of training step `step`. Returns None if the data has no further batch.
+    def __call__(self, step: int, params: Any, clock: Clock) -> tuple[Rollout, dict[str, Any]] | None:
+        """Returns the groups to train on in step `step`, and metrics of all groups that were sampled for it. Returns
+        None if the data has no further batch.
 
         Args:
           params: the weights, from `Engine.place`.
-          lap: called at the end of each part of the work with the name of the part: "data", "rollout" or "reward".
+          clock: a new clock, which gets the time of each part of the work: "data", "rollout" (without the wait for
+            environments), "environment" (this wait) and "reward".
 
         Raises:
           UserError: no completion of the first batch could be scored, the advantage estimator does not accept the
             rewards, or the data has fewer prompts than one batch. In the first two cases the completions are written to
             the folder `rollouts`.
+          EngineLost: this is the last of `most_unscored` consecutive steps without a scored completion.
         """
-        algo, lengths = self.task.algo, self.task.rollout_config
         metrics: dict[str, Any] = {}
-        if self.player is not None:
-            self.player.seconds = 0.0  # evaluations have increased it
-        drawn = self._draw(step, params, lap)
-        if drawn is None:
+        row_steps = self.engine.row_steps
+        rollout = self._draw(step, params, clock)
+        if rollout is None:
             return None
-        rollout, rewards = drawn
-        if algo.dynamic_sampling:
-            rollout, rewards, metrics = self._sample_dynamically(step, params, rollout, rewards, lap)
+        if self.task.algo.dynamic_sampling:
+            rollout, metrics = self._sample_dynamically(step, params, rollout, clock)
+        self._check_scored(rollout)
         metrics |= rollout_metrics(rollout, self.task.success_threshold)
-        if self.player is not None:
-            metrics["time/environment"] = self.player.seconds
-        tokens = int(rollout.sampled_lengths.sum())
+        tokens, row_steps = int(rollout.sampled_lengths.sum()), self.engine.row_steps - row_steps
+        metrics["perf/generation_tokens_per_sec"] = tokens / sampling_seconds(clock.seconds)
+        metrics["perf/rollout_occupancy"] = tokens / row_steps if row_steps else float("nan")
         if len(rollout.problems) > self.batch_size:
-            chosen = np.sort(np.argsort(~self._has_signal(rollout, rewards), kind="stable")[: self.batch_size])
-            rollout, rewards = pick_groups(rollout, chosen), rewards[chosen]
-        return Collected(rollout, training_batch(rollout, rewards, self.objective, lengths), metrics, tokens)
+            chosen = np.sort(np.argsort(~self._has_signal(rollout), kind="stable")[: self.batch_size])
+            rollout = pick_groups(rollout, chosen)
+        return rollout, metrics
+
+    def _check_scored(self, rollout: Rollout) -> None:
+        self._unscored = 0 if rollout.scores.scored.any() else self._unscored + 1
+        if self._unscored >= self.most_unscored:
+            raise EngineLost(
+                f"in each of the last {self._unscored} steps (training.max_unscored_steps) "
+                f"{nothing_scored_message(rollout.scores)}"
+            )
 
     def _sample_dynamically(
-        self,
-        step: int,
-        params: Any,
-        rollout: Rollout,
-        rewards: Float[np.ndarray, "P G"],
-        lap: Callable[[str], None],
-    ) -> tuple[Rollout, Float[np.ndarray, "N G"], dict[str, float]]:
-        """Samples extra batches until `batch_size` prompts have a training signal (roughly: different rewards; see
-        `_has_signal`), the maximum number of extra batches is reached, or the data has no further batch.
+        self, step: int, params: Any, rollout: Rollout, clock: Clock
+    ) -> tuple[Rollout, dict[str, float]]:
+        """Dynamic sampling (DAPO, arXiv 2503.14476): samples extra batches until `batch_size` prompts have a training
+        signal (see `_has_signal`), the maximum number of extra batches is reached, or the data has no further batch.
 
-        This is dynamic sampling (DAPO, arXiv 2503.14476). `rollout` and `rewards` are the results of the first batch.
-        Returns the rollout and the rewards of all batches, the first batch included, and the metrics
-        `dynamic_sampling/*`.
+        Returns `rollout`, the groups of the first batch, joined with those of the extra batches, and metrics.
         """
         cap, extra = self.task.algo.max_extra_batches or EXTRA_BATCHES, 0
-        while (short := self.batch_size - int(self._has_signal(rollout, rewards).sum())) > 0 and extra < cap:
-            drawn = self._draw(step, params, lap)
+        while (short := self.batch_size - int(self._has_signal(rollout).sum())) > 0 and extra < cap:
+            drawn = self._draw(step, params, clock)
             if drawn is None:
                 break
-            rollout, rewards = join_rollouts(rollout, drawn[0]), np.concatenate([rewards, drawn[1]])
-            extra += 1
+            rollout, extra = join_rollouts(rollout, drawn), extra + 1
         if short > 0 and not self._warned:
             self._warned = True
             logger.warning(
@@ -167,24 +151,19 @@ class Collector:
                 extra,
             )
         counts = {"extra_batches": extra, "short_groups": max(short, 0), "unused_groups": max(-short, 0)}
-        return rollout, rewards, {f"dynamic_sampling/{name}": float(count) for name, count in counts.items()}
+        return rollout, {f"dynamic_sampling/{name}": float(count) for name, count in counts.items()}
 
-    def _has_signal(self, rollout: Rollout, rewards: Float[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
+    def _has_signal(self, rollout: Rollout) -> Bool[np.ndarray, "P"]:
         """Returns for each prompt whether it has a training signal: the rewards of its completions differ, and it has
         as many scored completions as its advantage estimator needs."""
+        rewards = shaped_rewards(rollout, self.task)
         scored = ~np.isnan(rewards)
         return mixed_groups(rewards, scored) & self.objective.kept_groups(
             scored, estimator_ids(self.objective, rollout)
         )
 
-    def _draw(
-        self, step: int, params: Any, lap: Callable[[str], None]
-    ) -> tuple[Rollout, Float[np.ndarray, "P G"]] | None:
-        """Samples and scores completions for the next batch of prompts.
-
-        Returns the rollout and its shaped rewards (see `shape_rewards`); the reward of an unscored completion is NaN.
-        Returns None if the data has no further batch.
-        """
+    def _draw(self, step: int, params: Any, clock: Clock) -> Rollout | None:
+        """Samples and scores completions for the next batch of prompts; None if there is none."""
         size, rollout = self.task.algo.num_generations, self.task.rollout_config
         prompts = next(self.batches, None)
         if prompts is None and not self.started:
@@ -197,49 +176,51 @@ class Collector:
         self.started = True
         problems = [Problem(self.drawn + i, *prompt) for i, prompt in enumerate(prompts)]
         self.drawn += len(problems)
-        lap("data")
+        clock.lap("data")
         key = jax.random.fold_in(self.key, TRAIN_KEY)
         sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
+        if self.player is not None:
+            self.player.seconds = 0.0  # evaluations have increased it
         problems, out, trajectories = generate(self.engine, self.player, params, problems, size, key, sampling)
         rewrites = self.player is not None and self.player.rewrites
         completions = with_width(out, rollout.max_tokens_to_generate, segments=rewrites)
         episodes = None if trajectories is None else trajectories.episodes()
-        lap("rollout")
+        clock.lap("rollout")
+        if self.player is not None:
+            clock.move(self.player.seconds, "rollout", "environment")
         texts = completion_texts(completions, self.tokenizer)
         with progress.task("rewards"), saved_on_failure(self.rollouts, step, problems, texts):
-            scores = score_completions(self.task.rewards, problems, texts, size)
+            played = None if trajectories is None else trajectories.environments()
+            scores = score_completions(self.task.rewards, problems, texts, size, played)
             scores = scores if episodes is None else with_environment(scores, episodes)
             sampled = Rollout(problems, texts, completions, scores, episodes)
-            rewards = self._rewards(sampled)
+            self._check_rewards(sampled)
             if problems[0].number == 0 and not scores.scored.any():
                 raise UserError(nothing_scored_message(scores))
         self.first_failure(scores, self.rollouts)
-        lap("reward")
-        return sampled, rewards
+        clock.lap("reward")
+        return sampled
 
-    def _rewards(self, rollout: Rollout) -> Float[np.ndarray, "P G"]:
-        """Returns the rewards of a rollout after the overlong penalty and the binarization (see `shape_rewards`).
-        Raises UserError if an advantage estimator does not accept one of its rewards."""
-        lengths, algo = rollout.completions.lengths, self.task.algo
-        total = rollout.scores.total.reshape(lengths.shape)
-        rewards = shape_rewards(
-            total, lengths, algo, self.task.rollout_config.max_tokens_to_generate, self.task.success_threshold
-        )
-        scored = ~np.isnan(total)
-        ids = estimator_ids(self.objective, rollout)
+    def _check_rewards(self, rollout: Rollout) -> None:
+        """Raises UserError if an advantage estimator does not accept one of the rewards."""
+        rewards, ids = shaped_rewards(rollout, self.task), estimator_ids(self.objective, rollout)
 
         def describe(group: int, sample: int) -> str:
             parts = {
-                name: values.reshape(lengths.shape)[group, sample]
+                name: values.reshape(rewards.shape)[group, sample]
                 for name, values in rollout.scores.by_function.items()
             }
             values = ", ".join(f"{name} gave {value:g}" for name, value in parts.items())
             return f"prompt {rollout.problems[group].text!r:.80} (group {group}), completion {sample} ({values})"
 
         for index, estimator in enumerate(self.objective.estimators):
-            selected = scored & (ids == index)[:, None]
+            selected = ~np.isnan(rewards) & (ids == index)[:, None]
             check_rewards(estimator.name, estimator.params, rewards, selected, describe)
-        return rewards
+
+
+def sampling_seconds(seconds: Mapping[str, float], prefix: str = "time") -> float:
+    """Returns the seconds of sampling, including the wait for environments, from the times `<prefix>/<part>`."""
+    return max(seconds[f"{prefix}/rollout"] + seconds.get(f"{prefix}/environment", 0.0), 1e-9)
 
 
 def estimator_ids(objective: Objective, rollout: Rollout) -> Int[np.ndarray, "P"]:
@@ -247,14 +228,37 @@ def estimator_ids(objective: Objective, rollout: Rollout) -> Int[np.ndarray, "P"
     return objective.estimator_ids([problem.columns.get(SOURCE_COLUMN) for problem in rollout.problems])
 
 
-def training_batch(
-    rollout: Rollout, rewards: Float[np.ndarray, "P G"], objective: Objective, lengths: RolloutConfig
-) -> GroupBatch:
-    """Converts a rollout and its rewards (after `shape_rewards`) to the batch of a training step. `lengths` has the
-    maximum lengths of prompts and completions."""
-    batch = to_batch(rollout, rewards, lengths.max_prompt_length, lengths.max_tokens_to_generate)
-    trained = rollout.completions.finished if objective.config.overlong == "mask" else None
-    return batch._replace(estimator_ids=estimator_ids(objective, rollout), trained=trained)
+def training_batch(rollout: Rollout, task: Task, objective: Objective) -> GroupBatch:
+    """Converts groups to the arrays of a training step.
+
+    The lengths of the prompt axis and of the completion axis are the lengths of the longest prompt and of the longest
+    completion, rounded up by `length_bucket`.
+    """
+    out, limits = rollout.completions, task.rollout_config
+    lengths = np.array([len(problem.tokens) for problem in rollout.problems], np.int32)
+    width = length_bucket(int(lengths.max()), limits.max_prompt_length)
+    steps = length_bucket(int(out.lengths.max()), limits.max_tokens_to_generate)
+    rewards = shaped_rewards(rollout, task)
+    return GroupBatch(
+        prompt_tokens=pad_tokens([problem.tokens for problem in rollout.problems], width),
+        prompt_lengths=lengths,
+        completion_tokens=out.tokens[:, :, :steps],
+        completion_lengths=out.lengths,
+        token_mask=None if out.token_mask is None else out.token_mask[:, :, :steps],
+        segment_start=None if out.segment_start is None else out.segment_start[:, :, :steps],
+        rollout_logprobs=out.logprobs[:, :, :steps],
+        rewards=np.where(np.isnan(rewards), 0, rewards),
+        scored=~np.isnan(rewards),
+        trained=out.finished if task.algo.overlong == "mask" else None,
+        estimator_ids=estimator_ids(objective, rollout),
+    )
+
+
+def shaped_rewards(rollout: Rollout, task: Task) -> Float[np.ndarray, "P G"]:
+    """Returns the total rewards after `shape_rewards`; NaN for an unscored completion."""
+    lengths = rollout.completions.lengths
+    total, most = rollout.scores.total.reshape(lengths.shape), task.rollout_config.max_tokens_to_generate
+    return shape_rewards(total, lengths, task.algo, most, task.success_threshold)
 
 
 def shape_rewards(

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from tunix_like.models.decoder import Decoder, KeyValue, prompt_mask, to_rows
 from tunix_like.models.quantization import LEAVES as QUANTIZED_LEAVES
-from tunix_like.rollout.logits import SamplingParams, choose
+from tunix_like.rollout.logits import SamplingParams, choose, in_blocks, uniform_number
 
 TOKENS = "tokens"
 """Name of the decoding loop in a compiled program. Each iteration samples one token of every row."""
@@ -225,15 +225,15 @@ def advance(
     until the cache is full. The cache is a ring buffer. It is full if the next tokens would overwrite a token of a
     completion that can still get tokens."""
     model = _merge(graphdef, params)
-    head = model.head()  # outside the loop, because a tied head must be transposed
+    head = in_blocks(model.head())  # outside the loop, because a tied head must be transposed
     (slots, size), limit = rows.live.shape, rows.tokens.shape[-1]
     eos = jnp.array(eos_ids, jnp.int32)
     mask = prompt_mask(prompts.lengths, prompts.cache[0][1].shape[2])
     row_index = _row_index(rows)
 
     def body(rows: Rows) -> Rows:
-        logits = model.scores(rows.hidden, head).reshape(slots * size, -1)
-        draw = jax.vmap(lambda data, age: jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(data), age)))
+        logits = model.scores(rows.hidden.reshape(slots * size, -1), head)
+        draw = jax.vmap(lambda data, age: uniform_number(jax.random.fold_in(jax.random.wrap_key_data(data), age)))
         uniform = draw(rows.keys.reshape(-1, rows.keys.shape[-1]), rows.age.reshape(-1))
         tokens, logprobs = (x.reshape(slots, size) for x in choose(logits, uniform, sampling))
         written = (*row_index, jnp.where(rows.live, rows.age, limit))  # the index `limit` is out of range and dropped

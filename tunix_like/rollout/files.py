@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from jaxtyping import Float
 from tunix_like.data.source import SOURCE_COLUMN
 from tunix_like.errors import UserError
 from tunix_like.rewards import Scores
-from tunix_like.rollout.environments.episodes import REWARD
+from tunix_like.rollout.episodes import REWARD
 from tunix_like.rollout.rollouts import Rollout, segment_starts
 from tunix_like.types import GroupBatch, Problem
 
@@ -54,47 +55,60 @@ def write_rollouts(
 
 
 class RolloutFiles:
-    """Writes the completions of each step to the run folder: `rollouts/step_<n>.jsonl`.
-
-    Args:
-      folder: the folder `rollouts`, or None to write nothing.
-    """
+    """Writes the completions of training steps to `folder` (unless it is None). Only the first failed write of a run is
+    a warning, so that a full disk does not flood the log."""
 
     def __init__(self, folder: Path | None):
-        self.folder, self._lost = folder, False
+        self.folder, self._warned = folder, False
 
     def write(self, step: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> None:
-        """Writes the completions of a step. Logs a warning for the first failed write of the run; ignores later
-        failures."""
         if self.folder is None:
             return
-        shaped = np.where(batch.scored, batch.rewards, np.nan)
-        columns: dict[str, Any] = {"reward": rollout.scores.total, "estimator_reward": shaped, "advantage": advantages}
-        columns |= {"length": batch.completion_lengths, "finished": rollout.completions.finished}
-        columns |= {f"reward/{name}": values for name, values in rollout.scores.by_function.items()}
-        if rollout.episodes is not None:
-            columns |= {"sampled": rollout.sampled_lengths, "turns": [e.messages for e in rollout.episodes]}
-        if rollout.completions.segment_start is not None:
-            columns["segments"] = segment_starts(rollout.completions)
+        columns = _columns(rollout) | {"estimator_reward": np.where(batch.scored, batch.rewards, np.nan)}
         try:
-            write_rollouts(self.folder, step, rollout.problems, rollout.texts, columns)
+            write_rollouts(self.folder, step, rollout.problems, rollout.texts, columns | {"advantage": advantages})
         except OSError as error:
-            if not self._lost:
+            if not self._warned:
                 logger.warning("%s: cannot write the completions of step %d (%s)", self.folder, step, error)
-            self._lost = True
+            self._warned = True
+
+
+def _columns(rollout: Rollout) -> dict[str, Any]:
+    """Returns the values of each completion by name: rewards, lengths, turns."""
+    columns: dict[str, Any] = {"reward": rollout.scores.total, "length": rollout.completions.lengths}
+    columns |= {"finished": rollout.completions.finished}
+    columns |= {f"reward/{name}": values for name, values in rollout.scores.by_function.items()}
+    if rollout.episodes is not None:
+        columns |= {"sampled": rollout.sampled_lengths, "turns": [e.messages for e in rollout.episodes]}
+    if rollout.completions.segment_start is not None:
+        columns["segments"] = segment_starts(rollout.completions)
+    return columns
+
+
+def write_evaluation(folder: Path, step: int, parts: Sequence[Rollout]) -> None:
+    """Writes the completions of an evaluation as one file. A failed write is a warning."""
+    found = [
+        {name: values if isinstance(values, list) else values.reshape(-1).tolist() for name, values in columns.items()}
+        for columns in map(_columns, parts)
+    ]
+    none = [[None] * len(part.texts) for part in parts]  # only some batches may have segments
+    columns = {
+        name: [value for each, missing in zip(found, none, strict=True) for value in each.get(name, missing)]
+        for name in dict.fromkeys(itertools.chain.from_iterable(found))
+    }
+    problems = [problem for part in parts for problem in part.problems]
+    try:
+        write_rollouts(folder, step, problems, [text for part in parts for text in part.texts], columns)
+    except OSError as error:
+        logger.warning("%s: cannot write the completions of the evaluation at step %d (%s)", folder, step, error)
 
 
 @contextlib.contextmanager
 def saved_on_failure(
     folder: Path | None, step: int, problems: Sequence[Problem], texts: Sequence[str]
 ) -> Iterator[None]:
-    """Context manager that writes the completions to `folder` if its body raises a UserError.
-
-    The UserError is then raised again with a message that also names the file.
-
-    If `folder` is None, nothing is written. If the write fails (for example on a full disk), a warning is logged and
-    the original error is raised.
-    """
+    """Writes the completions to `folder` (unless it is None) if the body raises a UserError, and names the file in its
+    message. If the write fails, a warning is logged and the original error is raised."""
     try:
         yield
     except UserError as error:
@@ -109,22 +123,17 @@ def saved_on_failure(
 
 
 class FirstFailure:
-    """Logs the full text of the first failure of a reward function or an environment in a run. Later failures are not
-    logged."""
+    """Logs the full text of the first failure of a reward function or an environment in a run."""
 
     def __init__(self) -> None:
         self._shown = False
 
     def __call__(self, scores: Scores, folder: Path | None) -> None:
-        """Logs `scores.first_failure`, unless an earlier call logged a failure. If `folder` is not None, also writes
-        the text to `folder/reward_failure.txt`.
-
-        UTF-8 cannot encode a lone surrogate, so a lone surrogate is written as an escape, for example `\\udce9`.
-        """
+        """Logs `scores.first_failure`, and writes it to `folder/reward_failure.txt` (unless `folder` is None)."""
         if scores.first_failure is None or self._shown:
             return
         self._shown = True
-        text = scores.first_failure.encode("utf-8", "backslashreplace")
+        text = scores.first_failure.encode("utf-8", "backslashreplace")  # of lone surrogates
         note = ""
         if folder is not None:
             file = folder / "reward_failure.txt"
@@ -153,10 +162,7 @@ def nothing_scored_message(scores: Scores) -> str:
 
 
 def remove_steps_after(folder: Path, last: int) -> None:
-    """Removes the files of the steps after `last`: `step_<n>.jsonl` and other files whose name begins with `step_<n>_`.
-
-    A resumed run repeats these steps and writes their files again.
-    """
+    """Removes the files `step_<n>.*` and `step_<n>_*` of the steps after `last`, which a resumed run writes again."""
     for file in folder.glob("step_*"):
         if int(file.stem.split("_")[1]) > last:
             file.unlink()

@@ -5,13 +5,14 @@ The algorithm needs no sort over the vocabulary, and no random number for each v
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key, UInt
 
 from tunix_like.models.sharding import row_axes
 from tunix_like.types import SamplingParams
@@ -19,9 +20,9 @@ from tunix_like.types import SamplingParams
 if TYPE_CHECKING:
     from tunix_like.types import AnyArray
 
-BLOCK = 256
-"""Block size of the inverse-CDF search, in tokens. Short running sums keep the float32 rounding errors small."""
-
+LARGEST_BLOCK = 256
+"""Largest number of tokens in a block of the vocabulary. The inverse-CDF search first selects a block and then a token
+of this block: short running sums keep the float32 rounding errors small."""
 
 LOWEST_LOGIT = -80.0
 """A token gets weight 0 if its scaled logit minus the maximum scaled logit is at most this value. The exact weight of
@@ -29,14 +30,51 @@ such a token is at most `exp(-80)`, which is too small to change the total weigh
 differences below -87.3 would give denormal numbers, which make the sums several times slower on CPU."""
 
 
+def uniform_number(key: Key[Array, ""]) -> Float[Array, ""]:
+    """Draws a random number that `choose` turns into a token. `jax.random.uniform` has 23 random bits and can be 0."""
+    return from_bits(jax.random.bits(key, dtype=jnp.uint32))
+
+
+def from_bits(bits: UInt[Array, "*N"]) -> Float[Array, "*N"]:
+    """Maps 32 random bits to `(bits + 1/2) / 2**32`, rounded down to float32, so the result is in (0, 1).
+
+    Half a cell keeps 0 out, which would draw the first token of any positive weight. Rounding down keeps 1 out, and
+    makes the result less than any float32 threshold in [0, 1] for the right number of bit patterns.
+    """
+    dropped = jnp.right_shift(jnp.uint32(0xFF), jnp.minimum(jax.lax.clz(bits), 8))  # float32 has 24 significant bits
+    kept = jnp.bitwise_and(bits, ~dropped).astype(jnp.float32)
+    return (kept + jnp.where(bits < 1 << 23, 0.5, 0.0)) * 2.0**-32
+
+
+def in_blocks(head: Float[Array, "D V"]) -> Float[Array, "D V"] | Float[Array, "D B b"]:
+    """Splits the vocabulary of an output matrix into blocks of one size, so that the logits of `choose` have them. To
+    split the logits would copy them for each token.
+
+    The matrix is unchanged if no size from 8 to `LARGEST_BLOCK` divides the vocabulary, or the part of it that each
+    device along the mesh axis `tp` has.
+    """
+    size = _block_size(head.shape[1] // _parts(head.shape[1]))
+    return head if size is None else head.reshape(len(head), -1, size)
+
+
+def _parts(tokens: int) -> int:
+    """Returns the number of devices along the mesh axis `tp` if it divides the vocabulary, otherwise 1."""
+    parts = jax.sharding.get_abstract_mesh().shape.get("tp", 1)
+    return parts if tokens % parts == 0 else 1
+
+
+def _block_size(tokens: int) -> int | None:
+    return next((size for size in range(LARGEST_BLOCK, 7, -1) if tokens % size == 0), None)
+
+
 def choose(
-    logits: Float[Array, "N V"], uniform: Float[Array, "N"], params: SamplingParams
+    logits: Float[Array, "N *V"], uniform: Float[Array, "N"], params: SamplingParams
 ) -> tuple[Int[Array, "N"], Float[Array, "N"]]:
     """Samples one token per row of `logits` by inverse CDF.
 
     Args:
-      logits: float32 logits.
-      uniform: one uniform random number in [0, 1) per row.
+      logits: float32 logits, `[N V]` or in blocks, `[N B b]` (products with a matrix from `in_blocks`).
+      uniform: one random number in (0, 1) per row, from `uniform_number`.
       params: sampling parameters; temperature 0 is greedy decoding.
 
     Returns:
@@ -45,21 +83,21 @@ def choose(
       decoding returns the log-probabilities at temperature 1.
     """
     scaled = logits / params.temperature if params.temperature > 0 else logits
-    whole = params.temperature > 0 and params.top_k is None and params.top_p == 1.0
-    parts = jax.sharding.get_abstract_mesh().shape.get("tp", 1)
-    if whole and parts > 1 and logits.shape[-1] % parts == 0:
+    if params.temperature > 0 and params.top_k is None and params.top_p == 1.0:
         return _choose_by_parts(scaled, uniform)
-    shifted, weights = _exponentials(scaled, scaled.max(axis=-1))
-    normaliser = jnp.log(weights.sum(axis=-1))
+    scaled = _blocks(scaled)
+    largest = scaled.max(axis=(1, 2))
+    weights = _exponentials(scaled, largest)
+    normaliser = jnp.log(weights.sum(axis=(1, 2)))
     if params.temperature == 0:
-        tokens = jnp.argmax(logits, axis=-1)
+        tokens = _most_likely_token(scaled)
     else:
-        if params.top_k is not None and params.top_k < logits.shape[-1]:
+        if params.top_k is not None and params.top_k < logits[0].size:
             weights = keep_top_k(weights, params.top_k)
         if params.top_p < 1.0:
             weights = keep_top_p(weights, params.top_p)
         tokens = inverse_cdf(weights, uniform)
-    return tokens.astype(jnp.int32), jnp.take_along_axis(shifted, tokens[:, None], axis=1)[:, 0] - normaliser
+    return tokens, _entry(scaled, tokens) - largest - normaliser
 
 
 class RowSampling(NamedTuple):
@@ -75,96 +113,159 @@ class RowSampling(NamedTuple):
 
 
 def choose_each(
-    logits: Float[Array, "N V"], uniform: Float[Array, "N"], sampling: RowSampling
+    logits: Float[Array, "N *V"], uniform: Float[Array, "N"], sampling: RowSampling
 ) -> tuple[Int[Array, "N"], Float[Array, "N"]]:
     """Samples one token per row of `logits` like `choose`, but with separate sampling parameters for each row.
 
     The token of a row does not depend on the other rows.
     """
     greedy = sampling.temperature == 0
-    scaled = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
-    shifted, weights = _exponentials(scaled, scaled.max(axis=-1))
-    normaliser = jnp.log(weights.sum(axis=-1))
-    of_k, of_p = sampling.top_k < logits.shape[-1], sampling.top_p < 1.0
+    scaled = _blocks(logits / _column(jnp.where(greedy, 1.0, sampling.temperature), logits))
+    largest = scaled.max(axis=(1, 2))
+    weights = _exponentials(scaled, largest)
+    normaliser = jnp.log(weights.sum(axis=(1, 2)))
+    of_k, of_p = sampling.top_k < logits[0].size, sampling.top_p < 1.0
 
     def keep_k(weights: Array) -> Array:
-        return jnp.where(of_k[:, None], keep_each_top_k(weights, sampling.top_k), weights)
+        return jnp.where(_column(of_k, weights), keep_each_top_k(weights, sampling.top_k), weights)
 
     def keep_p(weights: Array) -> Array:
-        return jnp.where(of_p[:, None], keep_top_p(weights, sampling.top_p), weights)
+        return jnp.where(_column(of_p, weights), keep_top_p(weights, sampling.top_p), weights)
 
     def drawn(weights: Array) -> Array:
         weights = jax.lax.cond((of_k & ~greedy).any(), keep_k, lambda x: x, weights)
         weights = jax.lax.cond((of_p & ~greedy).any(), keep_p, lambda x: x, weights)
-        return inverse_cdf(weights, uniform).astype(jnp.int32)
+        return inverse_cdf(weights, uniform)
 
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    best = _most_likely_token(scaled)
     tokens = jnp.where(greedy, best, jax.lax.cond(greedy.all(), lambda _: best, drawn, weights))
-    return tokens, jnp.take_along_axis(shifted, tokens[:, None], axis=1)[:, 0] - normaliser
+    return tokens, _entry(scaled, tokens) - largest - normaliser
 
 
-def _exponentials(scaled: Float[Array, "N V"], largest: Float[Array, "N"]) -> tuple[Array, Array]:
-    """Returns the differences of the logits `scaled` and their maximum `largest`, and the exponentials of the
-    differences. The exponential is 0 if the difference is at most `LOWEST_LOGIT`."""
-    shifted = scaled - largest[:, None]
-    return shifted, jnp.where(shifted > LOWEST_LOGIT, jnp.exp(shifted), 0.0)
+def most_likely(
+    logits: Float[Array, "N *V"], temperature: Float[Array, "N"], count: int
+) -> tuple[Int[Array, "N K"], Float[Array, "N K"]]:
+    """Returns the `count` most probable tokens of each row, in descending order, and their log-probabilities as
+    `choose_each` defines them."""
+    scaled = logits.reshape(len(logits), -1) / jnp.where(temperature == 0, 1.0, temperature)[:, None]
+    values, tokens = jax.lax.top_k(scaled, count)
+    return tokens, values - jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
 
 
-def _choose_by_parts(scaled: Float[Array, "N V"], uniform: Float[Array, "N"]) -> tuple[Array, Array]:
+def _exponentials(scaled: Float[Array, "N *V"], largest: Float[Array, "N"]) -> Float[Array, "N *V"]:
+    """Returns the exponentials of the differences of the logits `scaled` and their maximum `largest`. The exponential
+    is 0 if the difference is at most `LOWEST_LOGIT`."""
+    shifted = scaled - _column(largest, scaled)
+    return jnp.where(shifted > LOWEST_LOGIT, jnp.exp(shifted), 0.0)
+
+
+def _column(values: Array, like: Array) -> Array:
+    """Reshapes one value per row to be broadcast against `like`."""
+    return values.reshape(-1, *(1,) * (like.ndim - 1))
+
+
+def _blocks(values: Float[Array, "N *V"], filler: float = -jnp.inf) -> Float[Array, "N B b"]:
+    """Splits the vocabulary into blocks if it is not split yet. Where no block size divides it, `filler` completes the
+    last block."""
+    if values.ndim == 3:
+        return values
+    size = _block_size(values.shape[1]) or LARGEST_BLOCK // 2
+    padded = jnp.pad(values, ((0, 0), (0, -values.shape[1] % size)), constant_values=filler)
+    return padded.reshape(len(values), -1, size)
+
+
+def _row_block(blocks: Float[Array, "N B b"], block: Int[Array, "N"]) -> Float[Array, "N b"]:
+    return jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+
+
+def _entry(blocks: Float[Array, "N B b"], tokens: Int[Array, "N"]) -> Float[Array, "N"]:
+    size = blocks.shape[-1]
+    return jnp.take_along_axis(_row_block(blocks, tokens // size), tokens[:, None] % size, axis=1)[:, 0]
+
+
+def _most_likely_token(scaled: Float[Array, "N B b"]) -> Int[Array, "N"]:
+    """Returns the first token of the largest logit: first the block, because an `argmax` over the flattened blocks
+    would copy them."""
+    block = jnp.argmax(scaled.max(axis=-1), axis=-1)
+    return (block * scaled.shape[-1] + jnp.argmax(_row_block(scaled, block), axis=-1)).astype(jnp.int32)
+
+
+def _choose_by_parts(scaled: Float[Array, "N *V"], uniform: Float[Array, "N"]) -> tuple[Array, Array]:
     """Samples like `choose`; each device along the mesh axis `tp` computes its part of the vocabulary.
 
-    Without this function, the compiler would gather the logits of the whole vocabulary on every device.
+    Otherwise the compiler would gather the logits of the whole vocabulary on every device.
     """
+    parts = _parts(scaled[0].size)
+    if parts == 1 or scaled.shape[1] % parts:
+        return _choose_from_part(scaled, uniform, None)
     rows = PartitionSpec(row_axes(jax.sharding.get_abstract_mesh(), scaled.shape[0]))
     run = jax.shard_map(
-        _choose_from_part, in_specs=(PartitionSpec(*rows, "tp"), rows), out_specs=(rows, rows), check_vma=False
+        functools.partial(_choose_from_part, axis="tp"),
+        in_specs=(PartitionSpec(*rows, "tp"), rows),
+        out_specs=(rows, rows),
+        check_vma=False,
     )
     return run(scaled, uniform)
 
 
 def _choose_from_part(
-    scaled: Float[Array, "N v"], uniform: Float[Array, "N"]
+    scaled: Float[Array, "N *v"], uniform: Float[Array, "N"], axis: str | None
 ) -> tuple[Int[Array, "N"], Float[Array, "N"]]:
-    """Samples like `choose`, on a device that has the logits of a part of the vocabulary: `v` tokens.
+    """Samples like `choose` from the logits of `v` tokens: the whole vocabulary, or with `axis` the part that this
+    device along a mesh axis has.
 
-    The devices exchange one maximum and one sum per row instead of the logits. The uniform number of a row selects a
-    part of the vocabulary, and then a token of this part.
+    The logits are read twice: for their maximum and for the sums of the blocks. The devices exchange one maximum and
+    one sum per row. The uniform number of a row selects a part of the vocabulary, then a block, then a token.
     """
-    axis = "tp"
-    shifted, weights = _exponentials(scaled, jax.lax.pmax(scaled.max(axis=-1), axis))
-    sums, blocks = _block_sums(weights)
-    totals = jax.lax.all_gather(sums.sum(axis=-1), axis, axis=1)
-    total = totals.sum(axis=-1)
-    part, rest = _first_above(totals, uniform * total)
-    token = _token_at(sums, blocks, rest)
-    logprob = jnp.take_along_axis(shifted, token[:, None], axis=1)[:, 0]
-    here, first = part == jax.lax.axis_index(axis), jax.lax.axis_index(axis) * scaled.shape[-1]
-    token, logprob = (jax.lax.psum(jnp.where(here, x, 0), axis) for x in (token + first, logprob))
-    return token.astype(jnp.int32), logprob - jnp.log(total)
+    size, scaled = scaled[0].size, _blocks(scaled)
+    largest = scaled.max(axis=(1, 2))
+    if axis is not None:
+        largest = jax.lax.pmax(largest, axis)
+    sums = _exponentials(scaled, largest).sum(axis=-1)
+    total = sums.sum(axis=-1)
+    target = uniform * total
+    if axis is not None:
+        totals = jax.lax.all_gather(total, axis, axis=1)
+        total = totals.sum(axis=-1)
+        part, target = _first_above(totals, uniform * total)
+    block, rest = _first_above(sums, target)
+    logits = _row_block(scaled, block)
+    index, _ = _first_above(_exponentials(logits, largest), rest)
+    token = block * scaled.shape[-1] + index
+    shifted = jnp.take_along_axis(logits, index[:, None], axis=1)[:, 0] - largest
+    if axis is not None:
+        device = jax.lax.axis_index(axis)
+        token += device * size
+        token, shifted = (jax.lax.psum(jnp.where(part == device, x, 0), axis) for x in (token, shifted))
+    return token.astype(jnp.int32), shifted - jnp.log(total)
 
 
-def keep_top_k(probs: Float[Array, "N V"], k: int) -> Float[Array, "N V"]:
+def keep_top_k(probs: Float[Array, "N *V"], k: int) -> Float[Array, "N *V"]:
     """Keeps the probabilities of the `k` most probable tokens, and sets all other probabilities to 0. Tokens with the
     same probability as the `k`-th token are kept too."""
-    threshold = jax.lax.top_k(probs, k)[0][:, -1:]
-    return jnp.where(probs >= threshold, probs, 0.0)
+    threshold = jax.lax.top_k(probs.reshape(len(probs), -1), k)[0][:, -1]
+    return jnp.where(probs >= _column(threshold, probs), probs, 0.0)
 
 
-def keep_each_top_k(probs: Float[Array, "N V"], k: Int[Array, "N"]) -> Float[Array, "N V"]:
+def keep_each_top_k(probs: Float[Array, "N *V"], k: Int[Array, "N"]) -> Float[Array, "N *V"]:
     """Keeps the probabilities of the `k` most probable tokens, and sets all other probabilities to 0; `k` differs
     between rows. Tokens with the same probability as the `k`-th token are kept too."""
-    return _keep_enough(probs, lambda kept: (kept > 0).sum(axis=-1) >= k)
+    return _keep_enough(probs, lambda kept: _total(kept > 0) >= k)
 
 
-def keep_top_p(probs: Float[Array, "N V"], top_p: float | Float[Array, "N"]) -> Float[Array, "N V"]:
+def keep_top_p(probs: Float[Array, "N *V"], top_p: float | Float[Array, "N"]) -> Float[Array, "N *V"]:
     """Keeps the smallest set of most probable tokens with at least the fraction `top_p` of the row's total probability.
     Tokens with the same probability as the least probable token of this set are kept too. All other probabilities
     become 0."""
-    wanted = top_p * probs.sum(axis=-1)
-    return _keep_enough(probs, lambda kept: kept.sum(axis=-1) >= wanted)
+    wanted = top_p * _total(probs)
+    return _keep_enough(probs, lambda kept: _total(kept) >= wanted)
 
 
-def _keep_enough(probs: Float[Array, "N V"], enough_of: Callable[[Array], Array]) -> Float[Array, "N V"]:
+def _total(x: Array) -> Array:
+    return x.sum(axis=range(1, x.ndim))
+
+
+def _keep_enough(probs: Float[Array, "N *V"], enough_of: Callable[[Array], Array]) -> Float[Array, "N *V"]:
     """Keeps the smallest set of most probable tokens that satisfies `enough_of`. Tokens with the same probability as
     the least probable token of this set are kept too.
 
@@ -173,7 +274,7 @@ def _keep_enough(probs: Float[Array, "N V"], enough_of: Callable[[Array], Array]
     `enough_of` instead of a sort.
 
     Args:
-      enough_of: `f(kept: [N V]) -> [N]`: returns for each row whether the kept probabilities are enough. Probabilities
+      enough_of: `f(kept: [N *V]) -> [N]`: returns for each row whether the kept probabilities are enough. Probabilities
         that are not kept are 0.
     """
 
@@ -181,37 +282,22 @@ def _keep_enough(probs: Float[Array, "N V"], enough_of: Callable[[Array], Array]
         low, high = bounds
         middle = low + (high - low) // 2
         threshold = jax.lax.bitcast_convert_type(middle, jnp.float32)
-        enough = enough_of(jnp.where(probs >= threshold[:, None], probs, 0.0))
+        enough = enough_of(jnp.where(probs >= _column(threshold, probs), probs, 0.0))
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
-    top = jax.lax.bitcast_convert_type(probs.max(axis=-1), jnp.int32)
+    top = jax.lax.bitcast_convert_type(probs.max(axis=range(1, probs.ndim)), jnp.int32)
     low, _ = jax.lax.fori_loop(0, 31, halve, (jnp.zeros_like(top), top + 1))
-    return jnp.where(probs >= jax.lax.bitcast_convert_type(low, jnp.float32)[:, None], probs, 0.0)
+    return jnp.where(probs >= _column(jax.lax.bitcast_convert_type(low, jnp.float32), probs), probs, 0.0)
 
 
-def inverse_cdf(weights: Float[Array, "N V"], uniform: Float[Array, "N"]) -> Int[Array, "N"]:
+def inverse_cdf(weights: Float[Array, "N *V"], uniform: Float[Array, "N"]) -> Int[Array, "N"]:
     """Returns for each row the first token at which the running sum of the weights exceeds `uniform` times their total.
-
-    Tokens of weight 0 are never returned. The search first selects a block of tokens and then a token of this block.
-    Two short running sums replace one long running sum, which keeps the rounding errors small.
-    """
-    sums, blocks = _block_sums(weights)
-    return _token_at(sums, blocks, uniform * sums.sum(axis=-1))
-
-
-def _block_sums(weights: Float[Array, "N V"]) -> tuple[Float[Array, "N B"], Float[Array, "N B 256"]]:
-    """Splits the weights into blocks of 256 tokens, padded with 0. Returns the sum of each block, and the blocks."""
-    rows, width = weights.shape
-    blocks = jnp.pad(weights, ((0, 0), (0, -width % BLOCK))).reshape(rows, -1, BLOCK)
-    return blocks.sum(axis=-1), blocks
-
-
-def _token_at(sums: Float[Array, "N B"], blocks: Float[Array, "N B 256"], target: Float[Array, "N"]) -> Array:
-    """Returns the first token at which the running sum of the weights exceeds `target`. `blocks` has the weights in
-    blocks of 256 tokens, and `sums` has the sum of each block."""
-    block, rest = _first_above(sums, target)
-    inner, _ = _first_above(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], rest)
-    return block * BLOCK + inner
+    Tokens of weight 0 are never returned."""
+    blocks = _blocks(weights, 0.0)
+    sums = blocks.sum(axis=-1)
+    block, rest = _first_above(sums, uniform * sums.sum(axis=-1))
+    index, _ = _first_above(_row_block(blocks, block), rest)
+    return (block * blocks.shape[-1] + index).astype(jnp.int32)
 
 
 def _first_above(weights: Float[Array, "N K"], target: Float[Array, "N"]) -> tuple[Array, Array]:

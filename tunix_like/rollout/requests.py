@@ -1,14 +1,16 @@
-"""Converts problems to requests for an engine, which samples completions. Converts the sampled completions to arrays,
-and arrays to single completions."""
+"""Samples completions of problems, with or without environments: requests to an engine, and its samples as arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Array
 
 from tunix_like.errors import UserError
-from tunix_like.types import Completions, Problem, Request, Responder, Sample
+from tunix_like.rollout.episodes import Episode
+from tunix_like.types import Completions, Engine, Problem, Request, Responder, Sample, SamplingParams
 
 
 def requests_of(problems: Sequence[Problem], size: int) -> list[Request]:
@@ -70,3 +72,58 @@ def samples_of(completions: Completions) -> Iterator[Sample]:
         finished = bool(completions.finished[request, sample])
         start = None if completions.segment_start is None else completions.segment_start[index]
         yield Sample(request, sample, completions.tokens[index], completions.logprobs[index], finished, mask, start)
+
+
+@runtime_checkable
+class Trajectories(Responder, Protocol):
+    """The trajectories of one rollout, as `environments.trajectories.Trajectories`."""
+
+    problems: list[Problem]
+
+    def check_rows(self, out: Completions, engine: str) -> None: ...
+
+    def episodes(self) -> list[Episode]: ...
+
+    def environments(self) -> list[Any] | None: ...
+
+
+@runtime_checkable
+class Player(Protocol):
+    """Starts the trajectories of rollouts, as `environments.trajectories.Player`."""
+
+    seconds: float
+
+    @property
+    def rewrites(self) -> bool: ...
+
+    def start(self, problems: Sequence[Problem], size: int, max_prompt_length: int) -> Trajectories: ...
+
+
+def generate(
+    engine: Engine,
+    player: Player | None,
+    params: Any,
+    problems: Sequence[Problem],
+    size: int,
+    key: Array,
+    sampling: SamplingParams,
+) -> tuple[list[Problem], Completions, Trajectories | None]:
+    """Samples `size` completions of each problem. If `player` is not None, environments answer each turn of the policy.
+
+    Returns:
+      the problems, with the first observations of the environments added to their prompts; the completions; and the
+      trajectories, or None if `player` is None.
+    """
+    trajectories = None if player is None else player.start(problems, size, engine.max_prompt_length)
+    if trajectories is not None:
+        problems = trajectories.problems
+    requests = requests_of(problems, size)
+    arguments = params, requests, key, sampling
+    # An engine that supports only single turns may lack the parameter `responder`.
+    samples = engine.generate(*arguments) if trajectories is None else engine.generate(*arguments, trajectories)
+    out = collect(samples, requests)
+    if trajectories is not None and player is not None and player.rewrites:
+        while isinstance(inner := getattr(engine, "engine", None), Engine):  # the error message names the inner engine
+            engine = inner
+        trajectories.check_rows(out, type(engine).__name__)
+    return list(problems), out, trajectories

@@ -1,4 +1,4 @@
-"""Scores completions, converts rollouts to batches and computes rollout metrics.
+"""Scores completions and computes the metrics of scored groups.
 
 The sampled tokens are used for training unchanged. Text is decoded only for the reward functions and for files, and is
 never tokenized again.
@@ -20,10 +20,9 @@ from tunix_like.data.source import REWARD_COLUMN, SOURCE_COLUMN
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, check_type
 from tunix_like.rewards import Scores, check_form, score
-from tunix_like.rollout.environments.episodes import Episode, episode_metrics
-from tunix_like.rollout.shapes import length_bucket, pad_tokens
+from tunix_like.rollout.episodes import Episode, episode_metrics
 from tunix_like.runtime.processes import spread
-from tunix_like.types import Completions, GroupBatch, Problem, RewardFunction
+from tunix_like.types import Completions, Problem, RewardFunction
 
 logger = logging.getLogger("tunix_like")
 
@@ -75,10 +74,10 @@ class Task(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """Sampled and scored completions: `G` for each of `P` prompts.
+    """Scored groups: the `G` sampled completions of each of `P` prompts, with their texts and rewards.
 
-    `texts` has the texts of the `P * G` completions, prompt after prompt. `episodes` has the turns of each completion;
-    it is None without an environment.
+    `texts`, `scores` and `episodes` have `P * G` entries, prompt after prompt. `episodes` is None without an
+    environment.
     """
 
     problems: list[Problem]
@@ -89,22 +88,14 @@ class Rollout(NamedTuple):
 
     @property
     def sampled_lengths(self) -> Int[np.ndarray, "P G"]:
-        """Returns the number of sampled tokens of each completion. Tokens of the environment's replies are not
-        counted."""
+        """The number of sampled tokens of each completion, without those of the environment's replies."""
         mask = self.completions.token_mask
         return self.completions.lengths if mask is None else mask.sum(axis=-1, dtype=np.int32)
 
 
 def with_width(completions: Completions, width: int, segments: bool = False) -> Completions:
-    """Pads or cuts the token axis of completions to `width`, and sets the `token_mask` of the completions.
-
-    An engine may return narrower arrays (as wide as its longest completion) and may omit the mask.
-
-    Args:
-      segments: whether to add a `segment_start` of zeros if the completions have none. A segment is a part of a
-        completion whose tokens do not see the earlier parts. An engine omits `segment_start` if each completion is a
-        single segment.
-    """
+    """Pads or cuts the token axis of completions to `width`, and adds the `token_mask`, and with `segments` also a
+    `segment_start` of zeros, if they are None."""
 
     def fit(values: np.ndarray) -> np.ndarray:
         missing = max(0, width - values.shape[-1])
@@ -124,16 +115,17 @@ def with_width(completions: Completions, width: int, segments: bool = False) -> 
 
 
 def join_rollouts(first: Rollout, second: Rollout) -> Rollout:
-    """Concatenates two rollouts: the prompts and completions of `first`, then those of `second`."""
     scores = first.scores.join(second.scores)
-    parts = zip(first.completions, second.completions, strict=True)
+    sides = [first.completions, second.completions]
+    if any(side.segment_start is not None for side in sides):  # no segments: one segment, which starts at 0
+        sides = [s._replace(segment_start=np.zeros_like(s.tokens)) if s.segment_start is None else s for s in sides]
+    parts = zip(*sides, strict=True)
     completions = Completions(*(None if part[0] is None else np.concatenate(part) for part in parts))  # type: ignore[arg-type]
     episodes = None if first.episodes is None else [*first.episodes, *(second.episodes or ())]
     return Rollout([*first.problems, *second.problems], [*first.texts, *second.texts], completions, scores, episodes)
 
 
 def pick_groups(rollout: Rollout, groups: Int[np.ndarray, "N"]) -> Rollout:
-    """Returns the rollout of the prompts with the indices `groups`, in the order of these indices."""
     size = rollout.completions.lengths.shape[1]
     rows = (groups[:, None] * size + np.arange(size)).reshape(-1)
     scores = rollout.scores.pick(rows)
@@ -144,25 +136,22 @@ def pick_groups(rollout: Rollout, groups: Int[np.ndarray, "N"]) -> Rollout:
 
 
 def first_axis(completions: Completions, index: Any) -> Completions:
-    """Selects prompts: applies `index` to the first axis of all arrays of `completions`."""
+    """Applies `index` to the first axis of all arrays, that of the prompts."""
     return Completions(*(None if values is None else values[index] for values in completions))  # type: ignore[arg-type]
 
 
 def segment_starts(completions: Completions) -> list[list[int]]:
-    """Returns one list per completion, prompt after prompt: the index of the first token of each segment. A new segment
-    begins where the history of a conversation was replaced."""
+    """Returns one list per completion, prompt after prompt: the index of the first token of each segment."""
     assert completions.segment_start is not None
     rows, lengths = completions.segment_start.reshape(-1, completions.tokens.shape[-1]), completions.lengths.reshape(-1)
     return [np.unique(row[: max(length, 1)]).tolist() for row, length in zip(rows, lengths, strict=True)]
 
 
 def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str]:
-    """Decodes completions to text without special tokens, prompt after prompt. With several processes, each process
-    decodes a share of the completions, and all processes get all texts.
+    """Decodes completions to text without special tokens, prompt after prompt, each process a share of them.
 
-    A new segment begins where the history of a conversation was replaced. If a completion has several segments, only
-    its last segment is decoded. The last segment contains the history and the last turn. If a completion has one
-    segment, its text begins with the first sampled token.
+    If a completion has several segments, only the last one is decoded, which contains the history and the last turn. If
+    it has one segment, its text begins with the first sampled token.
     """
     rows = completions.tokens.reshape(-1, completions.tokens.shape[-1])
     lengths = completions.lengths.reshape(-1)
@@ -178,15 +167,16 @@ def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str
 
 
 def score_completions(
-    functions: Sequence[WeightedReward], problems: Sequence[Problem], texts: Sequence[str], size: int
+    functions: Sequence[WeightedReward],
+    problems: Sequence[Problem],
+    texts: Sequence[str],
+    size: int,
+    environments: Sequence[Any] | None = None,
 ) -> Scores:
-    """Computes the rewards of all completions.
+    """Computes the rewards of all completions, each process those of a share of the problems.
 
     Each problem has `size` consecutive completions in `texts`. The reward functions get the data columns of the problem
-    for each of them.
-
-    With several processes, each process scores all completions of a share of the problems, and all processes get all
-    scores.
+    for each of them, and its environment as `environments` (see `Trajectories.environments`).
 
     Raises:
       UserError: a reward function needs a column that the data does not have, or a column cannot be sent to worker
@@ -200,7 +190,10 @@ def score_completions(
             return []
         selected = [problems[group] for group in groups]
         prompts, values = repeat_columns(selected, size, columns)
-        scores = score(functions, prompts, list(texts[groups[0] * size : (groups[-1] + 1) * size]), values, size)
+        own = slice(groups[0] * size, (groups[-1] + 1) * size)
+        if environments is not None:
+            values = {"environments": list(environments[own])} | values  # a column of this name goes first
+        scores = score(functions, prompts, list(texts[own]), values, size)
         rows = np.stack([scores.total, scores.timeouts, scores.errors, *(scores.by_function[name] for name in names)])
         parts = np.moveaxis(rows.reshape(len(rows), len(selected), size), 1, 0).tolist()
         return [(part, None if i else scores.first_failure) for i, part in enumerate(parts)]
@@ -214,40 +207,11 @@ def score_completions(
 def repeat_columns(
     problems: Sequence[Problem], size: int, among: Collection[str] = ()
 ) -> tuple[list[str], dict[str, list[Any]]]:
-    """Repeats the prompt and the data columns of each problem `size` times, once for each completion.
-
-    Returns the prompts, and a mapping of column names to values. The mapping has the columns of all problems and the
-    columns named in `among`. A value that a problem lacks is None.
-    """
+    """Returns the prompt of each problem `size` times, and likewise the values of each column by its name. The columns
+    are those of all problems and those in `among`; a value that a problem lacks is None."""
     names = sorted(set(among).union(*(problem.columns for problem in problems)))
     columns = {name: [problem.columns.get(name) for problem in problems for _ in range(size)] for name in names}
     return [problem.text for problem in problems for _ in range(size)], columns
-
-
-def to_batch(
-    rollout: Rollout, rewards: Float[np.ndarray, "P G"], max_prompt_length: int, max_tokens: int
-) -> GroupBatch:
-    """Converts a rollout and its rewards (after `shape_rewards`) to arrays.
-
-    The length of the prompt axis is the length of the longest prompt, rounded up by `length_bucket`. The length of the
-    completion axis is the length of the longest completion, rounded up in the same way.
-    """
-    completions = rollout.completions
-    lengths = np.array([len(problem.tokens) for problem in rollout.problems], np.int32)
-    width = length_bucket(int(lengths.max()), max_prompt_length)
-    steps = length_bucket(int(completions.lengths.max()), max_tokens)
-    scored = rollout.scores.scored.reshape(completions.lengths.shape)
-    return GroupBatch(
-        prompt_tokens=pad_tokens([problem.tokens for problem in rollout.problems], width),
-        prompt_lengths=lengths,
-        completion_tokens=completions.tokens[:, :, :steps],
-        completion_lengths=completions.lengths,
-        token_mask=None if completions.token_mask is None else completions.token_mask[:, :, :steps],
-        segment_start=None if completions.segment_start is None else completions.segment_start[:, :, :steps],
-        rollout_logprobs=completions.logprobs[:, :, :steps],
-        rewards=np.where(scored, rewards, 0.0).astype(np.float32),
-        scored=scored,
-    )
 
 
 def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, Any]:
@@ -256,7 +220,7 @@ def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, Any]:
     A group has all completions of one prompt. It is mixed if its rewards differ. If the data has several sources, the
     result also has `pass@1/<source>` and `rewards/mean/<source>`.
     """
-    completions, scores = rollout.completions, rollout.scores
+    completions, scores, lengths = rollout.completions, rollout.scores, rollout.sampled_lengths
     shape = completions.lengths.shape
     total, scored = scores.total.reshape(shape), scores.scored.reshape(shape)
     seen = total[scored]
@@ -274,14 +238,14 @@ def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, Any]:
         "reward/error_frac": float(scores.errors.mean()),
         "groups/mixed_frac": float(mixed_groups(total, scored).mean()),
         "pass_rate/drawn": count_groups(pass_rate_bins(rollout, threshold)),
-        "completions/mean_length": float(completions.lengths.mean()),
-        "completions/max_length": float(completions.lengths.max()),
-        "completions/min_length": float(completions.lengths.min()),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/max_length": float(lengths.max()),
+        "completions/min_length": float(lengths.min()),
         "completions/clipped_ratio": 1.0 - float(completions.finished.mean()),
     }
     if rollout.episodes is not None:
         metrics |= episode_metrics(rollout.episodes)
-        metrics["completions/mean_sampled"] = float(rollout.sampled_lengths.mean())
+        metrics["completions/mean_total_length"] = float(completions.lengths.mean())
     for label, groups in groups_by_source(rollout.problems).items():
         seen = total[groups][scored[groups]]
         metrics |= {f"pass@1/{label}": _mean(succeeds(seen, threshold)), f"rewards/mean/{label}": _mean(seen)}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from tunix_like.rollout.environments.episodes import transcript
+from tunix_like.rollout.episodes import transcript
 from tunix_like.rollout.rollouts import Rollout, mixed_groups
 
 

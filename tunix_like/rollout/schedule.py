@@ -166,14 +166,14 @@ class Schedule:
         tokens, logprobs = fetch((self.rows.tokens, self.rows.logprobs), self.sampler.mesh)
         samples = []
         for slot, row in np.argwhere(done):
-            place, length = (slot, row), ages[slot, row]
+            index, length = (slot, row), ages[slot, row]
             samples.append(
                 Sample(
                     int(self.slot_prompt[slot]),
-                    int(self.row_sample[place]),
-                    tokens[place][:length].copy(),  # a copy, because a view keeps the tokens of all rows
-                    logprobs[place][:length].copy(),
-                    bool(finished[place]),
+                    int(self.row_sample[index]),
+                    tokens[index][:length].copy(),  # a copy, because a view keeps the tokens of all rows
+                    logprobs[index][:length].copy(),
+                    bool(finished[index]),
                 )
             )
         self.row_sample[done] = -1

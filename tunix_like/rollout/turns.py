@@ -172,7 +172,7 @@ class TurnSchedule(Schedule):
         Returns the completions that end here: those for which `Reply.tokens` is None, or whose reply leaves no space
         for another token.
         """
-        places = {
+        index_of = {
             (int(self.slot_prompt[slot]), int(self.row_sample[slot, row])): (slot, row)
             for slot, row in np.argwhere(self.row_sample >= 0).tolist()
         }
@@ -180,13 +180,13 @@ class TurnSchedule(Schedule):
         appended: dict[tuple[int, int], Sequence[int]] = {}
         restarted = np.zeros(ages.shape, bool)
         for group, sample, tokens, restart in replies:
-            place = places[group, sample]
+            index = index_of[group, sample]
             self.pending[group, sample] = False
-            if tokens is None or ages[place] + len(tokens) >= self.sampler.max_tokens:
-                done[place], finished[place] = True, tokens is None
+            if tokens is None or ages[index] + len(tokens) >= self.sampler.max_tokens:
+                done[index], finished[index] = True, tokens is None
             else:
-                appended[place], restarted[place] = tokens, restart
-                self.turn_start[group, sample] = ages[place] + len(tokens)
+                appended[index], restarted[index] = tokens, restart
+                self.turn_start[group, sample] = ages[index] + len(tokens)
         samples = self._take(done, ages, finished)
         if restarted.any():
             self._restart(restarted, ages)
@@ -204,24 +204,24 @@ class TurnSchedule(Schedule):
         self.rows = self._placed(decoding.restart(self.rows, self.prompts, chosen))
 
     def _append(self, replies: dict[tuple[int, int], Sequence[int]]) -> None:
-        """Appends tokens to completions, which are then sampled further. `replies` maps the place `(slot, row)` of a
+        """Appends tokens to completions, which are then sampled further. `replies` maps the index `(slot, row)` of a
         completion in the arrays to the tokens."""
         longest = max(map(len, replies.values()))
         short = max(-(-longest // 4) * 4, 4)  # the smallest bucket would add much padding to a short block
         width = min(short, length_bucket(min(longest, MOST_APPENDED)))
         for start in range(0, longest, width):
             block, counts = np.zeros((*self.ages.shape, width), np.int32), np.zeros(self.ages.shape, np.int32)
-            for place, tokens in replies.items():
+            for index, tokens in replies.items():
                 part = tokens[start : start + width]
-                counts[place] = len(part)
-                block[place][width - len(part) :] = part
+                counts[index] = len(part)
+                block[index][width - len(part) :] = part
             self._free_columns(width)
             given = self.sampler.graphdef, self.params, self.prompts, self.rows
             self.rows = self._placed(decoding.append(*given, block, counts))
             self.ages = self.ages + counts
             self.sampler.row_steps += block.size
         resumed = np.zeros(self.ages.shape, bool)
-        for place in replies:
-            resumed[place] = True
+        for index in replies:
+            resumed[index] = True
         live, ended = self.rows.live | resumed, self.rows.ended & ~resumed
         self.rows = self._placed(self.rows._replace(live=live, ended=ended))

@@ -17,16 +17,17 @@ from tunix_like.algorithms.registry import find_estimator
 from tunix_like.config.schema import AlgorithmConfig, Config, EvalConfig, ModelConfig
 from tunix_like.data import DataSource, check_parts, load_source, source_estimators, template_variables
 from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.environments.arguments import make_player, with_tools
+from tunix_like.environments.kinds import environments_of, kind_of
+from tunix_like.environments.outcomes import Environments
 from tunix_like.errors import UserError
 from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluator, check_best_metric, eval_problems, ks_of
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.loading import check_fit, load_abstract, load_config, load_model
+from tunix_like.models.loading import check_fit, load_abstract, load_config, load_model, load_tokenizer
 from tunix_like.models.lora import add_lora, resolve_adapters
 from tunix_like.models.sharding import build_mesh, check_batch, check_model
-from tunix_like.rollout.environments.arguments import make_player
-from tunix_like.rollout.environments.outcomes import Environments
+from tunix_like.rollout.engines.registry import check_engine, find_engine
 from tunix_like.rollout.rollouts import WeightedReward
-from tunix_like.runs.environments import environments_of, has_environment, with_tools
 from tunix_like.runs.reward_functions import reward_entries, reward_functions
 from tunix_like.runtime.profile import check_profile_steps
 from tunix_like.storage.loggers import check_loggers
@@ -74,12 +75,7 @@ class Parts(NamedTuple):
 
 def check_config(config: Config) -> tuple[Config, type[Learner]]:
     """Fills in the defaults of the section `algorithm`, and runs all checks of a config that need no data and no model.
-
-    Returns the resulting config and the learner class.
-
-    Raises:
-      UserError: a key is wrong. The message names the key.
-    """
+    Returns the resulting config and the learner class."""
     learner = find_learner(config.algorithm.advantage_estimator)
     algorithm = resolve(config.algorithm, learner.config_class)
     template_variables(config.data)
@@ -92,8 +88,9 @@ def check_config(config: Config) -> tuple[Config, type[Learner]]:
     _check_lora(config)
     if algorithm.dynamic_sampling and config.training.max_steps is None:
         build_schedule(config.optimizer, None)  # the number of steps is not known with dynamic sampling
-    check_staleness(algorithm, config.rollout, config.rollout.engine != "local")
-    has_environment(config)
+    check_engine(config.rollout)
+    check_staleness(algorithm, config.rollout, find_engine(config.rollout.engine).make is not None)
+    kind_of(config)
     ks_of(config.eval)
     check_profile_steps(config.training.profile_steps)
     check_loggers(config.training.loggers)
@@ -106,7 +103,6 @@ def check_config(config: Config) -> tuple[Config, type[Learner]]:
 
 
 def _check_lora(config: Config) -> None:
-    """Raises UserError if `lora.rank` is unset and another key has a value that needs adapters."""
     lora, model = config.lora, config.model
     if lora.rank is not None:
         return
@@ -124,10 +120,8 @@ def _check_lora(config: Config) -> None:
 
 
 def _defaults_read(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """Returns the default values of the unset keys of the section `algorithm` that the estimator and the loss read.
-
-    Parameters of a user-defined estimator are left out, because their names can equal those of unrelated config keys.
-    """
+    """Returns the defaults of unset keys that the estimator and the loss read. Parameters of a user's estimator are
+    left out, because their names can equal those of unrelated keys."""
     read = dict(loss_parameters(str(algorithm.policy_loss_fn)))
     if algorithm.advantage_estimator in LEARNERS:
         read |= find_estimator(algorithm.advantage_estimator).parameters()
@@ -152,7 +146,7 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     # A run with an environment can have no reward functions. The key then stays unset, because an empty list is
     # invalid.
     config = dataclasses.replace(config, rewards=dataclasses.replace(config.rewards, functions=entries or None))
-    model, tokenizer, weights = _load_model(config, source.tokenizer, abstract, mesh)
+    model, tokenizer, weights = _load_model(config, chosen_tokenizer(config, source.tokenizer), abstract, mesh)
     check_fit(model.config, tokenizer, config.rollout)
     check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
     check_parts(source, tokenizer, config.rollout.max_prompt_length, needs_answer=config.sft.max_steps > 0)
@@ -160,7 +154,7 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     tokenizer = with_tools(tokenizer, environments)
     player = make_player(environments, config.environment, tokenizer, config.rollout)
     # Also checks that the prompts of the data can have several turns.
-    first = None if player is None else player.check(source.train)
+    first = None if player is None else player.check(source.train, config.rollout.max_prompt_length)
     parts = Parts(config, learner, source, model, tokenizer, rewards, mesh, weights, environments, first)
     if config.training.best_metric is not None:  # checked here, because SFT can run before the learner is built
         check_best_metric(config.training, parts.evaluator(config.eval) if len(source.eval) else None)
@@ -168,8 +162,6 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
 
 
 def check_batches(config: Config, mesh: Mesh | None) -> None:
-    """Raises UserError if the mesh cannot split the prompts of a batch into equal parts. The message names the key of
-    the batch size."""
     mini = config.training.mini_batch_size or config.data.batch_size
     check_batch(mesh, "data.batch_size", config.data.batch_size)
     check_batch(mesh, "training.mini_batch_size", min(mini, config.data.batch_size))
@@ -183,31 +175,33 @@ def updates_per_batch(config: Config) -> int:
     return -(-config.data.batch_size // mini) * config.algorithm.num_iterations
 
 
-_TOKENIZER = "For this data source set model.path to a folder with a tokenizer (model.init=random needs no weights)."
+_TOKENIZER = "Set model.tokenizer to a folder or hub id with a tokenizer."
+
+
+def chosen_tokenizer(config: Config, of_source: Tokenizer | None) -> Tokenizer | None:
+    """Returns the tokenizer of `model.tokenizer` or of the data source; None means that of `model.path`."""
+    if config.model.tokenizer is None:
+        return of_source
+    if of_source is not None:
+        raise UserError(f"model.tokenizer: data.name={config.data.name} has its own tokenizer; leave it unset.")
+    return load_tokenizer(config.model.tokenizer)
 
 
 def named_model(section: ModelConfig, own: Tokenizer | None) -> str | dict[str, Any]:
-    """Returns the model argument of `load_model`: a path or hub id, or a Hugging Face config as a dict.
-
-    Args:
-      own: the tokenizer of the data source; None if the source has none. A config without `vocab_size` gets the
-        vocabulary size of this tokenizer.
-
-    Raises:
-      UserError: `model.path` and `model.config` are both set, `model.path` is not set and `model.init` is not "random",
-        or neither the config nor a tokenizer gives the vocabulary size.
-    """
+    """Returns the model argument of `load_model`: a path or hub id, or a Hugging Face config as a dict. `own` (from
+    `chosen_tokenizer`) gives a config without `vocab_size` its vocabulary size."""
     if section.path is not None:
         if section.config is not None:
             raise UserError(
-                "model.path: model.config describes another model; add model.config=null model.init=pretrained."
+                "model.path: model.config describes another model; for the model of model.path add model.config=null "
+                "model.init=pretrained, for its tokenizer alone set model.tokenizer instead of model.path."
             )
         return section.path
     if section.init != "random":
         raise UserError("model.init: model.config has no weights to load; set model.init=random.")
     fields = dict(section.config or {})
     if own is None and "vocab_size" not in fields:
-        raise UserError(f"model.config: it has no vocab_size, and the data source has no tokenizer. {_TOKENIZER}")
+        raise UserError(f"model.config: it has no vocab_size, and there is no tokenizer. {_TOKENIZER}")
     return fields if own is None else {"vocab_size": own.vocab_size} | fields
 
 

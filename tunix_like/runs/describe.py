@@ -8,16 +8,14 @@ from jax.sharding import Mesh
 
 from tunix_like.algorithms.objective import ESTIMATOR_KEYS, LOSS_KEYS
 from tunix_like.algorithms.off_policy import sampler_correction
-from tunix_like.config.schema import AlgorithmConfig
+from tunix_like.config.schema import AlgorithmConfig, RolloutConfig
 from tunix_like.errors import UserError
 from tunix_like.models.counts import adapter_count, parameter_count
 from tunix_like.models.decoder import Decoder
 from tunix_like.rewards.pool import PooledFunction
 from tunix_like.rollout.collection import EXTRA_BATCHES
-from tunix_like.rollout.environments.pool import EnvironmentPool
-from tunix_like.rollout.environments.verifiers import VerifiersEnvironments
+from tunix_like.rollout.engines.registry import find_engine
 from tunix_like.rollout.rollouts import WeightedReward
-from tunix_like.rollout.shapes import slot_shape
 from tunix_like.runs.build import Parts, updates_per_batch
 from tunix_like.training.sizes import MemoryEstimate, estimate_memory
 
@@ -42,6 +40,7 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
         *([] if parts.environments is None else [("environment", _describe_environment(parts))]),
         ("model", f"{describe_model(parts.model)}, {kind}"),
         ("devices", describe_devices(parts.mesh)),
+        ("engine", _describe_engine(config.rollout)),
         *([("weights", parts.weights)] if parts.weights else []),
         ("lengths", f"prompt <= {lengths.max_prompt_length}, completion <= {lengths.max_tokens_to_generate} tokens"),
         *_memory_estimate(parts).lines(),
@@ -49,20 +48,12 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
 
 
 def _memory_estimate(parts: Parts) -> MemoryEstimate:
-    """Estimates the memory of the run. If the model has weights, raises UserError if a single completion does not fit
-    into memory. If the model has only shapes, the estimate contains this error instead."""
-    return estimate_memory(parts.config, parts.model, parts.mesh, slot_shape, refuse=not parts.weights)
+    """Estimates the memory of the run. Raises if a single completion does not fit and the model has weights."""
+    return estimate_memory(parts.config, parts.model, parts.mesh, refuse=not parts.weights)
 
 
 def check_memory(parts: Parts) -> bool:
-    """Checks that the run fits into the memory of this machine's devices, as far as their memory is known.
-
-    Returns:
-      whether the memory of the devices is known.
-
-    Raises:
-      UserError: the memory is known, and the run is estimated to need more.
-    """
+    """Checks that the run fits into the memory of this machine's devices. Returns whether that memory is known."""
     estimate = _memory_estimate(parts)
     if problems := estimate.problems():
         adapters = parts.model.adapters
@@ -72,18 +63,20 @@ def check_memory(parts: Parts) -> bool:
             f"dry run: {estimate.peak_line()}. {' '.join(problems).rstrip('.')}. To check other devices: "
             "tunix-like doctor --config CONFIG --devices v5e-8."
         )
-    return estimate.known
+    return estimate.device.known
 
 
 def _describe_environment(parts: Parts) -> str:
     section = parts.config.environment
-    name = section.name or f"tools {', '.join(section.tools or ())}"
-    where = "in this process"
-    if isinstance(parts.environments, VerifiersEnvironments):
-        name, where = f"verifiers {parts.config.data.path}", f"in one process, {section.timeout_seconds:g} s a step"
-    if isinstance(parts.environments, EnvironmentPool):
-        where = f"{parts.environments.workers} at a time in processes, {section.timeout_seconds:g} s a step"
-    return f"{name}, up to {section.max_turns} turns, {section.mode}, {where}"
+    tools = f"tools {', '.join(section.tools or ())}" if section.tools else ""
+    name = section.name or tools or f"{parts.config.data.name} {parts.config.data.path}"
+    where = [where] if (where := getattr(parts.environments, "where", "")) else []
+    return ", ".join([name, f"up to {section.max_turns} turns", section.mode, *where])
+
+
+def _describe_engine(rollout: RolloutConfig) -> str:
+    where = "in this process" if find_engine(rollout.engine).make is None else f"on {', '.join(rollout.urls or ())}"
+    return rollout.engine if where == "on " else f"{rollout.engine}, {where}"
 
 
 def _describe_reward(reward: WeightedReward) -> str:
@@ -93,15 +86,13 @@ def _describe_reward(reward: WeightedReward) -> str:
 
 
 def describe_devices(mesh: Mesh | None) -> str:
-    """Describes the number of devices along each axis of a mesh."""
     if mesh is None:
         return "one device"
     return ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
 
 
 def describe_model(model: Decoder) -> str:
-    """Describes the number of parameters of a model. With adapters, also states the number of parameters of the
-    adapters and the dtype of the base model."""
+    """Describes the number of parameters of a model and of its adapters."""
     text = f"{parameter_count(model.config) / 1e6:.2f} M parameters"
     if model.adapters is None:
         return text
@@ -111,7 +102,6 @@ def describe_model(model: Decoder) -> str:
 
 
 def _describe_options(algorithm: AlgorithmConfig) -> str:
-    """Describes the parameters of the advantage estimator and the loss, and further options of the algorithm."""
     texts = [
         f"{key} {value:g}" for key in (*ESTIMATOR_KEYS, *LOSS_KEYS) if (value := getattr(algorithm, key)) is not None
     ]
@@ -135,8 +125,6 @@ def _describe_options(algorithm: AlgorithmConfig) -> str:
 
 
 def _describe_sources(parts: Parts) -> list[tuple[str, str]]:
-    """Describes each data source of a mix: its share of the prompts and its advantage estimator. The list is empty if
-    there is a single source."""
     by_source, out = parts.source_estimators, []
     for label, part in parts.source.parts.items():
         given = dict(by_source.get(label, {}))

@@ -7,9 +7,11 @@ A run folder contains `config.yaml` (resolved), `model/` (the model's descriptio
 
 from __future__ import annotations
 
+import difflib
+import re
 from pathlib import Path
 
-from tunix_like.config.load import as_dict, differences, read_yaml, save, temporary_of, with_defaults
+from tunix_like.config.load import as_dict, differences, flat, read_yaml, save, temporary_of, with_defaults
 from tunix_like.config.schema import Config
 from tunix_like.errors import UserError
 from tunix_like.models.loading import save_description
@@ -30,9 +32,12 @@ CHANGEABLE = (
     "training.log_samples_every_n_steps",
     "training.loggers",
     "training.profile_steps",
+    "training.changed_inputs",
     "training.train_micro_batch_size",
+    "training.max_unscored_steps",
     "rollout.max_concurrent_rows",
     "rollout.mesh",
+    "rollout.engine_arguments",
     "rollout.urls",
     "rollout.weights_folder",
     "rollout.request_timeout_seconds",
@@ -51,25 +56,34 @@ CHANGEABLE = (
 
 
 def run_folder(config: Config, config_path: str | Path, kind: str) -> Path:
-    """Returns `training.output_dir`; if it is not set, `runs/<config>-<kind>-s<seed>`.
+    """Returns `training.output_dir`, in which `{a.b}` is replaced by the value of the key `a.b`, so that the runs of a
+    sweep get different folders. If it is not set, returns `runs/<config>-<kind>-s<seed>`.
 
     `<config>` is the name of the config file without its ending. `kind` is the name of the advantage estimator. For an
     estimator `FILE.py:function`, only the name of the function is used.
     """
     if config.training.output_dir is not None:
-        return Path(config.training.output_dir)
+        return Path(_filled(config.training.output_dir, config))
     name = kind.replace(":", ".").rpartition(".")[2]
     return Path("runs") / f"{Path(config_path).stem}-{name}-s{config.training.seed}"
 
 
-def claim(folder: Path, parts: Parts) -> None:
-    """Checks that a run may use the folder, and writes the config and the model description of the run into the folder.
+def _filled(template: str, config: Config) -> str:
+    """Replaces each `{a.b}` by the value of this key."""
+    values = dict(flat(as_dict(config)))
 
-    Raises:
-      UserError: the folder has checkpoints of a run with another config, or the folder is not empty and is not a run
-        folder. In the first case, the message lists the keys that differ: first those that must be equal, then those
-        that may differ.
-    """
+    def value(match: re.Match[str]) -> str:
+        if (key := match[1]) not in values:
+            close = difflib.get_close_matches(key, values, n=1)
+            hint = f" Did you mean {{{close[0]}}}?" if close else ""
+            raise UserError(f"training.output_dir: {match[0]} names no key.{hint}")
+        return str(values[key]).replace("/", "_")
+
+    return re.sub(r"\{(\w+(?:\.\w+)+)\}", value, template)
+
+
+def claim(folder: Path, parts: Parts) -> None:
+    """Checks that a run may use the folder, and writes the config and the model description of the run into it."""
     begun = newest_checkpoints(folder) is not None
     by_first(lambda: _claim(folder, parts, begun))
 
@@ -84,7 +98,8 @@ def _claim(folder: Path, parts: Parts, begun: bool) -> None:
         if fixed and begun:  # without a checkpoint, the run can start again without loss
             raise UserError(
                 f"{folder} holds a run with another config:\n  " + "\n  ".join(fixed) + "\n"
-                "Use the same values to resume it, or training.output_dir=<another folder> to start a new run."
+                "Use the same values to resume it, or training.output_dir=<another folder> to start a new run. For a "
+                f"sweep, name the folder by the key: training.output_dir='{folder}-{{{fixed[0].partition(':')[0]}}}'."
                 + ("\nThese keys differ too, which is allowed:\n  " + "\n  ".join(free) if free else "")
             )
     elif folder.exists() and any(path.name not in (LOCK, temporary_of(file).name) for path in folder.iterdir()):
@@ -97,8 +112,7 @@ def _claim(folder: Path, parts: Parts, begun: bool) -> None:
 
 
 def newest_checkpoints(run: Path) -> Path | None:
-    """Returns the folder of a run's RL checkpoints. If there are no RL checkpoints, returns the folder of the SFT
-    checkpoints, or None if the run has no checkpoint at all."""
+    """Returns the folder of a run's RL checkpoints, or else of its SFT checkpoints; None without a checkpoint."""
     for name in ("checkpoints", "sft_checkpoints"):
         checkpoints = Checkpoints(run / name)
         step = checkpoints.latest_step()

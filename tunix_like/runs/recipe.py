@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,31 +14,29 @@ from typing import Any
 from tunix_like.config.load import load
 from tunix_like.config.schema import Config
 from tunix_like.data.shared import compared_once
+from tunix_like.environments.arguments import check_turns
 from tunix_like.errors import NotSaved, UserError
+from tunix_like.rollout.engines.registry import EngineSetup, engine_of, find_engine
 from tunix_like.rollout.samples import Samples
 from tunix_like.runs.build import Parts, assemble
 from tunix_like.runs.folder import claim, run_folder
-from tunix_like.runtime import processes
+from tunix_like.runtime import console, processes
+from tunix_like.runtime.progress import OnRow, watched
 from tunix_like.storage.run_lock import owned
 from tunix_like.training.learner import Learner
 from tunix_like.training.sft import SFTTrainer
 from tunix_like.types import Engine
 
-OnRow = Callable[[dict[str, Any], int | None], None]
-"""Function `f(row, total)` that is called with each row of metrics. `total` is the number of steps of the training
-phase; None if this number is not known."""
 
-
-def run(
-    config: Config | str | Path, overrides: Sequence[str] = (), *, on_row: OnRow = lambda row, total: None
-) -> dict[str, Any]:
+def run(config: Config | str | Path, overrides: Sequence[str] = (), *, on_row: OnRow | None = None) -> dict[str, Any]:
     """Trains a model as `tunix-like train` does: SFT, RL and evaluations, with a run folder. A second call with the
     same config resumes the run.
 
     Args:
       config: a YAML file, or a `tunix_like.config.schema.Config`.
       overrides: `key=value` strings, e.g. `["training.seed=1"]`; ignored if `config` is a `Config`.
-      on_row: called with every row of metrics when the row is logged.
+      on_row: called with every row of metrics when the row is logged. Without this function, progress and metrics are
+        shown in a notebook and on a terminal.
 
     Returns:
       the last row of metrics.
@@ -50,9 +47,11 @@ def run(
     """
     name = "run" if isinstance(config, Config) else config
     config = config if isinstance(config, Config) else load(config, overrides)
-    parts = assemble(config)
-    folder = run_folder(config, name, str(parts.config.algorithm.advantage_estimator))
-    with prepared(parts, folder, on_row) as learner:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(watched(on_row))
+        parts = assemble(config)
+        folder = run_folder(config, name, str(parts.config.algorithm.advantage_estimator))
+        learner = stack.enter_context(prepared(parts, folder, listener))
         return learner.train(parts.source.train, parts.source.eval, **data_options(parts.config))
 
 
@@ -78,8 +77,8 @@ def prepared(
     with owned(folder):
         claim(folder, parts)
         on_claim()
-        # The servers are checked before SFT, which can take hours.
-        with compared_once(source.train, source.eval), server_engine(parts, folder) as engine:
+        # The engine is checked before SFT, which can take hours.
+        with compared_once(source.train, source.eval), chosen_engine(parts, folder) as engine:
             if parts.config.sft.max_steps:
                 unsaved = fine_tune(parts, folder, on_row, another_follows=True)
             yield make_learner(parts, folder, on_row, on_samples, engine)
@@ -94,39 +93,40 @@ def data_options(config: Config) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def server_engine(parts: Parts, folder: Path) -> Iterator[Engine | None]:
-    """Context manager that connects to the servers of `rollout.urls` and yields an engine that samples on these
-    servers. Yields None if this process samples the completions.
+def chosen_engine(parts: Parts, folder: Path) -> Iterator[Engine | None]:
+    """Context manager that makes the engine of `rollout.engine`, and closes it at the end if it has a method `close`.
+    Yields None for the sampler of this process, which the learner makes itself.
 
     Raises:
-      UserError: a server cannot be reached or used, or the package `aiohttp` is missing.
+      UserError: the engine cannot be used.
     """
-    rollout = parts.config.rollout
-    if rollout.engine == "local":
-        yield None
-        return
+    engine = engine_of(_engine_setup(parts, folder))
     try:
-        from tunix_like.rollout.engines.vllm import VLLMEngine
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"rollout.engine: vllm needs the package {error.name}; install it with pip install 'tunix-like[vllm]'."
-        ) from None
-    own = folder / "engine_weights"
-    if processes.is_first():
-        shutil.rmtree(own, ignore_errors=True)  # left by a process that was killed
-    weights = own if rollout.weights_folder is None else Path(rollout.weights_folder)
-    engine = VLLMEngine(
-        parts.model,
-        parts.tokenizer,
-        rollout,
-        weights,
-        max_gap=parts.config.training.max_logprob_gap,
-        mesh=parts.mesh,
-    )
-    try:
+        if engine is not None:
+            check_turns(parts.environments is not None, engine)
         yield engine
     finally:
-        engine.close()
+        if callable(close := getattr(engine, "close", None)):
+            close()
+
+
+def _engine_setup(parts: Parts, folder: Path) -> EngineSetup:
+    config = parts.config
+    return EngineSetup(
+        parts.model, parts.tokenizer, config.rollout, folder, parts.mesh, config.training.max_logprob_gap
+    )
+
+
+def check_servers(parts: Parts) -> None:
+    """Prints one line about each server of the engine. Raises UserError if a run could not use one of them."""
+    ask = find_engine(parts.config.rollout.engine).ask_servers
+    if ask is None:
+        return
+    answers = ask(_engine_setup(parts, Path()))
+    for url, answer in answers:
+        console.print_text(f"{'server':>9}: {answer if isinstance(answer, UserError) else f'{url}, {answer}'}")
+    if unfit := [url for url, answer in answers if isinstance(answer, UserError)]:
+        raise UserError(f"dry run: {len(unfit)} of {len(answers)} servers of rollout.urls cannot be used; see above.")
 
 
 def make_learner(
@@ -136,11 +136,8 @@ def make_learner(
     on_samples: Callable[[int, Samples], None] | None = None,
     engine: Engine | None = None,
 ) -> Learner:
-    """Builds the learner of the config, which trains the run's model in place.
-
-    Args:
-      engine: samples the completions; None means that this process samples.
-    """
+    """Builds the learner of the config, which trains the run's model in place. Without an engine, this process
+    samples."""
     config = parts.config
     return parts.learner(
         model=parts.model,
@@ -163,16 +160,13 @@ def make_learner(
 
 
 def fine_tune(parts: Parts, folder: Path, on_row: OnRow, another_follows: bool) -> NotSaved | None:
-    """Runs SFT on the run's model in place, with checkpoints in the run's folder.
-
-    If the last checkpoint cannot be written, the error is returned instead of raised, so that the run can continue. If
-    a signal stopped SFT, an exception is raised in any case.
-    """
+    """Runs SFT on the run's model in place. If the last checkpoint cannot be written and no signal stopped SFT, the
+    error is returned, so that the run can continue."""
     config, evaluate, evaluator = parts.config, None, None
     if len(parts.source.eval):
         quick = dataclasses.replace(config.eval, samples=1, k=[1], batch_size=4 * config.eval.batch_size)
         evaluator = parts.evaluator(quick)
-        kept = folder / "rollouts" / "eval" if processes.is_first() else None
+        kept = folder / "rollouts" / "sft_eval" if processes.is_first() else None
         evaluate = lambda params, step: evaluator(params, rollouts=kept, step=step).metrics  # noqa: E731
     trainer = SFTTrainer(
         model=parts.model,

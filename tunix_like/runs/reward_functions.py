@@ -7,19 +7,15 @@ import os
 from tunix_like.config.keys import number_problem, shortened
 from tunix_like.config.schema import Config, RewardsConfig
 from tunix_like.data import DataSource, check_rewards
+from tunix_like.environments.kinds import MOST_WORKERS, kind_of
 from tunix_like.errors import UserError, nearest
 from tunix_like.rewards import check_arguments, pooled
 from tunix_like.rewards import resolve as resolve_reward
 from tunix_like.rollout.rollouts import WeightedReward
-from tunix_like.runs.environments import MOST_WORKERS, has_environment
 
 
 def reward_entries(config: Config, default: str | None = None) -> list[tuple[str, float]]:
-    """Returns the names and weights of the reward functions in `rewards.functions`. If this key is unset, returns only
-    the name `default` with weight 1, or nothing if `default` is None.
-
-    Raises UserError if the list is empty, or if an entry is not valid or occurs twice.
-    """
+    """Returns the names and weights of `rewards.functions`; if it is unset, `default` with weight 1, or nothing."""
     entries = config.rewards.functions
     if entries is None:
         return [] if default is None else [(default, 1.0)]
@@ -45,24 +41,21 @@ def reward_entries(config: Config, default: str | None = None) -> list[tuple[str
 
 
 def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]:
-    """Returns the reward functions of the config section `rewards`. Some or all of them run in worker processes.
-
-    If `rewards.functions` is unset, the reward function of the data source is used. A run with an environment then has
-    no reward functions. Raises UserError if the rows of the source do not have the columns that the functions need.
-    """
-    default = None if has_environment(config) else source.reward  # an environment gives rewards itself
+    """Returns the reward functions of a config, some of them in worker processes. If `rewards.functions` is unset, that
+    of the data source is used, or with an environment none."""
+    default = None if kind_of(config) is not None else source.reward  # an environment gives rewards itself
     functions = [(name, resolve_reward(name), weight) for name, weight in reward_entries(config, default)]
-    check_arguments(functions, [name for name in source.train[0] if name != "prompt"])
+    columns = [name for name in source.train[0] if name != "prompt"]
+    if config.environment.name is not None:
+        columns.append("environments")  # added at the end of trajectories
+    check_arguments(functions, columns)
     check_rewards(source, functions)
     return _in_workers(config.rewards, functions)
 
 
 def _in_workers(config: RewardsConfig, functions: list[WeightedReward]) -> list[WeightedReward]:
-    """Moves reward functions into worker processes.
-
-    If `rewards.workers` is set, all functions are moved. Otherwise only functions that can hang or crash are moved:
-    functions that use math-verify, and functions of the user.
-    """
+    """Moves functions that can hang or crash (those of the user, and those that use math-verify) into worker processes;
+    all of them if `rewards.workers` is set."""
     workers = min(MOST_WORKERS, os.cpu_count() or 1) if config.workers is None else config.workers
     if not workers:
         return functions

@@ -6,10 +6,11 @@ This module also loads the config, the model description and the base model of a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -17,8 +18,10 @@ from tunix_like.config.load import load, read_yaml
 from tunix_like.config.schema import Config, LoraConfig
 from tunix_like.data import load_source, template_variables
 from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.environments.kinds import environments_of
 from tunix_like.errors import UserError
 from tunix_like.evaluation.evaluate import Evaluator, ks_of
+from tunix_like.models import loading
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit, load_description
@@ -33,11 +36,10 @@ from tunix_like.models.lora import (
 )
 from tunix_like.models.sharding import build_mesh, place_params
 from tunix_like.runs.build import kinds_of, loaded, make_evaluator
-from tunix_like.runs.environments import environments_of
 from tunix_like.runs.folder import newest_checkpoints
 from tunix_like.runs.reward_functions import reward_functions
-from tunix_like.storage.best import best_of
 from tunix_like.storage.checkpoints import Checkpoints
+from tunix_like.storage.metrics import best_of
 from tunix_like.training.engine import make_engine
 
 BEST = "best"
@@ -60,7 +62,72 @@ class Trained(NamedTuple):
         return nnx.merge(self.graphdef, self.params)
 
 
-def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = False, whole: bool = False) -> Trained:
+def load_model(
+    path_or_hub_id: str | Path | Mapping[str, Any],
+    *,
+    init: str = "pretrained",
+    seed: int = 0,
+    dtype: Any = None,
+    param_dtype: Any = None,
+    attention: str | None = None,
+    quantize: str | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[Decoder, Tokenizer | None]:
+    """Loads a decoder, and its tokenizer if the folder has one.
+
+    Args:
+      path_or_hub_id: a model folder, a hub id `owner/name` (needs the pip extra `hub`), a run folder (its newest
+        checkpoint), `RUN/checkpoints/STEP`, `RUN/checkpoints/best`, or an HF config as a mapping (only with
+        `init="random"`).
+      init: "pretrained" reads the stored weights; "random" initialises weights at random and needs none. Not for runs.
+      seed: random seed of the weights.
+      dtype: dtype of matrix products; None: that of the run's config, or else float32 on CPU and bfloat16 on
+        accelerators.
+      param_dtype: dtype of the weights; None: that of the run's config, or else float32.
+      attention: attention implementation, one of `schema.ATTENTIONS`; None: that of the run's config, or else "auto",
+        which selects one by the device and the number of attention scores.
+      quantize: "int8" or "nf4": the projections of the layers are quantised one by one while they are read. A quantised
+        model supports sampling and the training of adapters (`add_lora`). None: no quantisation. Not for runs.
+      mesh: device mesh over which the weights are sharded; each shard is read directly to its device. None: one device.
+
+    Returns:
+      the model and the tokenizer. The tokenizer includes the end-of-sequence ids of the model; it is None if the folder
+        has no tokenizer.
+
+    Raises:
+      UserError: an argument, the folder, or its config, weights or tokenizer is invalid; this device does not support
+        the attention implementation; or the mesh does not divide the model.
+    """
+    if not isinstance(path_or_hub_id, (str, Path)) or not _is_of_run(Path(path_or_hub_id).expanduser()):
+        kinds = {"dtype": dtype, "param_dtype": jnp.float32 if param_dtype is None else param_dtype}
+        kinds |= {"attention": attention or "auto"}
+        return loading.load_model(path_or_hub_id, init=init, seed=seed, quantize=quantize, mesh=mesh, **kinds)
+    if init != "pretrained" or quantize is not None:
+        raise UserError(
+            f"{path_or_hub_id}: init and quantize do not apply to a run, which has weights; leave them out."
+        )
+    given = {"attention": attention}
+    given |= {name: jnp.dtype(kind).name for name, kind in {"dtype": dtype, "param_dtype": param_dtype}.items() if kind}
+    overrides = [f"model.{name}={value}" for name, value in given.items() if value is not None]
+    trained = open_trained(str(Path(path_or_hub_id).expanduser()), overrides, mesh=mesh)
+    return trained.model, trained.tokenizer
+
+
+def _is_of_run(place: Path) -> bool:
+    """Returns whether a path is a run folder with checkpoints or a checkpoint of a run, and not a model folder."""
+    if (place / "config.json").is_file():
+        return False
+    run = place.parent.parent if place.parent.name in ("checkpoints", "sft_checkpoints") else place
+    return (run / "model" / "config.json").is_file()
+
+
+def open_trained(
+    path: str,
+    overrides: Sequence[str] = (),
+    *,
+    need_data: bool = False,
+    mesh: Mesh | Literal["config"] | None = "config",
+) -> Trained:
     """Opens a trained model: the newest checkpoint of a run folder, the checkpoint `RUN/checkpoints/STEP` or
     `RUN/checkpoints/best`, or a model.
 
@@ -68,7 +135,7 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
       path: a run folder, a checkpoint of a run, a model folder or a hub id.
       overrides: `key=value` strings for the config.
       need_data: whether to raise if neither the config nor the overrides name the data.
-      whole: whether to load the model onto a single device instead of the config's mesh.
+      mesh: the devices of the model: "config" for the mesh of the config, None for a single device.
 
     Raises:
       UserError: the path is not a run, checkpoint or model, the run has no checkpoint, or the checkpoints are damaged.
@@ -92,7 +159,7 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
             )
         steps_folder = found
     else:
-        return _open_model(path, overrides, need_data, whole)
+        return _open_model(path, overrides, need_data, mesh)
     file = place / "config.yaml"  # runs of the Python interface have no such file
     adapters = (place / "model" / ADAPTER_CONFIG).is_file()
     if file.is_file():
@@ -100,7 +167,7 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
         config = load(file, overrides)
     else:
         config = _config_without_file(path, [*(_named_base(place) if adapters else ()), *overrides], need_data)
-    mesh = None if whole else build_mesh(config.mesh)
+    mesh = build_mesh(config.mesh) if mesh == "config" else mesh
     graphdef, abstract, model_config, tokenizer = load_description(place / "model", mesh=mesh, **kinds_of(config))
     frozen: Any = {}
     if adapters:
@@ -122,11 +189,7 @@ def open_trained(path: str, overrides: Sequence[str] = (), *, need_data: bool = 
 
 
 def best_checkpoint(run: Path, overrides: Sequence[str] = ()) -> Path:
-    """Returns the checkpoint of a run with the best value of `training.best_metric` (from the config or overrides).
-
-    Raises:
-      UserError: no metric is set, or no checkpoint belongs to a step with this metric.
-    """
+    """Returns the checkpoint of a run with the best value of `training.best_metric`."""
     file = run / "config.yaml"
     metric = load(file if file.is_file() else None, overrides).training.best_metric
     if metric is None:
@@ -143,20 +206,14 @@ def best_checkpoint(run: Path, overrides: Sequence[str] = ()) -> Path:
 
 
 def _named_base(run: Path) -> list[str]:
-    """Returns the config overrides that select the base model of a run's adapters. The adapter config of the run names
-    the base model."""
+    """Returns overrides for the base model that the adapter config of a run names."""
     fields = read_adapter_config(run / "model")
     names = {"path": "base_model_name_or_path", "quantize": "quantize", "param_dtype": "param_dtype"}
     return [f"model.{key}={fields[name]}" for key, name in names.items() if fields.get(name) is not None]
 
 
 def _adapted_base(run: Path, config: Config, description: DecoderConfig, mesh: Mesh | None) -> Decoder:
-    """Loads the base model of a run's adapters, and adds newly initialised adapters.
-
-    Raises:
-      UserError: the run does not name its base model, the base model cannot be loaded, or its config differs from
-        `description`.
-    """
+    """Loads the base model of a run's adapters, and adds newly initialised adapters."""
     fields, section = read_adapter_config(run / "model"), config.model
     what = run / "model" if section.init == "random" else section.path
     cure = "Set the base: model.path=FOLDER, or model.init=random and training.seed if it was initialised at random."
@@ -181,10 +238,7 @@ def _config_without_file(path: str, overrides: Sequence[str], need_data: bool) -
 
 
 def evaluator_of(trained: Trained, on_training_rows: bool = False) -> Evaluator:
-    """Builds the evaluator of a trained model, for the held-out rows (or the training rows) of its config.
-
-    Logs a warning if prompts are skipped.
-    """
+    """Builds the evaluator of a trained model, for the held-out rows (or the training rows) of its config."""
     config = trained.config
     ks_of(config.eval)
     check_fit(trained.model_config, trained.tokenizer, config.rollout)
@@ -205,9 +259,9 @@ def evaluator_of(trained: Trained, on_training_rows: bool = False) -> Evaluator:
     return evaluator
 
 
-def _open_model(path: str, overrides: Sequence[str], need_data: bool, whole: bool) -> Trained:
+def _open_model(path: str, overrides: Sequence[str], need_data: bool, mesh: Mesh | Literal["config"] | None) -> Trained:
     config = _config_without_file(path, [f"model.path={path}", *overrides], need_data)
-    mesh = None if whole else build_mesh(config.mesh)
+    mesh = build_mesh(config.mesh) if mesh == "config" else mesh
     model, tokenizer = loaded(config, path, mesh)
     if tokenizer is None:
         raise UserError(f"{path} has no tokenizer.")

@@ -1,24 +1,19 @@
-"""Describes accelerators, which this machine need not have: specifications, slices, and jax devices to compile for."""
+"""Data-sheet values of accelerators: the one table of memory and peak rates per device."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-import importlib.util
-import math
-import os
-import re
-from collections.abc import Sequence
-from typing import Any
 
-from tunix_like.errors import UserError, nearest
+NODE = 8
+"""Number of GPUs per node."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """The specifications of one device of an accelerator kind.
+    """The values of one device of a kind.
 
     Attributes:
+      jax_name: beginning of jax's name of the device (`device_kind`).
       backend: name of the jax backend.
       memory: bytes of main memory.
       operations: peak bfloat16 multiplications and additions per second, without sparsity.
@@ -27,10 +22,11 @@ class Accelerator:
       between_nodes: bytes per second that a device receives from other nodes; None if all devices are in one network.
       clock: cycles per second, to convert the cycles that the TPU compiler reports to seconds; None for a GPU.
       slices: maps the number of chips of each available TPU slice to the shape of the slice; empty for a GPU.
-      description: for a GPU, further values for its description for XLA (`_TARGET`); empty for a TPU.
+      description: for a GPU, further values for its description for XLA (`compile/devices.py`); empty for a TPU.
     """
 
     name: str
+    jax_name: str
     backend: str
     memory: int
     operations: float
@@ -43,16 +39,8 @@ class Accelerator:
 
     def network(self, number: int) -> float:
         """Returns how many bytes per second each device can receive from the other devices of a group of `number`."""
-        if self.between_nodes is not None and number > NODE:
-            return self.between_nodes
-        return self.network_bytes
+        return self.between_nodes if self.between_nodes is not None and number > NODE else self.network_bytes
 
-
-NODE = 8
-"""Number of GPUs per node."""
-
-MOST_DEVICES = 256
-"""Maximum number of devices: the size of the largest v5e slice."""
 
 _FLAT = {4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
@@ -77,125 +65,31 @@ KINDS = {
         # bandwidth and the interconnect (v5e 1,600, v5p 4,800, v6e 3,584 Gbit/s per chip). The clock is the peak
         # divided by the operations per cycle of the matrix units, which are 4 of 128 x 128 (v5e), 2 x 4 of 128 x 128
         # (v5p) and 4 of 256 x 256 (v6e).
-        Accelerator("v5e", "tpu", int(15.75 * 2**30), 197e12, 819e9, 200e9, clock=1.5e9, slices=_FLAT),
-        Accelerator("v5p", "tpu", 95 * 10**9, 459e12, 2765e9, 600e9, clock=1.75e9, slices=_CUBES),
-        Accelerator("v6e", "tpu", 32 * 10**9, 918e12, 1640e9, 448e9, clock=1.75e9, slices=_FLAT),
+        Accelerator("v5e", "TPU v5 lite", "tpu", int(15.75 * 2**30), 197e12, 819e9, 200e9, clock=1.5e9, slices=_FLAT),
+        Accelerator("v5p", "TPU v5", "tpu", 95 * 10**9, 459e12, 2765e9, 600e9, clock=1.75e9, slices=_CUBES),
+        Accelerator("v6e", "TPU v6 lite", "tpu", 32 * 10**9, 918e12, 1640e9, 448e9, clock=1.75e9, slices=_FLAT),
         # The dense bfloat16 peak, the memory, its bandwidth and the NVLink bandwidth are from the data sheets of the
         # SXM modules. The NVLink bandwidth is halved, because the data sheets count both directions. Between nodes,
         # each GPU has one adapter of 200 (A100) or 400 Gbit/s, as in the vendor's DGX systems.
-        Accelerator("a100", "gpu", 80 * 10**9, 312e12, 2039e9, 300e9, 25e9, description=_AMPERE),
-        Accelerator("h100", "gpu", 80 * 10**9, 989e12, 3350e9, 450e9, 50e9, description=_HOPPER),
-        Accelerator("h200", "gpu", 141 * 10**9, 989e12, 4800e9, 450e9, 50e9, description=_HOPPER),
+        Accelerator("a100", "NVIDIA A100", "gpu", 80 * 10**9, 312e12, 2039e9, 300e9, 25e9, description=_AMPERE),
+        Accelerator("h100", "NVIDIA H100", "gpu", 80 * 10**9, 989e12, 3350e9, 450e9, 50e9, description=_HOPPER),
+        Accelerator("h200", "NVIDIA H200", "gpu", 141 * 10**9, 989e12, 4800e9, 450e9, 50e9, description=_HOPPER),
     )
 }
 
-PLUGINS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin", "jax-cuda13-plugin")}
-"""The packages that contain the compiler of each jax backend; one installed package is enough."""
-
-EXTRAS = {"tpu": "'tunix-like[tpu]'", "gpu": "'tunix-like[cuda12]'"}
-
-_TARGET = """
-gpu_device_info {{
-  cuda_compute_capability {{ {capability} }}
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_core: {shared} shared_memory_per_block_optin: {optin}
-  core_count: {cores} fpus_per_core: {units} clock_rate_ghz: {clock} l2_cache_size: {cache}
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  memory_bandwidth: {memory_bytes:.0f} device_memory_size: {memory}
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "NVIDIA {name}"
-"""
-"""Template of the description of a GPU for XLA, a `GpuTargetConfigProto` in text format."""
+PEAK_FLOPS = {kind.jax_name: kind.operations for kind in KINDS.values()} | {
+    "TPU v4": 275e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L40": 181e12,
+    "NVIDIA L4": 121e12,
+}
+"""Maps the beginning of jax's name of a device to its dense bfloat16 FLOPs per second, also for devices whose other
+values are not needed here."""
 
 
-def parse_devices(text: str) -> tuple[Accelerator | None, int]:
-    """Parses `v5e-8`, `8xh100` or `8` to an accelerator kind and a number of devices. A number without a kind means
-    CPU devices of this host; the returned kind is then None.
-
-    Raises:
-      UserError: the text has another form, the kind is unknown, or this number of devices is not available.
-    """
-    match = re.fullmatch(r"(?:(?P<kind>[a-z]\w*)-(?P<last>\d+)|(?P<first>\d+)(?:x(?P<other>[a-z]\w*))?)", text.lower())
-    if match is None:
-        raise UserError(f"--devices: expected KIND-N, NxKIND or N (v5e-8, 8xh100, 8), got '{text}'.")
-    name, number = match["kind"] or match["other"], int(match["last"] or match["first"])
-    if name is not None and name not in KINDS:
-        raise UserError(f"--devices: unknown kind '{name}'. {nearest(name, KINDS)}")
-    kind = None if name is None else KINDS[name]
-    if kind is not None and kind.slices and number not in (1, *kind.slices):
-        raise UserError(f"--devices: there is no {name} slice of {number} chips; the sizes are {sizes_of(kind)}.")
-    if not 1 <= number <= MOST_DEVICES:
-        raise UserError(f"--devices: {number} devices; give a number from 1 to {MOST_DEVICES}.")
-    if kind is not None and not kind.slices and number not in _nodes():
-        raise UserError(f"--devices: {number} GPUs; give 1 to {NODE}, or whole nodes of {NODE}.")
-    return kind, number
-
-
-def sizes_of(kind: Accelerator) -> str:
-    """Returns the available numbers of chips of a TPU kind as text, for an error message."""
-    return ", ".join(map(str, (1, *kind.slices)))
-
-
-def _nodes() -> tuple[int, ...]:
-    return (*range(1, NODE), *range(NODE, MOST_DEVICES + 1, NODE))
-
-
-def at_least(kind: Accelerator, number: float) -> str | None:
-    """Returns the smallest value of `--devices` that gives at least `number` devices of a kind; None if there is
-    none."""
-    sizes = (1, *kind.slices) if kind.slices else _nodes()
-    size = next((size for size in sizes if size >= number), None)
-    return None if size is None else f"{kind.name}-{size}" if kind.slices else f"{size}x{kind.name}"
-
-
-def prepare() -> None:
-    """Sets the environment variables for compiling for accelerators that this machine does not have. Must be called
-    before jax is imported."""
-    os.environ["JAX_PLATFORMS"] = "cpu"  # otherwise jax searches for devices for seconds and prints many warnings
-    for name, value in {
-        "TPU_SKIP_MDS_QUERY": "1",  # do not query the metadata server of a TPU host
-        "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # any value; libtpu prints a warning without a value
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # ignore the lock file of libtpu, because no device is used
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "TPU_STDERR_LOG_LEVEL": "3",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-    }.items():
-        os.environ.setdefault(name, value)
-
-
-def compiler_of(kind: Accelerator) -> str | None:
-    """Returns the name and version of the installed compiler for an accelerator kind; None if there is none."""
-    for package in PLUGINS[kind.backend]:
-        if importlib.util.find_spec(package.replace("-", "_")) is not None:
-            return f"XLA:{kind.backend.upper()} ({package} {importlib.metadata.version(package)})"
-    return None
-
-
-def cudnn_installed() -> bool:
-    """Returns whether the package of cuDNN is installed. Without this package, jax cannot compile cuDNN kernels."""
-    return importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.cudnn") is not None
-
-
-def described_devices(kind: Accelerator, number: int) -> Sequence[Any]:
-    """Returns `number` jax devices of an accelerator kind for compilation only: they cannot hold arrays.
-
-    One TPU chip is returned as a part of the smallest slice, because jax has no topology of one chip.
-
-    Raises:
-      RuntimeError: the compiler of the kind is not installed, or cannot be used.
-    """
-    from jax.experimental import topologies  # not at the top, because `prepare` must run first
-
-    if kind.slices:
-        name = f"{kind.name}:{kind.slices[max(number, min(kind.slices))]}"
-        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices[:number]
-    target = _TARGET.format(
-        name=kind.name.upper(), memory=kind.memory, memory_bytes=kind.memory_bytes, **kind.description
-    )
-    shape = f"1x{math.ceil(number / NODE)}x{min(number, NODE)}"
-    found = topologies.get_topology_desc(platform="cuda", topology_name=kind.name, topology=shape, target_config=target)
-    return found.devices
+def known_name(device_kind: str) -> str | None:
+    """Returns the longest key of `PEAK_FLOPS` with which jax's name of a device begins; None if there is none."""
+    return max((name for name in PEAK_FLOPS if device_kind.startswith(name)), key=len, default=None)

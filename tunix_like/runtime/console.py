@@ -39,10 +39,7 @@ def silence() -> None:
 
 
 def print_text(text: str) -> None:
-    """Prints a text without markup or wrapping, above the progress line if there is one.
-
-    Non-printable characters are escaped (`visible`).
-    """
+    """Prints an escaped text without markup or wrapping, above the progress line if there is one."""
     global _last_printed
     _last_printed = time.monotonic()
     _CONSOLE.print(visible(text), markup=False, soft_wrap=True)
@@ -55,15 +52,7 @@ def print_completion(text: str) -> None:
 
 
 def step_line(name: str, step: int, total: int | None, metrics: Mapping[str, Any]) -> str:
-    """Formats the metrics of a training step as one line: rewards, success, length, loss, speed, the parts of the step
-    time, evaluation.
-
-    Args:
-      name: `train` or `sft`. Metric names can begin with this name and a slash.
-      step: number of the step, from 1.
-      total: total number of steps; None if unknown.
-      metrics: a row of `metrics.jsonl`. Times are in seconds, ratios between 0 and 1.
-    """
+    """Formats the metrics of a step of `train` or `sft` as one line; `total` is the number of steps, if known."""
     numbers = {key.removeprefix(f"{name}/"): value for key, value in metrics.items() if _is_number(value)}
     parts = [f"{name} {step}" if total is None else f"{name} {step:{len(str(total))}d}/{total}"]
     parts += [
@@ -90,27 +79,34 @@ def step_line(name: str, step: int, total: int | None, metrics: Mapping[str, Any
     return "  ".join(parts + passes)
 
 
+def row_line(row: Mapping[str, Any], total: int | None) -> str:
+    """Formats a row of metrics, of SFT or of RL, as the line of its step."""
+    name, step = ("train", row["step"]) if "step" in row else ("sft", row["sft/step"])
+    return step_line(name, step, total, row)
+
+
+def is_shown(row: Mapping[str, Any], total: int | None) -> bool:
+    """Returns whether a row of metrics gets a line: all of RL; of SFT every 25th step, the last, and evaluations."""
+    step = row.get("sft/step")
+    return step is None or step % 25 == 0 or step == total or "sft/eval/pass@1" in row
+
+
 def samples_each(number: int) -> str:
-    """Formats the number of samples per problem, e.g. `4 samples each`."""
     return f"{number} sample{'s' * (number != 1)} each"
 
 
 def evaluated_samples(metrics: Mapping[str, Any]) -> int | None:
-    """Returns the number of samples per problem in an evaluation: the n in the name of the metric `eval/avg@n`. Returns
-    None if there is no such metric."""
+    """Returns the number of samples per problem: the n in the name of the metric `eval/avg@n`."""
     return next((int(name.removeprefix("eval/avg@")) for name in metrics if name.startswith("eval/avg@")), None)
 
 
 def problems(number: int, skipped: int, name: str = "problems") -> str:
-    """Formats the number of evaluated problems, and the number of skipped prompts if it is not 0."""
     return f"{number} {name}" + (f" ({skipped} prompt{'s' * (skipped != 1)} skipped)" if skipped else "")
 
 
 def figure(name: str, value: Any, low: Any = None, high: Any = None) -> str:
-    """Formats a metric for a table: an int in full, a ratio in percent, any other number to three digits.
-
-    If `low` and `high`, the ends of a confidence interval, are given, the interval is added: `61.2% [58.7, 63.6]`.
-    """
+    """Formats a metric for a table: an int in full, a ratio in percent, any other number to three digits, with the ends
+    of its interval: `61.2% [58.7, 63.6]`."""
     if not _is_number(value):
         return "-"
     share = ("@" in name and not name.startswith("avg@")) or name.endswith(("_frac", "_ratio"))
@@ -123,10 +119,8 @@ def figure(name: str, value: Any, low: Any = None, high: Any = None) -> str:
 
 
 def evaluation_cells(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Returns a dict from metric name to formatted table cell for all `eval/<name>` metrics, in the order of `metrics`.
-
-    `eval/low/<name>` and `eval/high/<name>` are the ends of the confidence interval of a metric.
-    """
+    """Returns the table cell of each metric `eval/<name>`, with its interval from `eval/low/<name>` and
+    `eval/high/<name>`."""
     values = {key.removeprefix("eval/"): value for key, value in metrics.items() if key.startswith("eval/")}
     return {
         name: figure(name, value, values.get(f"low/{name}"), values.get(f"high/{name}"))
@@ -171,6 +165,12 @@ def has_bottom_line() -> bool:
     return _is_on_terminal() and _has_box_characters() and not _CONSOLE.is_dumb_terminal and not _CONSOLE.quiet
 
 
+def in_notebook() -> bool:
+    """Returns whether the code runs in a cell of a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")
+
+
 def terminal() -> rich.console.Console:
     """Returns the console (of the package rich) that shows the output of the run."""
     return _CONSOLE
@@ -192,30 +192,17 @@ class LogHandler(logging.Handler):
 
 
 def _is_on_terminal() -> bool:
-    """Returns whether the output is a real terminal. With FORCE_COLOR, rich treats any file as a terminal, but only a
-    real terminal can overwrite a line."""
+    """FORCE_COLOR makes rich treat any file as a terminal, but only a real one can overwrite a line."""
     return _CONSOLE.is_terminal and _CONSOLE.file.isatty()
 
 
 def _has_box_characters() -> bool:
-    """Returns whether the encoding of the output has box-drawing characters."""
     return (getattr(_CONSOLE.file, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
-_OF_THE_STEP_BEFORE = frozenset(
-    f"time/{name}" for name in ("data", "rollout", "environment", "reward", "reshard", "sampler_idle")
-)
-
-
 def _time_shares(metrics: Mapping[str, float]) -> str:
-    """Formats the share of each activity (such as rollout or update) in the step time, largest first. Shares below 5%
-    are omitted to keep the line short.
-
-    If the rollout of this step was sampled during the previous step, the activities of the rollout are left out.
-    """
+    """Formats the share of each activity in the step time, largest first, from 5% on."""
     whole = metrics["step_time_sec"]
-    if metrics.get("staleness"):
-        metrics = {key: value for key, value in metrics.items() if key not in _OF_THE_STEP_BEFORE}
     shares = {key.removeprefix("time/"): value / whole for key, value in metrics.items() if key.startswith("time/")}
     shown = [f"{key} {share:.0%}" for key, share in sorted(shares.items(), key=lambda item: -item[1]) if share >= 0.05]
     return f" ({', '.join(shown)})" if shown else ""

@@ -1,51 +1,45 @@
-"""Checks whether an input file can be read and, if not, describes the problem."""
+"""Reads input files of the user and of other programs; the error for an invalid file is one line."""
 
 from __future__ import annotations
 
-import errno
+import json
 import os
-import stat
 from pathlib import Path
+from typing import Any
 
-_COMPRESSED = {
-    b"\x1f\x8b": ("gzip", "gunzip"),
-    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
-    b"\xfd7zXZ\x00": ("xz", "unxz"),
-    b"BZh": ("bzip2", "bunzip2"),
-    b"PK\x03\x04": ("zip", "unzip"),
-}
-"""Maps the first bytes of a compressed file to its format and its decompression program."""
-
-_KINDS = {
-    stat.S_IFDIR: "is a folder, not a file",
-    stat.S_IFIFO: "is a named pipe (FIFO), which cannot be read twice; write its content to a file instead",
-    stat.S_IFSOCK: "is a socket, not a file",
-    stat.S_IFCHR: "is a device, not a file",
-    stat.S_IFBLK: "is a device, not a file",
-}
+from tunix_like.errors import UserError
 
 
 def file_problem(path: str | Path) -> str | None:
-    """Returns why a file cannot be read, as the predicate of a sentence ("does not exist"); None if it can be read.
-
-    A pipe is rejected without opening it, because opening a pipe waits for a writer.
-    """
+    """Returns why a file cannot be read, as the predicate of a sentence ("does not exist"); None if it can be read."""
     path = Path(path)
     try:
-        kind = stat.S_IFMT(os.stat(path).st_mode)
-        if kind != stat.S_IFREG:
-            return _KINDS.get(kind, "is not a regular file")
+        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+            return "is a folder, not a file" if path.is_dir() else "is not a regular file"
         with path.open("rb") as file:
-            head = file.read(max(map(len, _COMPRESSED)))
+            packed = file.read(2) == b"\x1f\x8b"
     except (FileNotFoundError, NotADirectoryError):
-        dangling = path.is_symlink()
-        return f"is a symbolic link to {os.readlink(path)}, which does not exist" if dangling else "does not exist"
+        return "does not exist"
     except OSError as error:
-        loop = error.errno == errno.ELOOP
-        return "is a loop of symbolic links" if loop else f"cannot be read ({error.strerror})"
+        return f"cannot be read ({error.strerror})"
     except ValueError:  # a NUL character or a lone surrogate
         return "is not a valid file name"
-    for magic, (name, program) in _COMPRESSED.items():
-        if head.startswith(magic):
-            return f"is compressed ({name}); decompress it with {program}"
-    return None
+    return "is compressed (gzip); decompress it with gunzip" if packed else None
+
+
+def read_object(file: Path, cure: str) -> dict[str, Any]:
+    """Reads a JSON file that contains one object, in any Unicode encoding. `cure` ends an error message."""
+    if os.path.lexists(file) and (problem := file_problem(file)):
+        raise UserError(f"{file}: it {problem}. {cure}")
+    try:
+        value = json.loads(raw := file.read_bytes())
+        if b"\\ud" in raw.lower():  # Python accepts a lone surrogate, but other libraries fail on it
+            json.dumps(value, ensure_ascii=False).encode()
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file. {cure}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        what = "cannot be read" if isinstance(error, OSError) else "not valid JSON"
+        raise UserError(f"{file}: {what} ({error}). {cure}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{file}: expected a JSON object, found {type(value).__name__}. {cure}")
+    return value

@@ -1,18 +1,15 @@
-"""Replaces standard output and standard error by streams that never raise and never stop a run.
+"""Replaces standard output and standard error by streams that never raise.
 
-A write fails if the reader has exited (`| head`), the terminal was closed or the disk is full. A write blocks if the
-terminal is paused. In both cases a run continues. The unwritten text is kept and written later, or written to a file in
-the run folder. Commands other than a run exit if a write fails, because their output is their result.
+A write fails if the reader has exited (`| head`), the terminal was closed or the disk is full. A run continues, and
+writes to `output.log` in its folder instead. Another command exits, because its output is its result.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import io
 import os
-import select
 import signal
 import sys
 import threading
@@ -26,22 +23,10 @@ FILE = "output.log"
 """File in the run folder that receives the output after standard output or standard error has failed."""
 
 EXIT_UNREAD = 128 + signal.SIGPIPE
-"""Exit status of a command if the program that reads its output has exited. Shells use the same status (128 +
-SIGPIPE)."""
-
-PATIENCE = 1.0
-"""Seconds that a run waits for a blocked stream before it continues."""
-
-KEPT = 1 << 20
-"""Maximum number of bytes of unwritten text that are kept per stream. If there are more, the oldest bytes are
-dropped."""
+"""Exit status of a command whose reader has exited, as of a tool that SIGPIPE ends."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a later write can succeed
 
-_PART = 4096  # bytes that a pipe accepts without blocking if select reports that it is ready (PIPE_BUF)
-_PART_OF_TERMINAL = 64  # a ready terminal accepts 256 bytes; a line break counts as two
-
-_lock = threading.RLock()
 _streams: list[_Stream] = []
 _continue_on_error = False
 _file: Path | None = None
@@ -55,25 +40,16 @@ class Unread(SystemExit):
 
 
 class _Unwritten(UserError):
-    """Writing to standard output failed, for example because the disk is full. If the program that reads the output has
-    exited, `Unread` is raised instead."""
-
     status = 74
 
 
 class _Stream(io.RawIOBase):
-    """A stream on a file descriptor whose writes never raise.
-
-    Attributes:
-      error: why the last write failed; None if it succeeded.
-    """
+    """A stream whose writes never raise. `error` is why the last write failed; None if it succeeded."""
 
     def __init__(self, name: str, number: int) -> None:
         super().__init__()
         self.error: OSError | None = None
-        self._name, self._number = name, number
-        self._waiting, self._dropped = bytearray(), 0
-        self._blocked = self._moved = False
+        self._name, self._number, self._moved = name, number, False
 
     def fileno(self) -> int:
         return self._number
@@ -85,39 +61,20 @@ class _Stream(io.RawIOBase):
         return os.isatty(self._number)
 
     def write(self, data: Any) -> int:
-        text = bytes(data)
-        with _lock:
-            self._waiting += text
-            patience = 0.0 if self._blocked else PATIENCE
-            self.drain(patience if _continue_on_error else None)
-            self._drop_oldest()
+        text = rest = bytes(data)
+        while rest:
+            try:
+                rest, self.error = rest[os.write(self._number, rest) :], None
+            except BlockingIOError:  # a non-blocking stream that another process has filled
+                time.sleep(0.01)
+            except OSError as error:
+                if not self._move(error):
+                    self.error = error
+                    break  # the rest is lost
         return len(text)
 
-    def drain(self, patience: float | None) -> None:
-        """Writes the text that is not written yet. Returns early if a write fails, or if the stream is blocked for
-        `patience` seconds (None: no time limit)."""
-        with _lock:
-            while self._waiting:
-                try:
-                    if not select.select([], [self._number], [], patience)[1]:
-                        self._blocked = True
-                        return
-                    part = _PART_OF_TERMINAL if self.isatty() else _PART
-                    written = os.write(self._number, self._waiting[:part])
-                except BlockingIOError:  # a non-blocking stream that another process has filled meanwhile
-                    time.sleep(0.01)
-                    continue
-                except OSError as error:
-                    self.error = error
-                    if self._move(error):
-                        continue
-                    return
-                self._blocked, self.error = False, None
-                del self._waiting[:written]
-
     def _move(self, error: OSError) -> bool:
-        """Redirects the stream's descriptor to `output.log` in the run folder. Returns False without redirecting if no
-        folder is set, if the file cannot be opened, if the descriptor is redirected already, or if the disk is full."""
+        """Redirects the descriptor to `output.log`. Returns False if that cannot be done or the disk is full."""
         if _file is None or self._moved or error.errno in _FULL:
             return False
         try:
@@ -133,21 +90,11 @@ class _Stream(io.RawIOBase):
                 stream.write(warning.encode())
         return True
 
-    def _drop_oldest(self) -> None:
-        excess = len(self._waiting) - KEPT
-        if excess > 0:
-            # Drops half of the buffer at once, because each cut copies the rest. Cuts at a line break if there is one.
-            end = self._waiting.find(b"\n", excess + KEPT // 2) + 1 or len(self._waiting)
-            self._dropped += end
-            self._waiting[:end] = f"\n[{self._dropped} bytes of output could not be written and are lost]\n".encode()
-
 
 def guard() -> None:
-    """Replaces `sys.stdout` and `sys.stderr` by streams that never raise.
-
-    A stream that a test or a notebook has already replaced is kept. A closed descriptor (0, 1 or 2) is connected to
-    /dev/null, because a file that is opened later would otherwise get its number and receive the output.
-    """
+    """Replaces `sys.stdout` and `sys.stderr` by streams that never raise, unless a test or a notebook has replaced
+    them. A closed descriptor (0, 1 or 2) is opened, because a later file would otherwise get its number and the
+    output."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -162,36 +109,23 @@ def guard() -> None:
             setattr(sys, name, io.TextIOWrapper(raw, encoding, "backslashreplace", line_buffering=True))
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a character that the encoding lacks must not stop a run
-    if _streams:
-        atexit.register(_last_drain)
 
 
 def set_continue_on_error(value: bool) -> None:
-    """Sets how failed or blocked writes are handled.
-
-    Args:
-      value: whether the process continues after a failed or blocked write, as a run does. If False, the process waits
-        for a blocked stream, and `check` raises an error after a failed write.
-    """
+    """Sets whether the process continues after a failed write, as a run does. If not, `check` raises an error."""
     global _continue_on_error
     _continue_on_error = value
 
 
 def set_fallback_folder(folder: Path) -> None:
-    """Sets the folder of `output.log`. If standard output or standard error fails, its unwritten and later text is
-    written to this file."""
+    """Sets the folder of `output.log`, which receives the output after a write has failed."""
     global _file
     _file = folder / FILE
 
 
 def check() -> None:
-    """Raises an error if standard output cannot be written. Does nothing in a run, which continues after a failed
-    write, and nothing outside the main thread.
-
-    Raises:
-      Unread: the reader of the output has exited.
-      UserError: the output cannot be written for another reason, such as a full disk.
-    """
+    """Raises an error if standard output cannot be written: `Unread`, or a UserError of status 74. Does nothing in a
+    run, which continues, and nothing outside the main thread."""
     if _continue_on_error or threading.current_thread() is not threading.main_thread():
         return
     error = next((stream.error for stream in _streams if stream.fileno() == 1), None)
@@ -209,21 +143,6 @@ def finish() -> None:
 
 
 def from_handler(text: str) -> None:
-    """Writes a text to standard error, or drops it if the write would block. For signal handlers, which must not wait
-    and must not take a lock that the interrupted code may hold."""
+    """Writes a text to standard error without a lock, which the code that a signal interrupted may hold."""
     with contextlib.suppress(OSError):
-        if select.select([], [2], [], 0)[1]:
-            os.write(2, text.encode())
-
-
-def _last_drain() -> None:
-    for stream in _streams:
-        stream.drain(PATIENCE)
-
-
-def _new_lock() -> None:
-    global _lock
-    _lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_new_lock)  # another thread of the parent can have held the lock
+        os.write(2, text.encode())

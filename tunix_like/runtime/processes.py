@@ -7,9 +7,11 @@ process, nothing is sent.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -22,7 +24,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from tunix_like.errors import EngineLost, UserError
-from tunix_like.runtime.coordinator import check_port, wait_for
 
 HEARTBEAT_SECONDS = 30
 """Seconds without a heartbeat after which a process counts as lost and the other processes are stopped."""
@@ -40,16 +41,8 @@ Item = TypeVar("Item")
 
 
 def start(coordinator: str | None = None, count: int | None = None, index: int | None = None) -> None:
-    """Connects the processes of a run; must be called before any other use of jax.
-
-    Args:
-      coordinator: `host:port` of process 0, the same for all processes. None: jax finds it from the scheduler or the
-        TPU slice.
-      count, index: number of processes, and index of this process, from 0.
-
-    Raises:
-      UserError: the processes cannot connect.
-    """
+    """Connects the processes of a run; must be called before any other use of jax. `coordinator` is `host:port` of
+    process 0 (None: jax finds it from the scheduler or the TPU slice), `index` the number of this process, from 0."""
     # The preemption service would intercept SIGTERM, but a run must get SIGTERM to save a checkpoint and exit.
     jax.config.update("jax_enable_preemption_service", False)
     if coordinator is not None and index == 0:
@@ -77,6 +70,51 @@ def start(coordinator: str | None = None, count: int | None = None, index: int |
             logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def check_port(address: str) -> None:
+    """Raises UserError if process 0 cannot listen on the port of `address` (`host:port`). The service of jax
+    would crash with a segmentation fault."""
+    port = _split(address)[1]
+    if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:  # jax listens on the address in this variable instead of `address`
+        return
+    dualstack = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dualstack else socket.AF_INET
+    try:
+        socket.create_server(("", port), family=family, dualstack_ipv6=dualstack).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(
+                f"--coordinator {address}: port {port} is in use by another run or program on this machine; give all "
+                "processes another port."
+            ) from None
+        raise UserError(f"--coordinator {address}: cannot listen on port {port}: {error.strerror or error}.") from None
+
+
+def wait_for(address: str, seconds: float) -> None:
+    """Waits until a server listens at `address`. Raises UserError if there is none within `seconds`; the client of jax
+    would abort the process."""
+    host, port = _split(address)
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5.0).close()
+            return
+        except OSError as error:  # the server has not started, or its host name cannot be resolved yet
+            why = error.strerror or error
+        if time.monotonic() > end:
+            raise UserError(
+                f"--coordinator {address}: no answer after {seconds:g} seconds ({why}). Start process 0 on that host "
+                "with the same address, and check that the port can be reached from this machine."
+            )
+        time.sleep(0.25)
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not 0 < int(port) < 65536:
+        raise UserError(f"--coordinator {address}: port {port} is not valid; give one from 1 to 65535.")
+    return host.strip("[]"), int(port)
+
+
 def _not_found(coordinator: str | None, why: str) -> str:
     where = "from the environment variables" if coordinator is None else f"at {coordinator}"
     return (
@@ -86,8 +124,7 @@ def _not_found(coordinator: str | None, why: str) -> str:
 
 
 def _leave_late(coordinator: str | None) -> NoReturn:
-    """Prints an error and exits this process, which waits inside jax for the other processes. An exception could not
-    interrupt this wait."""
+    """Exits this process, which waits inside jax for the others; an exception could not interrupt this wait."""
     why = f"not all processes connected within {START_SECONDS} seconds"
     print(f"error: {_not_found(coordinator, why)}", file=sys.stderr)
     sys.stderr.flush()
@@ -111,30 +148,19 @@ def gather(value: Any) -> list[Any]:
 
 
 def spread(items: Sequence[Item], work: Callable[[Sequence[Item]], list[Any]]) -> list[Any]:
-    """Divides `items` among the processes. Returns the results of all items, in order, in every process.
-
-    Each process calls `work` with a contiguous share of the items; `work` returns a list with one result per item. With
-    several processes, the results are sent as JSON, so they must be lists, dicts, text, numbers or None.
-
-    Raises:
-      UserError: in every process, the UserError of the first process that raised one.
-    """
+    """Divides `items` among the processes and returns the results of all items in every process. `work` gets a
+    contiguous share and returns one JSON value per item. A UserError of one process is raised in all."""
     own = share(len(items))
     return [result for part in all_or_none(lambda: work(items[own.start : own.stop])) for result in part]
 
 
 def share(count: int) -> range:
-    """Returns the indices of the items that `spread` assigns to this process, if there are `count` items."""
     bounds = np.linspace(0, count, jax.process_count() + 1).astype(int)
     return range(bounds[jax.process_index()], bounds[jax.process_index() + 1])
 
 
 def by_first(work: Callable[[], Any]) -> Any:
-    """Calls `work` in process 0 only and returns its result in every process.
-
-    Raises:
-      UserError: in every process, the UserError that process 0 raised.
-    """
+    """Calls `work` in process 0 only and returns its result, or raises its UserError, in every process."""
     return all_or_none(lambda: work() if is_first() else None)[0]
 
 
@@ -144,11 +170,8 @@ def any_of(here: bool) -> bool:
 
 
 def all_or_none(work: Callable[[], Any]) -> list[Any]:
-    """Calls `work` in every process. Returns the results of all processes, in process order; they must be JSON values.
-
-    Raises:
-      UserError: in every process, the UserError of the first process that raised one.
-    """
+    """Calls `work` in every process. Returns their results (JSON values), in process order, or raises the first
+    UserError in every process."""
     try:
         outcome = {"result": work()}
     except UserError as error:
@@ -163,12 +186,9 @@ def all_or_none(work: Callable[[], Any]) -> list[Any]:
 
 
 def leave_refused(status: int) -> NoReturn:
-    """Exits this process after invalid input. The other processes of the run may have found other errors.
-
-    A normal exit would wait `LEAVE_SECONDS` for the other processes and then abort. Process 0 waits a second longer
-    than the others, because jax stops the other processes when process 0 is gone, before they have printed their
-    errors.
-    """
+    """Exits this process after invalid input; a normal exit would wait for the other processes and then abort. Process
+    0 waits a second longer than the others, because jax stops them when it is gone, before they have printed their
+    errors."""
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(2 if is_first() else 1)

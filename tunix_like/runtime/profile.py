@@ -16,32 +16,15 @@ import jax
 
 from tunix_like.errors import UserError
 from tunix_like.runtime import progress
+from tunix_like.runtime.accelerators import PEAK_FLOPS, known_name
 
 logger = logging.getLogger("tunix_like")
-
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA L40": 181e12,
-    "NVIDIA L4": 121e12,
-}
-"""Maps a prefix of the device kind to the dense bfloat16 FLOPs per second in the vendor's data sheet."""
 
 
 def peak_flops() -> float | None:
     """Returns the sum of the peak bfloat16 FLOPs per second of all devices; None if the kind of device is unknown."""
-    kind = jax.devices()[0].device_kind
-    names = [name for name in PEAK_FLOPS if kind.startswith(name)]
-    return PEAK_FLOPS[max(names, key=len)] * jax.device_count() if names else None
+    name = known_name(jax.devices()[0].device_kind)
+    return None if name is None else PEAK_FLOPS[name] * jax.device_count()
 
 
 class Clock:
@@ -56,6 +39,11 @@ class Clock:
         now = time.perf_counter()
         self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + now - self._last
         self._last = now
+
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Moves a part of the time of the activity `source` to the activity `target`."""
+        for name, change in ((source, -seconds), (target, seconds)):
+            self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + change
 
 
 class Compilations:
@@ -84,8 +72,7 @@ def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
 
 
 def _on_begin(event: str, value: float, **metadata: str | int) -> None:
-    """Reports the start of a compilation to `progress`. jax sends a scalar event at the start of a compilation and a
-    duration event at its end."""
+    """jax sends a scalar event at the start of a compilation and a duration event at its end."""
     if event == _COMPILE:
         name = re.sub(r"^jit\((.*)\)$", r"\1", str(metadata.get("fun_name", "a program")))
         progress.compiling("decoding" if name == "advance" else name)
@@ -102,15 +89,7 @@ def check_profile_steps(steps: Sequence[int] | None) -> None:
 
 
 class Profile:
-    """Writes a profiler trace of some training steps.
-
-    Args:
-      steps: the first and the last step of the trace; None writes no trace.
-      folder: the run folder; the trace is written to its subfolder `profile/`.
-
-    Raises:
-      UserError: `steps` is not an ordered pair of step numbers, or `steps` is given and `folder` is None.
-    """
+    """Writes a profiler trace of the steps `steps[0]` to `steps[1]` to `folder/profile`."""
 
     def __init__(self, steps: Sequence[int] | None, folder: Path | None) -> None:
         self.steps, self.folder = steps, folder

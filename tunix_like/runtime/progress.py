@@ -1,7 +1,8 @@
-"""Shows the progress of long tasks: a live line at the bottom of a terminal, or plain lines if there is no terminal.
+"""Shows the progress of long tasks: a live line at the bottom of a terminal, one output that is replaced in a notebook,
+or plain lines if there is neither.
 
-Progress output is off by default. The command line enables it with `shown()`. Long operations are wrapped in `task()`,
-which does nothing if progress output is off.
+Progress output is off by default. The command line enables it with `shown()`, a learner with `watched()`. Long
+operations are wrapped in `task()`, which does nothing if progress output is off.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import rich.live
 import rich.progress_bar
@@ -19,12 +22,16 @@ import rich.table
 import rich.text
 
 from tunix_like.runtime import console
+from tunix_like.runtime.visible import visible
 
 Advance = Callable[..., None]
 """`f(done, note="")`: adds `done` finished items and sets the note that is shown after the count."""
 
 _SOON = 0.5
 """Seconds after which a subtask is shown. Shorter subtasks would flicker."""
+
+_EVERY = 0.5
+"""Seconds between two updates of the output in a notebook."""
 
 _STEPS = 20
 """The remaining time is estimated from this number of most recent steps."""
@@ -50,9 +57,8 @@ class _Task:
         return f" {self.done}/{self.total}"
 
     def left(self, now: float) -> float | None:
-        """Estimates the remaining seconds of the task from the times of its last 20 steps (`_STEPS`). The first step
-        includes compilation and is used only until the second step is done. If the current step takes longer than the
-        average, the estimate assumes that the step ends now."""
+        """Estimates the remaining seconds from the last steps; the first, which compiles, counts only alone. A step
+        that takes longer than the average is taken to end now."""
         marks = list(self.marks)  # a copy, because another thread appends to the deque
         (first, before), (last, done) = marks[0], marks[-1]
         if self.total is None or done == before or done >= self.total:
@@ -61,19 +67,49 @@ class _Task:
         return pace * (self.total - done) - min(now - last, pace) or None
 
 
-class _Display:
-    """Shows the running tasks: the count, the elapsed time and the remaining time of the outermost task, and the count
-    of each subtask."""
+class _Cell:
+    """The progress in a cell of a notebook: one text, replaced while the cell runs, with a line for each evaluation and
+    each finished task."""
 
+    def __init__(self) -> None:
+        self._id = uuid.uuid4().hex
+        self._shown: str | None = None
+        self._lines: list[str] = []
+        self._newest = ""
+        self._lock = threading.Lock()
+
+    def add(self, row: Mapping[str, Any], total: int | None) -> None:
+        self._newest = console.row_line(row, total)
+        if any("eval/" in name for name in row):
+            self._lines, self._newest = [*self._lines, self._newest], ""
+
+    def end(self, line: str) -> None:
+        """Keeps the metrics of the last step and the last line of a task."""
+        self._lines, self._newest = [*self._lines, *filter(None, [self._newest]), line], ""
+
+    def show(self, line: str) -> None:
+        from IPython.display import display, update_display
+
+        text = visible("\n".join(filter(None, [*self._lines, self._newest, line])))
+        with self._lock:
+            if text != (self._shown or ""):
+                (display if self._shown is None else update_display)(
+                    {"text/plain": text}, raw=True, display_id=self._id
+                )
+                self._shown = text
+
+
+class _Display:
     def __init__(self, lines: bool, every: float) -> None:
         self.tasks: list[_Task] = []
         self.compiling: tuple[str, float] | None = None
         self.every, self.paused = every, False
         self._bar, self._lines = console.has_bottom_line(), lines
+        self.cell = _Cell() if console.in_notebook() else None
         self._live: rich.live.Live | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tick_periodically, name="progress", daemon=True)
-        if lines and not self._bar and not console.terminal().quiet:
+        if (lines or self.cell) and not self._bar and not console.terminal().quiet:
             self._thread.start()
 
     def push(self, task: _Task) -> None:
@@ -89,6 +125,10 @@ class _Display:
             self._live.start()
 
     def pop(self, task: _Task) -> None:
+        if self.cell is not None and task is self.tasks[0]:
+            if task.total is not None:
+                self.cell.end(self.line(time.monotonic()))
+            self.cell.show("")
         self.tasks.remove(task)
         self.compiling = None  # a failed compilation does not report its end
         if self._live is not None and not self.tasks:
@@ -108,6 +148,8 @@ class _Display:
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()
+        if self.cell is not None:
+            self.cell.show("")  # the thread may have shown an older line last
 
     def parts(self, now: float) -> str:
         """Describes the running subtasks of the outermost task, and a running compilation, as text."""
@@ -128,17 +170,18 @@ class _Display:
         return text + (f": {parts}" if (parts := self.parts(now)) else "")
 
     def tick(self) -> None:
-        """Prints a line of progress if the outermost task started at least `every` seconds ago and nothing was printed
-        in the last `every` seconds."""
+        """Prints a line of progress if nothing was printed in the last `every` seconds."""
         now = time.monotonic()
         if self.paused:
             return
         with contextlib.suppress(IndexError):  # the last task can end during this call
+            if self.cell is not None:
+                return self.cell.show(self.line(now))
             if now - max(console.last_printed(), self.tasks[0].began) >= self.every:
                 console.print_text(self.line(now))
 
     def _tick_periodically(self) -> None:
-        while not self._over.wait(min(1.0, self.every)):
+        while not self._over.wait(min(1.0, self.every) if self.cell is None else _EVERY):
             self.tick()
 
     def _render(self) -> rich.table.Table:
@@ -161,13 +204,8 @@ _SHOWN: _Display | None = None
 
 @contextlib.contextmanager
 def shown(*, lines: bool = True, every: float = 30.0) -> Iterator[None]:
-    """Shows the progress of tasks that start inside this context. At the end of the context, the line at the bottom
-    of a terminal is removed.
-
-    Args:
-      lines: whether to print plain lines if there is no terminal.
-      every: seconds without output after which a plain line is printed.
-    """
+    """Shows the progress of tasks that start inside this context. Without a terminal, `lines` allows a plain line after
+    each `every` seconds without output."""
     global _SHOWN
     before, _SHOWN = _SHOWN, _Display(lines, every)
     try:
@@ -177,16 +215,32 @@ def shown(*, lines: bool = True, every: float = 30.0) -> Iterator[None]:
         _SHOWN = before
 
 
+OnRow = Callable[[dict[str, Any], int | None], None]
+"""`f(row, total)`: receives a row of metrics and the number of steps (None if unknown)."""
+
+
+@contextlib.contextmanager
+def watched(on_row: OnRow | None) -> Iterator[OnRow]:
+    """Yields `on_row`. If it is None, shows progress and rows of metrics in a notebook or on a terminal, and yields the
+    function that receives the rows. Shows nothing if there is neither, or if progress is shown already."""
+    if on_row is not None or _SHOWN is not None or not (console.in_notebook() or console.has_bottom_line()):
+        yield on_row or (lambda row, total: None)
+        return
+    with shown():
+        yield _show_row
+
+
+def _show_row(row: dict[str, Any], total: int | None) -> None:
+    if _SHOWN is not None and _SHOWN.cell is not None:
+        _SHOWN.cell.add(row, total)
+    elif console.is_shown(row, total):
+        console.print_text(console.row_line(row, total))
+
+
 @contextlib.contextmanager
 def task(name: str, total: int | None = None, done: int = 0) -> Iterator[Advance]:
-    """Context manager that shows the progress of a long operation. Inside another task it shows a subtask.
-
-    Yields a function `advance(done, note="")`, which adds `done` finished items and shows `note` after the count.
-
-    Args:
-      total: number of items; None if unknown or if there is only one.
-      done: number of items that are done already.
-    """
+    """Shows the progress of a long operation, or of a subtask inside another one. The yielded `advance(done, note="")`
+    adds finished items and sets the note after the count."""
     if (display := _SHOWN) is None:
         yield lambda done, note="": None
         return
@@ -200,7 +254,7 @@ def task(name: str, total: int | None = None, done: int = 0) -> Iterator[Advance
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Context manager that hides the progress output, so that it does not overwrite the input of a person."""
+    """Hides the progress output, so that it does not overwrite the input of a person."""
     display = _SHOWN
     if display is not None:
         display.pause(True)

@@ -7,11 +7,12 @@ valid text. Control tokens in the marked text are replaced by references, which 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import string
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 _BEGIN, _END, _OPEN, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 _RESERVED = re.compile("[\ufdd0-\ufdef]")
@@ -88,20 +89,15 @@ def refer_deep(value: Any, control: Sequence[str]) -> Any:
     """Replaces control tokens by references (see `refer`) in each string of a JSON value, including the keys of
     mappings. The whole value counts as data.
 
-    A chat template can join the texts of a list. If a text of a list ends with the beginning of a control token, a
-    separator is added, because this text and the next text could otherwise form the token together.
+    A chat template can join two texts, or write a text between `<` and `>`. If a text ends with the beginning of a
+    control token, or begins with the rest of one, a separator is added, because the text and its neighbour could
+    otherwise form the token together.
     """
     if isinstance(value, str):
-        return refer(value, control, everything=True)
+        return _cut(refer(value, control, everything=True), tuple(control))
     if isinstance(value, Mapping):
         return {refer_deep(key, control): refer_deep(inner, control) for key, inner in value.items()}
-    if not isinstance(value, list | tuple):
-        return value
-    items = [refer_deep(item, control) for item in value]
-    for item in items:
-        if isinstance(item, dict) and isinstance(item.get("text"), str):
-            item["text"] = _cut(item["text"], control)
-    return [_cut(item, control) if isinstance(item, str) else item for item in items]
+    return [refer_deep(item, control) for item in value] if isinstance(value, list | tuple) else value
 
 
 def texts(value: Any) -> Iterator[str]:
@@ -136,10 +132,55 @@ def parts(text: str, control: Sequence[str]) -> list[tuple[str, bool]]:
     ]
 
 
-def _cut(text: str, control: Sequence[str]) -> str:
-    kept = text.rstrip()  # because a template can strip the text
-    ends_in_prefix = any(kept.endswith(token[:size]) for token in control for size in range(1, len(token)))
-    return f"{kept}{_CUT}{text[len(kept) :]}" if ends_in_prefix else text
+def _cut(text: str, control: tuple[str, ...]) -> str:
+    """Adds separators to a text whose end or beginning can be a part of a control token. White space at the ends of the
+    text is ignored, because a template can strip it."""
+    kept = text.strip()
+    pieces = _pieces(control)
+    head, tail = kept[: pieces.longest], kept[-pieces.longest :]
+    # Most texts lack the first and the last characters of control tokens (such as `<` and `>`), and need no search.
+    front = back = kept in pieces.inner
+    if not pieces.lasts.isdisjoint(head):
+        front |= any(head[:size] in pieces.rests for size in range(1, len(head) + 1))
+    if not pieces.firsts.isdisjoint(tail):
+        back |= any(tail[-size:] in pieces.prefixes for size in range(1, len(tail) + 1))
+    begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
+    return f"{text[:begin]}{_CUT * front}{kept}{_CUT * back}{text[end:]}" if front or back else text
+
+
+class _Pieces(NamedTuple):
+    """Parts of the control tokens: first and last characters, beginnings, rests and inner parts."""
+
+    firsts: frozenset[str]
+    lasts: frozenset[str]
+    prefixes: frozenset[str]
+    rests: frozenset[str]
+    inner: frozenset[str]
+    longest: int
+
+
+@functools.lru_cache(maxsize=8)
+def _pieces(control: tuple[str, ...]) -> _Pieces:
+    """Returns the parts of the control tokens, and the length of the longest token.
+
+    Rests and inner parts that are words, or are single characters, are left out, because they are common in texts and
+    names, such as `user` in `<|user|>`. No template writes the rest of such a token beside a text.
+    """
+    prefixes = {token[:size] for token in control for size in range(1, len(token))}
+    rests = {token[size:] for token in control for size in range(1, len(token) - 1)}
+    inner = {token[begin:end] for token in control for end in range(len(token)) for begin in range(1, end)}
+
+    def unusual(pieces: set[str]) -> frozenset[str]:
+        return frozenset(piece for piece in pieces if len(piece) > 1 and not piece.isidentifier())
+
+    return _Pieces(
+        frozenset(token[0] for token in control),
+        frozenset(token[-1] for token in control),
+        frozenset(prefixes),
+        unusual(rests),
+        unusual(inner),
+        max(map(len, control), default=0),
+    )
 
 
 def _clean(text: str) -> str:

@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,15 +28,7 @@ def is_place(name: str) -> bool:
 
 
 def check_new_name(what: str, name: str, registry: Mapping[str, Any], reserved: str = ":") -> None:
-    """Checks that a name can be registered.
-
-    Args:
-      what: the kind of function, for the error message, e.g. "reward function".
-      reserved: characters that the name must not contain, because they mark a file or a module.
-
-    Raises:
-      UserError: the name is in `registry`, or contains a reserved character.
-    """
+    """Raises UserError if a name is in `registry` or has `reserved` characters, which mark a file or a module."""
     if name in registry:
         raise UserError(f"{what} '{name}' is already registered; choose another name.")
     if any(character in name for character in reserved):
@@ -47,6 +39,33 @@ def check_new_name(what: str, name: str, registry: Mapping[str, Any], reserved: 
 def is_own(function: Callable[..., Any]) -> bool:
     """Returns whether a function is user code and not part of this package."""
     return not str(getattr(function, "__module__", "")).startswith("tunix_like.")
+
+
+def check_arguments(
+    key: str,
+    name: str,
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    positional: int = 0,
+    named: Collection[str] = (),
+) -> None:
+    """Raises UserError if a function or class cannot be called with the arguments that the config key `key` has.
+
+    Args:
+      positional, named: number of positional arguments, and names of arguments, that the call has besides.
+    """
+    try:
+        parameters = [*inspect.signature(function).parameters.values()]
+    except ValueError:  # some classes of extension modules have no signature
+        return
+    free = [each for each in parameters[positional:] if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    known = {each.name: each.default for each in free if each.name not in named}
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    if unknown := [argument for argument in arguments if argument not in known and not takes_all]:
+        raise UserError(f"{key}: '{name}' has no parameter '{unknown[0]}'; it has: {', '.join(known) or 'none'}.")
+    required = [each for each, default in known.items() if default is inspect.Parameter.empty]
+    if missing := [each for each in required if each not in arguments]:
+        raise UserError(f"{key}: '{name}' needs a value for {', '.join(missing)}; set {key}.{missing[0]}.")
 
 
 def kind_of(value: Any) -> str:
@@ -62,10 +81,8 @@ def kind_of(value: Any) -> str:
 
 
 def describe_error(error: Exception) -> str:
-    """Describes an exception of a user function in one line, with file and line number.
-
-    Must be called in the same function that called the user function and caught the exception.
-    """
+    """Describes an exception of a user function in one line, with file and line number. Must be called in the function
+    that called the user function."""
     frames = traceback.extract_tb(error.__traceback__)[1:2]  # the frame of the user function, which our frame called
     where = f" ({Path(frames[0].filename).name}, line {frames[0].lineno})" if frames else ""
     hint = (
@@ -75,15 +92,8 @@ def describe_error(error: Exception) -> str:
 
 
 def load_function(name: str, what: str) -> Callable[..., Any]:
-    """Loads the function `path/to/file.py:function`, `package.module:function` or `package.module.function`.
-
-    Args:
-      what: the kind of function, for error messages, e.g. "Reward".
-
-    Raises:
-      UserError: the file or module is missing or fails to load, or the module has no such function (the
-        message lists the functions of the module).
-    """
+    """Loads `path/to/file.py:function`, `package.module:function` or `package.module.function`. `what` is the kind of
+    function, for messages, e.g. "Reward"."""
     place, _, wanted = name.rpartition(":" if ":" in name else ".")
     label = f"{what} '{name}'"
     module = _load_file(Path(place), label) if place.endswith(".py") else _import(place, label)
@@ -92,15 +102,44 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
         functions = sorted(
             key
             for key, value in vars(module).items()
-            if inspect.isfunction(value) or (what == "Environment" and inspect.isclass(value))
+            if inspect.isfunction(value) or (what.endswith(("Environment", "Engine")) and inspect.isclass(value))
             if not key.startswith("_") and value.__module__ == module.__name__
         )
         raise UserError(f"{label}: {place} has no function '{wanted}'; it has: {', '.join(functions) or 'none'}.")
     return function
 
 
+IN_THIS_PROCESS = "run it in this process (rewards.workers=0, or without `pooled`)"
+
+
+def place_of(
+    name: str, function: Callable[..., Any], what: str = "Reward function", otherwise: str = IN_THIS_PROCESS
+) -> str:
+    """Returns the location from which another process imports a function or class: `/absolute/file.py:function` or
+    `module:function`.
+
+    Args:
+      what: the kind of user code, for the error message.
+      otherwise: what to do if the code cannot be moved to an importable file, for the error message.
+
+    Raises:
+      UserError: another process cannot import the function or class.
+    """
+    if ":" in name:
+        file, _, attribute = name.rpartition(":")
+        return f"{Path(file).resolve()}:{attribute}" if file.endswith(".py") else name
+    module, attribute = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if module != "__main__" and getattr(sys.modules.get(str(module)), attribute, None) is function:
+        file = str(sys.modules[str(module)].__file__)
+        return f"{file}:{attribute}" if str(module).startswith("tunix_like_user_") else f"{module}:{attribute}"
+    raise UserError(
+        f"{what} '{name}' cannot run in a worker, which imports it by name: it is a closure, a lambda, a method, or is "
+        f"defined in the main script. Move it to the top level of a file that is imported, or {otherwise}."
+    )
+
+
 def _load_file(path: Path, label: str) -> ModuleType:
-    """Loads the module in a file. A module is run once per process, even if several of its functions are used."""
+    """A module is run once per process, even if several of its functions are used."""
     if problem := file_problem(path):
         raise UserError(f"{label}: the file {path.absolute()} {problem}; write path/to/file.py:function.")
     full = path.resolve()

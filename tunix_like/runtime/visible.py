@@ -6,7 +6,7 @@ import unicodedata
 
 
 class _Table(dict[int, str]):
-    """A table for `str.translate`. Computes the replacement of a character when the character is first used."""
+    """A table for `str.translate` that computes a replacement at its first use."""
 
     def __missing__(self, code: int) -> str:
         character = chr(code)

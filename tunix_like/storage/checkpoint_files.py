@@ -1,28 +1,32 @@
 """Lists, verifies and removes checkpoints of a run. Orbax writes each checkpoint to a folder whose name is the number
-of the training step."""
+of the training step. `checksums.json` in this folder has the SHA-256 checksums of the files in its subfolders."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import errno
+import hashlib
 import json
+import logging
+import os
 import shutil
 import time
 from pathlib import Path
 
 from tunix_like.errors import UserError
-from tunix_like.storage import checksums
 
-STAMP = "_CHECKPOINT_METADATA"
-"""Name of the metadata file that orbax writes into the folder of a checkpoint."""
+logger = logging.getLogger("tunix_like")
+
+CHECKSUMS = "checksums.json"
+_STAMP = "_CHECKPOINT_METADATA"  # orbax adds the time of the final rename to this file, so it has no checksum
+_ITEMS = {_STAMP, CHECKSUMS, "commit_success.txt", "state", "meta", "iterator"}
+"""Names of the files and folders in the folder of a checkpoint."""
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Returns the step numbers of the complete checkpoints in `folder`, ascending.
-
-    Orbax treats any folder with a number as its name as a checkpoint. This function skips such a folder if it lacks the
-    files that are written last and removed first, for example if the removal of a checkpoint was interrupted.
-    """
+    """Returns the step numbers of the complete checkpoints in `folder`, ascending. Orbax would count every folder whose
+    name is a number."""
     if not folder.is_dir():
         return []
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and is_complete(path))
@@ -30,24 +34,59 @@ def complete_steps(folder: Path) -> list[int]:
 
 def is_complete(step: Path) -> bool:
     """Returns whether the folder of a checkpoint has the files that are written last and removed first."""
-    return (step / STAMP).is_file() and (step / "state" / "_METADATA").is_file()
+    return (step / _STAMP).is_file() and (step / "state" / "_METADATA").is_file()
 
 
 def remove(step: Path) -> None:
-    """Removes the folder of a checkpoint, or as many of its files as possible. If the removal is interrupted, the
-    remaining files are not treated as a complete checkpoint."""
+    """Removes a checkpoint, or as many of its files as possible. What remains is not a complete checkpoint."""
     with contextlib.suppress(OSError):
-        (step / STAMP).unlink()
+        (step / _STAMP).unlink()
         shutil.rmtree(step)
 
 
+def write_checksums(step: Path) -> None:
+    """Writes `{"sha256": {file: digest}}` for all files in the subfolders of `step`."""
+    files = sorted(path for path in step.glob("*/**/*") if path.is_file())
+    digests = {path.relative_to(step).as_posix(): digest for path, digest in _digests(files).items()}
+    (step / CHECKSUMS).write_text(json.dumps({"sha256": digests}), encoding="utf-8")
+
+
 def damage(step: Path) -> str | None:
-    """Returns a description of the damage to the files of a checkpoint, or None if they are undamaged."""
+    """Describes the first damage to a checkpoint; None if there is none. Missing checksums give only a warning."""
+    for path in step.rglob("*"):
+        if not path.is_file() and not path.is_dir():  # reading a pipe would wait for a writer, a device has no end
+            return f"{path.relative_to(step)} is not a regular file"
     try:
-        json.loads((step / STAMP).read_bytes())  # no checksum: orbax adds the time of the final rename to this file
+        json.loads((step / _STAMP).read_bytes())
     except (OSError, ValueError):
-        return f"{STAMP} cannot be read"
-    return checksums.damage(step)
+        return f"{_STAMP} cannot be read"
+    try:
+        text = (step / CHECKSUMS).read_bytes()
+    except FileNotFoundError:
+        logger.warning("%s has no checksums (it was written by an older version); it is used without a check", step)
+        return None
+    try:
+        expected = {step / name: digest for name, digest in json.loads(text)["sha256"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return f"{CHECKSUMS} cannot be read"
+    if missing := [path for path in expected if not path.is_file()]:
+        return f"{missing[0].relative_to(step)}, which {CHECKSUMS} names, is missing"
+    try:
+        actual = _digests(list(expected))
+    except OSError as error:
+        return str(error)
+    changed = [path for path in expected if actual[path] != expected[path]]
+    return f"{changed[0].relative_to(step)} does not match its checksum" if changed else None
+
+
+def _digests(files: list[Path]) -> dict[Path, str]:
+    def digest(file: Path) -> str:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+
+    # Hashing releases the GIL, so the files are hashed in parallel threads.
+    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(files, pool.map(digest, files), strict=True))
 
 
 def clear(folder: Path) -> None:
@@ -67,12 +106,17 @@ def prepare(folder: Path) -> None:
     processes.
 
     Raises:
-      UserError: the folder cannot be written.
+      UserError: the folder cannot be written, or has a numbered folder with files that are not those of a checkpoint.
+        These files are not removed: the folder may be a link to something else.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
-            if ".orbax-checkpoint-tmp" in path.name or (path.name.isdigit() and not is_complete(path)):
+            if ".orbax-checkpoint-tmp" in path.name:
+                clear(path)
+            elif path.name.isdigit() and not is_complete(path):
+                if foreign := [item.name for item in path.iterdir() if item.name not in _ITEMS]:
+                    raise UserError(f"{path} has files that are not those of a checkpoint ({foreign[0]}); move them.")
                 clear(path)
     except OSError as error:
         raise UserError(f"{folder}: checkpoints cannot be written there ({error}).") from error

@@ -1,8 +1,8 @@
 """Saves and restores checkpoints with orbax.
 
-The checkpoint of a training step is a folder whose name is the number of the step. The folder contains arrays, the
-position in the data stream and a JSON dict, `meta`, in which the caller stores what identifies the run. A checkpoint is
-saved atomically.
+Orbax writes the arrays in the background and renames the finished folder. Its `CheckpointManager` is not used: it also
+counts and deletes numbered folders that are half removed or no checkpoints, and after a write that failed it neither
+lists nor removes the earlier checkpoints.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,28 +21,37 @@ import orbax.checkpoint as ocp
 
 from tunix_like.errors import NotSaved, UserError
 from tunix_like.runtime.processes import any_of, by_first, is_first
-from tunix_like.storage import checkpoint_files, checksums
+from tunix_like.storage import checkpoint_files
 
 if TYPE_CHECKING:
-    from tunix_like.storage.best import Best
+    from tunix_like.storage.metrics import Best
 
 logger = logging.getLogger("tunix_like")
 
 
-def _is_not_from_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname
-
-
 # Orbax logs warnings about its own defaults through absl; they are not shown. Errors that a user can fix are raised as
 # exceptions.
-logging.getLogger("absl").addFilter(_is_not_from_orbax)
+logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+
+
+def _without_late_writes(unraisable: sys.UnraisableHookArgs) -> None:
+    if unraisable.object is not None or str(unraisable.exc_value) != "Event loop is closed":
+        _previous_hook(unraisable)
+
+
+# When one write of a checkpoint fails (for example, because the disk is full), orbax raises its error and closes its
+# event loop. The other writes then fail too, with a traceback each: asyncio logs errors that nobody retrieved, and the
+# threads of tensorstore (which give no object) find the loop closed. `Checkpoints` has logged the first error.
+logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
+_previous_hook, sys.unraisablehook = sys.unraisablehook, _without_late_writes
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
-    The checkpoint of a step is written to a folder with a temporary name. SHA-256 checksums are written last. The
-    folder is then renamed to the number of the step, so a folder whose name is a number is complete.
+    A checkpoint contains arrays, the position in the data stream and a JSON dict, `meta`, in which the caller stores
+    what identifies the run. It is written to a folder with a temporary name, SHA-256 checksums last. The folder is then
+    renamed to the number of the step.
 
     Args:
       folder: folder of the checkpoints, created if it is opened for writing.
@@ -64,8 +74,12 @@ class Checkpoints:
         handler = ocp.CompositeCheckpointHandler(
             state=ocp.PyTreeCheckpointHandler(), meta=ocp.JsonCheckpointHandler(), iterator=ocp.JsonCheckpointHandler()
         )
-        # Called in the first process when all files are written, before the rename that completes the step.
-        options = ocp.options.AsyncOptions(post_finalization_callback=self._write_checksums)
+
+        def write_checksums() -> None:  # in the first process, before the rename that completes the step
+            (written,) = self._unfinished()
+            checkpoint_files.write_checksums(written)
+
+        options = ocp.options.AsyncOptions(post_finalization_callback=write_checksums)
         return ocp.AsyncCheckpointer(handler, async_options=options)
 
     def save(self, step: int, state: Any, iterator: Any = None, meta: Mapping[str, Any] | None = None) -> None:
@@ -76,10 +90,8 @@ class Checkpoints:
         removed, and the earlier checkpoints are kept.
 
         Args:
-          step: number of the step, above every number saved so far.
           state: a pytree of arrays.
           iterator: a `data.stream.Resumable` whose position is saved, or None.
-          meta: a JSON-serialisable dict.
 
         Raises:
           ValueError: `step` is not above the latest step, or the folder was opened for reading.
@@ -124,10 +136,6 @@ class Checkpoints:
                     if step != best:
                         checkpoint_files.remove(self.folder / str(step))
 
-    def _write_checksums(self) -> None:
-        (written,) = self._unfinished()
-        checksums.write(written)
-
     def _unfinished(self) -> list[Path]:
         """Returns the temporary folders of the checkpoint that is being written. Does not use `glob`, because Python
         caches its patterns, which differ at every step."""
@@ -157,20 +165,17 @@ class Checkpoints:
         return list(by_first(lambda: checkpoint_files.complete_steps(self.folder)))
 
     def latest_step(self) -> int | None:
-        """Returns the step number of the newest complete checkpoint, or None if there is none."""
         steps = self.steps()
         return steps[-1] if steps else None
 
     def meta(self, step: int) -> dict[str, Any]:
-        """Returns the dict `meta` that was saved in the checkpoint of a step. Raises `UserError` if the checkpoint does
-        not exist or cannot be read."""
+        """Returns the dict `meta` of a checkpoint."""
         return self._read(step, meta=ocp.args.JsonRestore())["meta"]
 
     def restore(self, step: int, abstract_state: Any, iterator: Any = None) -> tuple[Any, dict[str, Any]]:
         """Returns the state and the `meta` dict in the checkpoint of a step, and sets `iterator` to the saved position.
 
         Args:
-          step: step number of a complete checkpoint.
           abstract_state: a tree of arrays or `jax.ShapeDtypeStruct`s with the structure of the state. An array is
             restored with the `sharding` of its leaf in this tree, or on the first device if the leaf has none.
             Top-level keys of the saved state that are missing in this tree are not read.
@@ -235,8 +240,7 @@ class Checkpoints:
         return None
 
     def _set_aside(self, step: Path, damage: str) -> str:
-        """Renames the folder of a damaged checkpoint unless the checkpoints were opened for reading only. Returns a
-        message about the damage."""
+        """Renames a damaged checkpoint unless the folder is open for reading only. Returns a message."""
         message = f"{step}: this checkpoint is damaged: {damage}"
         if self._max_to_keep is None:
             return message
@@ -263,13 +267,8 @@ class Checkpoints:
         return bool(by_first(newest_is_best))
 
     def find_best(self, rows: Iterable[Mapping[str, Any]], verified: int) -> None:
-        """Finds the checkpoint of a resumed run with the best evaluation metric. If this checkpoint is damaged, it is
-        renamed with a warning, and the next best one is used.
-
-        Args:
-          rows: the rows of the run's `metrics.jsonl`.
-          verified: step of a checkpoint whose checksums have been verified already.
-        """
+        """Finds the best checkpoint of a resumed run from the rows of its `metrics.jsonl`. If it is damaged, it is
+        renamed with a warning, and the next best one is used. The step `verified` is not verified again."""
         if self._best is not None:
             self._best.add(rows)
             by_first(lambda: self._confirm_best(verified))
@@ -363,8 +362,7 @@ def _with_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _described(tree: Any) -> dict[str, str]:
-    """Maps the path of every array in a tree to the text `dtype[shape]`. As in orbax, a path consists of dict keys,
-    tuple indices and field names."""
+    """Maps the path of every array, as orbax writes it, to the text `dtype[shape]`."""
     result = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, jax.ShapeDtypeStruct) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -375,7 +373,6 @@ def _described(tree: Any) -> dict[str, str]:
 
 
 def _short(error: Exception) -> str:
-    """Shortens the message of an error while a checkpoint is written. Messages of tensorstore begin with the operation
-    and end with the cause, so the beginning and the end of a message are kept."""
+    """Shortens a message of tensorstore, which begins with the operation and ends with the cause."""
     text = str(error)
     return text if len(text) < 400 else f"{text[:150]} ... {text[-250:]}"

@@ -1,5 +1,5 @@
-"""Reads and writes `metrics.jsonl`, which has one JSON object (row) per line. A run that resumes removes the rows of
-the steps after its checkpoint."""
+"""Reads and writes `metrics.jsonl`, which has one JSON object (row) per line, and finds the best step in it. A run that
+resumes removes the rows of the steps after its checkpoint."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tunix_like.errors import UserError
+from tunix_like.runtime.input_files import file_problem
 
 logger = logging.getLogger("tunix_like")
 
@@ -58,28 +59,21 @@ class MetricsLog:
         self._unwritten.clear()
 
     def close(self) -> None:
-        """Logs how many rows could not be written to `metrics.jsonl`, if there are any. These rows are lost."""
         if self._unwritten:
             logger.warning("%s: its last %d rows could not be written and are lost", self._path, len(self._unwritten))
 
     def of_step(self, key: str, step: int) -> list[dict[str, Any]]:
-        """Returns the rows of `metrics.jsonl` that have the value `step` in the column `key`. If the run has no folder,
-        the list is empty."""
+        """Returns the rows that have the value `step` in the column `key`."""
         return [row for row in self.rows() if row.get(key) == step]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns all rows of `metrics.jsonl`. If the run has no folder, the list is empty."""
         return [] if self._path is None else rows(self._path.parent)
 
     def cut(self, key: str, last: int) -> int:
         """Removes the rows with a value above `last` in the column `key`, and an incomplete last line, which a killed
         process can leave. Returns the number of remaining rows.
 
-        Rows without this column are kept. The file is replaced atomically, so a killed process leaves either the old or
-        the new file.
-
-        Raises:
-          UserError: a line before the last is not a JSON object, or the new file cannot be written.
+        Rows without this column are kept. The file is replaced atomically.
         """
         if self._path is None or not self._path.exists():
             return 0
@@ -111,12 +105,7 @@ def _append(path: Path, text: str) -> None:
 
 
 def rows(folder: str | Path) -> list[dict[str, Any]]:
-    """Returns all rows of `metrics.jsonl` in a run folder. An incomplete last line is ignored. If the folder has no
-    `metrics.jsonl`, the list is empty.
-
-    Raises:
-      UserError: a line before the last is not a JSON object. The message names the file and the line.
-    """
+    """Returns all rows of `metrics.jsonl` in a run folder (see `objects`); an empty list if there is no such file."""
     path = Path(folder) / FILE
     return objects(path) if path.exists() else []
 
@@ -125,20 +114,59 @@ def objects(path: Path) -> list[dict[str, Any]]:
     """Returns the JSON objects of a file with one object per line. An incomplete last line is ignored.
 
     Raises:
-      UserError: a line before the last is not a JSON object. The message names the file and the line.
+      UserError: the file cannot be read, or a line before the last is not a JSON object. The message names the file
+        and the line.
     """
+    if problem := file_problem(path):
+        raise UserError(f"{path} {problem}.")
     lines = path.read_bytes().splitlines()
     result = []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
             result.append(row)
         elif number < len(lines):
             raise UserError(f"{path}, line {number}: this is not a JSON object; remove the line to continue.")
     return result
+
+
+class Best:
+    """Selects the best training step of a run by the column `metric` of its rows, e.g. `eval/pass@1` (higher is better;
+    of equal steps the earliest). The column `step_key` has the step number.
+
+    The row of a step is written before its checkpoint, and is removed if the run resumes from an earlier step. Nothing
+    else is stored, so a killed process cannot leave a wrong state.
+    """
+
+    def __init__(self, metric: str, step_key: str = "step") -> None:
+        self.metric, self.step_key = metric, step_key
+        self._values: dict[int, float] = {}
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Adds the values of the metric in `rows`. Missing, null and non-finite values are ignored."""
+        for row in rows:
+            step, value = row.get(self.step_key), row.get(self.metric)
+            if isinstance(step, int) and isinstance(value, int | float) and math.isfinite(value):
+                self._values[step] = float(value)
+
+    def among(self, steps: Sequence[int]) -> int | None:
+        """Returns the best of `steps`; None if no step has a value."""
+        return max(
+            (step for step in sorted(steps) if step in self._values), key=lambda step: self._values[step], default=None
+        )
+
+    def describe(self, step: int) -> str:
+        return f"{self.metric} {self._values[step]:.4g} at step {step}"
+
+
+def best_of(run: Path, metric: str) -> Best:
+    """Returns the `Best` of a run folder."""
+    best = Best(metric)
+    best.add(rows(run))
+    return best
 
 
 def _plain(value: Any) -> Any:

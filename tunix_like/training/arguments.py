@@ -19,6 +19,7 @@ from tunix_like.config.schema import (
     RolloutConfig,
 )
 from tunix_like.errors import UserError, check_type
+from tunix_like.rollout.engines.registry import MEMBERS
 from tunix_like.training.forward import ForwardOptions
 from tunix_like.types import Engine
 
@@ -28,10 +29,7 @@ if TYPE_CHECKING:
 _TYPES: dict[str, tuple[Any, str]] = {
     "eval_config": (EvalConfig, "give a tunix_like.EvalConfig(...)"),
     "metric_fns": (Sequence, "give a list of functions"),
-    "engine": (
-        Engine,
-        "give an object with place (it may return its argument), generate, max_prompt_length and row_steps",
-    ),
+    "engine": (Engine, MEMBERS),
     "success_threshold": ((int, float, np.number), "give a number"),
     "source_estimators": (Mapping, "give {data source: {'advantage_estimator': ...}}"),
 }
@@ -39,10 +37,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
 
 
 def check_arguments(**arguments: Any) -> None:
-    """Raises UserError for the first argument of a `Learner` that has a wrong type.
-
-    An argument can be None if its default in `Learner` is None.
-    """
+    """Raises UserError for the first argument of a `Learner` that has a wrong type."""
     for name, value in arguments.items():
         if value is not None or name in ("metric_fns", "success_threshold"):
             check_type(name, value, *_TYPES[name])
@@ -51,12 +46,8 @@ def check_arguments(**arguments: Any) -> None:
 
 
 def likelihood_options(training: RLTrainingConfig, backend: str | None = None) -> ForwardOptions:
-    """Returns options for computing log-probabilities at temperature 1.
-
-    Args:
-      backend: the JAX backend for which options are chosen; defaults to the current backend. The weights of layers are
-        stacked on all backends except the CPU. On the CPU, each slice of stacked weights would be a copy.
-    """
+    """Returns options for computing log-probabilities at temperature 1 on a JAX backend (None: the current one). The
+    weights of layers are not stacked on the CPU, where each slice of stacked weights would be a copy."""
     stacked = (backend or jax.default_backend()) != "cpu"
     return ForwardOptions(1.0, training.logprob_chunk_size, training.remat, stacked=stacked)
 
@@ -64,20 +55,15 @@ def likelihood_options(training: RLTrainingConfig, backend: str | None = None) -
 def forward_options(
     rollout: RolloutConfig, training: RLTrainingConfig, algorithm: AlgorithmConfig, backend: str | None = None
 ) -> ForwardOptions:
-    """Returns the options of a learner's log-probability computation on the JAX backend `backend` (None: the current
-    backend)."""
+    """Returns the options of a learner's log-probability computation."""
     options = likelihood_options(training, backend)
     return options._replace(temperature=rollout.temperature, entropy_gradient=algorithm.entropy_coef > 0)
 
 
 def identity_of(learner: Learner) -> dict[str, Any]:
-    """Returns the settings that must be equal in a run and in the checkpoint from which the run resumes.
-
-    The result has the settings of the learner on which the next step depends. State, data and code are not included.
-    `Learner.train` adds the batch sizes, the number of rows and the fingerprint of frozen weights.
-    """
+    """Returns the settings of a learner on which the next step depends, which a run and its checkpoint must share."""
     rollout = dataclasses.asdict(learner.rollout_config)
-    for name in ("max_concurrent_rows", "mesh", "engine", "urls", "weights_folder", "devices"):
+    for name in ("max_concurrent_rows", "mesh", "engine", "engine_arguments", "urls", "weights_folder", "devices"):
         del rollout[name]
     for name in ("request_timeout_seconds", "wait_for_servers_seconds"):
         del rollout[name]
@@ -108,14 +94,11 @@ def _environment_identity(config: EnvironmentConfig) -> dict[str, Any]:
 
 
 def check_rows(rows: Any) -> None:
-    """Raises UserError if the held-out rows have no length or cannot be indexed."""
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or isinstance(rows, str | Mapping):
         raise UserError(f"eval_ds: got {type(rows).__name__}; give a list of rows, each a dict with a 'prompt'.")
 
 
 def source_settings(source_estimators: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the estimator settings of each data source as plain dicts. Raises UserError if the settings of a data
-    source are not a mapping."""
     for source, entry in source_estimators.items():
         if not isinstance(entry, Mapping):
             raise UserError(
@@ -126,10 +109,7 @@ def source_settings(source_estimators: Mapping[str, Any]) -> dict[str, dict[str,
 
 
 def resolve_algorithm(learner: type[Learner], config: AlgorithmConfig | None) -> AlgorithmConfig:
-    """Returns `config` (None: an empty config) with the learner's defaults for unset keys.
-
-    Raises UserError if `config` has the class or the advantage estimator of another learner.
-    """
+    """Returns `config` (None: an empty one) with the learner's defaults. Raises UserError for that of another one."""
     config_class = learner.config_class
     config = config_class() if config is None else config
     if type(config) not in (AlgorithmConfig, config_class):

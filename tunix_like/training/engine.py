@@ -18,8 +18,7 @@ from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.rollout.rollouts import Task
 from tunix_like.rollout.sampler import Sampler
-from tunix_like.rollout.shapes import slot_shape
-from tunix_like.training.rollout_layout import concurrent_rows, rollout_mesh
+from tunix_like.training.sizes import concurrent_rows, rollout_mesh
 from tunix_like.types import Engine, Request, Responder, Sample, SamplingParams
 
 logger = logging.getLogger("tunix_like")
@@ -36,25 +35,19 @@ def make_engine(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mes
         the model.
     """
     model = nnx.merge(graphdef, [None] * graphdef.num_leaves)  # a module without weights
-    sampling_mesh = rollout_mesh(model, rollout, mesh, slot_shape)
+    sampling_mesh = rollout_mesh(model, rollout, mesh)
     return Sampler(
         graphdef,
         rollout.eos_tokens or tokenizer.eos_ids,
         max_prompt_length=rollout.max_prompt_length,
         max_tokens=rollout.max_tokens_to_generate,
-        max_concurrent_rows=concurrent_rows(model, rollout, slot_shape, mesh, sampling_mesh),
+        max_concurrent_rows=concurrent_rows(model, rollout, mesh, sampling_mesh),
         mesh=sampling_mesh,
     )
 
 
 def training_devices(rollout: RolloutConfig) -> list[Any] | None:
-    """Returns the devices for training, or None if all devices are used for training.
-
-    `rollout.devices` is the number of devices that are reserved for sampling. The other devices are used for training.
-
-    Raises:
-      UserError: `rollout.devices` leaves no device for training.
-    """
+    """Returns the devices for training, without the `rollout.devices` that only sample; None: all devices."""
     if rollout.devices is None:
         return None
     devices = jax.devices()
@@ -93,37 +86,25 @@ def check_staleness(algorithm: AlgorithmConfig, rollout: RolloutConfig, elsewher
 
 
 class WrappedEngine:
-    """Base class of engines that wrap another engine.
-
-    Subclasses implement `generate`. All other methods and properties return the values of the wrapped engine.
-    """
+    """Base of engines that wrap another engine. Subclasses implement `generate`."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
 
     @property
     def max_prompt_length(self) -> int:
-        """Maximum number of tokens of a prompt for the wrapped engine."""
         return self.engine.max_prompt_length
 
     @property
     def row_steps(self) -> int:
-        """The number of token positions that the wrapped engine has computed so far."""
         return self.engine.row_steps
 
     def place(self, params: Any) -> Any:
-        """Returns the weights in the form that the wrapped engine takes."""
         return self.engine.place(params)
 
 
 class CheckedEngine(WrappedEngine):
-    """Wraps an engine that the user provides, and checks its samples.
-
-    Args:
-      engine: the engine of the user.
-      model: the config of the model. Its vocabulary size limits the token ids.
-      task: the settings of the rollout. `max_tokens_to_generate` limits the number of tokens of a completion.
-    """
+    """Wraps an engine of the user, and checks its samples."""
 
     def __init__(self, engine: Engine, model: DecoderConfig, task: Task):
         super().__init__(engine)
@@ -143,11 +124,11 @@ class CheckedEngine(WrappedEngine):
           UserError: a sample has a wrong type, shape or value, or the engine does not yield exactly one sample for each
             requested completion.
         """
-        given = params, requests, key, sampling
+        arguments = params, requests, key, sampling
         name = f"engine {type(self.engine).__name__}"
         missing = {(i, j) for i, request in enumerate(requests) for j in range(request.samples)}
         # Only an engine that supports several turns needs the parameter `responder`.
-        samples: Iterator[Any] = self.engine.generate(*given, *(() if responder is None else (responder,)))
+        samples: Iterator[Any] = self.engine.generate(*arguments, *(() if responder is None else (responder,)))
         for sample in samples:
             if not isinstance(sample, Sample):
                 kind = type(sample).__name__
@@ -170,8 +151,7 @@ class CheckedEngine(WrappedEngine):
             )
 
     def _checked(self, sample: Sample, several_turns: bool) -> Sample:
-        """Checks a completion that the engine returned. Returns the completion with NumPy arrays. Raises
-        _WrongSampleError if it has a wrong type, shape or value."""
+        """Returns the sample with NumPy arrays. Raises _WrongSampleError if it has a wrong type, shape or value."""
         tokens = _array("tokens", sample.tokens, np.integer, "integers")
         length, most = len(tokens), self.vocab_size - 1
         if length > self.max_tokens:
@@ -189,8 +169,10 @@ class CheckedEngine(WrappedEngine):
         start = sample.segment_start
         if start is not None:
             start = _array("segment_start", start, np.integer, "integers", length)
-            right = (start >= 0) & (start <= np.arange(length))
-            _check_all("segment_start", start, right, "indices from 0 to the token's index")
+            # A token begins a segment or belongs to the segment of the token before it.
+            before = np.concatenate([[0], start[:-1]])
+            right = (start == before) | (start == np.arange(length))
+            _check_all("segment_start", start, right, "0 at first, then the token's index or the value before it")
         checked = sample._replace(tokens=tokens, logprobs=logprobs, finished=bool(sample.finished))
         return checked._replace(token_mask=mask, segment_start=start)
 
@@ -200,17 +182,8 @@ class _WrongSampleError(Exception):
 
 
 def _array(field: str, values: Any, kind: type, expected: str, length: int | None = None) -> np.ndarray:
-    """Returns the values of a field of `Sample` as a one-dimensional array.
-
-    Args:
-      field: name of the field, for error messages.
-      kind: the NumPy scalar type that the dtype must be a subtype of.
-      expected: description of the values, for error messages.
-      length: the required number of values; None allows any number.
-
-    Raises:
-      _WrongSampleError: the values have another shape or dtype.
-    """
+    """Returns the values of a field of `Sample` as a one-dimensional array of a subtype of `kind`, with `length`
+    entries (None: any number)."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, kind)):
         found = f"it has the shape {list(array.shape)} and the dtype {array.dtype}"

@@ -1,8 +1,4 @@
-"""Computes log-probabilities of packed completions (`packing.py`).
-
-The model processes prompts in sets. It processes each prompt of a set once, and then the completions of these prompts
-in chunks of several completions.
-"""
+"""Computes log-probabilities of packed completions; `packing.py` explains sets, chunks, lanes and bins."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ if TYPE_CHECKING:
 
 SETS, CHUNKS = "sets", "chunks"
 """Names of two loops in a compiled program: over sets of prompts, and over chunks of completions. The text of the
-program does not contain the number of iterations of these loops. `runtime/compiled_costs.py` finds the loops by their
+program does not contain the number of iterations of these loops. `compile/costs.py` finds the loops by their
 names."""
 
 
@@ -65,11 +61,8 @@ class PromptStates(NamedTuple):
 class Chunk(NamedTuple):
     """The completions that the model processes at once: `A` lanes of `b` bins of at most `r` completions.
 
-    A lane has completions of one prompt. A bin has token positions for one or several completions. The prompts of these
-    completions belong to a set of prompts that the model has processed before.
-
     Attributes:
-      lane: index of each lane's prompt in this set; None if lane `i` belongs to prompt `i` of the set.
+      lane: index of each lane's prompt in the set of prompts; None if lane `i` belongs to prompt `i` of the set.
       group: index in the batch of each lane's prompt.
       sample: index of each completion among the completions of its prompt.
       start: first position of each completion in its bin.
@@ -93,8 +86,8 @@ class Chunk(NamedTuple):
 
 
 def place_packed(packed: Packed, mesh: Mesh | None) -> Packed:
-    """Places the indices of packed completions on the mesh. The axes of prompts and of lanes (a lane has completions of
-    one prompt) are sharded over the mesh axes `data` and `fsdp`."""
+    """Places the indices of packed completions on the mesh, with the axes of prompts and of lanes sharded over the mesh
+    axes `data` and `fsdp`."""
     return _on_mesh(packed, mesh, place_prompts, place_replicated)
 
 
@@ -121,7 +114,7 @@ def prompt_states(
 
 
 def chunk_of(packed: Packed, number: Any, chunk: Any) -> Chunk:
-    """Returns chunk `chunk` of the set of prompts `number`. A chunk has completions that are processed at once."""
+    """Returns chunk `chunk` of the set of prompts `number`."""
     packed = jax.tree.map(jnp.asarray, packed)
     lane = None if packed.lane is None else packed.lane[number, chunk]
     group = packed.prompts[number] if lane is None else packed.prompts[number][lane]
@@ -131,10 +124,7 @@ def chunk_of(packed: Packed, number: Any, chunk: Any) -> Chunk:
 def chunk_logprobs(
     graphdef: Any, params: Any, states: PromptStates, batch: GroupBatch, chunk: Chunk, options: ForwardOptions
 ) -> tuple[Float[Array, "A b r T"], Float[Array, "A b r T"]]:
-    """Computes log-probabilities and entropies of the tokens of completions that are processed at once (a chunk).
-
-    Values beyond the length of a completion are undefined.
-    """
+    """Computes log-probabilities and entropies of the tokens of a chunk; undefined beyond a completion's length."""
     model = nnx.merge(graphdef, params)
     if chunk.lane is not None:
         pick = _picked if model.segments is None else jax.vmap(_picked, (0, None))
@@ -189,9 +179,7 @@ _picked.defvjp(_picked_forward, _picked_backward)
 def _bins(chunk: Chunk, rows: Int[Array, "A b r T"], first: Int[Array, "A b r T"] | None) -> tuple[Array, Array, Array]:
     """Returns three arrays `[A b T]`: for each place in a bin, the token, its position and its segment number.
 
-    A bin has `T` places and holds one or several completions. The chunk has `A` lanes of `b` bins; a lane has
-    completions of one prompt. Token positions count from 0 at the first token after the prompt. A segment is a sequence
-    of tokens that attend only to each other and to the prompt. The segment number is unique in the bin, and -1 at
+    Token positions count from 0 at the first token after the prompt. The segment number is unique in the bin, and -1 at
     unused places.
 
     Args:
@@ -219,10 +207,7 @@ def _bins(chunk: Chunk, rows: Int[Array, "A b r T"], first: Int[Array, "A b r T"
 def batch_logprobs(
     graphdef: Any, params: Any, batch: GroupBatch, packed: Packed, options: ForwardOptions
 ) -> Float[Array, "P G T"]:
-    """Computes log-probabilities of all packed completions, without a gradient.
-
-    The entries of padding and of completions that are not in `packed` are 0.
-    """
+    """Computes log-probabilities of all packed completions, without a gradient; 0 at all other entries."""
     graphdef, params, _, _ = working_weights(graphdef, params, {}, options.stacked)
     shape = batch.completion_tokens.shape
 

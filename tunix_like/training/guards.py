@@ -29,49 +29,40 @@ class SkipWatch:
     """Warns of skipped (non-finite) updates, and raises if too many consecutive updates are skipped.
 
     Args:
-      what: name of the loss, for warnings and error messages.
+      loss: name of the loss, for warnings and error messages.
       most: `check` raises UserError after this many consecutive skipped updates.
     """
 
-    def __init__(self, what: str, most: int):
-        self.what, self.most, self.in_a_row = what, most, 0
+    def __init__(self, loss: str, most: int):
+        self.loss, self.most, self.in_a_row = loss, most, 0
 
     def __call__(self, updates: Sequence[Mapping[str, Any]]) -> list[int]:
         """Warns of skipped updates of a step, and returns their indices. `updates` has the metrics of each update."""
         skipped = [number for number, row in enumerate(updates) if row["update/skipped"]]
         if skipped:
             message = "%d of %d updates of this step skipped: %s or its gradient is not finite"
-            logger.warning(message, len(skipped), len(updates), self.what)
+            logger.warning(message, len(skipped), len(updates), self.loss)
         for number in range(len(updates)):
             self.in_a_row = self.in_a_row + 1 if number in skipped else 0
         return skipped
 
     def check(self) -> None:
-        """Raises UserError if too many consecutive updates were skipped.
-
-        The caller can save the inputs of skipped updates before it calls `check`.
-        """
+        """Raises UserError if too many consecutive updates were skipped (after their inputs could be saved)."""
         if self.in_a_row >= self.most:
             raise UserError(
-                f"{self.what} or its gradient was not finite in {self.in_a_row} consecutive updates "
+                f"{self.loss} or its gradient was not finite in {self.in_a_row} consecutive updates "
                 "(training.max_skipped_updates); the weights are those before these updates. Lower the learning rate, "
                 "or check the loss."
             )
 
 
 class GapWatch:
-    """Compares the sampler's log-probabilities with the trainer's, once.
-
-    The comparison uses the first update of the first step. If this update has no completions or is skipped, the
-    comparison uses the first update of the next step.
+    """Compares the sampler's log-probabilities with the trainer's, once: in the first update of the first step in which
+    this update has completions and is not skipped. Raises UserError if the difference is too large.
 
     Args:
       most: largest allowed mean absolute difference, in nats per token; None disables the check.
-      own_engine: whether another engine than the in-process sampler is used. If True, the error message states what an
-        engine must return.
-
-    Raises:
-      UserError: the difference is larger than `most` (raised when the object is called).
+      own_engine: whether another engine than the in-process sampler is used, which the error message then mentions.
     """
 
     def __init__(self, most: float | None, own_engine: bool = False):
@@ -98,8 +89,8 @@ class GapWatch:
         self.most = None
 
 
-class UpdateInputs(NamedTuple):
-    """The inputs of an optimizer update in host memory, without the weights.
+class SkippedUpdate(NamedTuple):
+    """The inputs of a skipped update in host memory, without the weights.
 
     `live` marks the completions of the rollout batch that have a gradient. `in_update` marks the groups of the update.
     In the update, the model processes the completions of these groups that have a gradient.
@@ -114,61 +105,30 @@ class UpdateInputs(NamedTuple):
     ref_logprobs: Float[np.ndarray, "P G T"] | None
 
 
-def write_skipped(folder: Path, skipped: UpdateInputs) -> Path:
-    """Writes the inputs of an update to `folder/step_<step>_update_<update>.npz`. Returns the path of this file.
-
-    If the write fails, removes the partial file and raises OSError.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"step_{skipped.step:06d}_update_{skipped.update}.npz"
+def save_skipped(run: Path, skipped: SkippedUpdate) -> None:
+    """Writes a skipped update to `skipped/step_<step>_update_<update>.npz` in a run folder. A failed write is a
+    warning, and leaves no partial file."""
+    file = run / FOLDER / f"step_{skipped.step:06d}_update_{skipped.update}.npz"
     arrays = {f"batch/{name}": value for name, value in skipped.batch._asdict().items()}
     arrays |= {name: getattr(skipped, name) for name in ("live", "in_update", "old_logprobs", "ref_logprobs")}
     numbers = json.dumps({"step": skipped.step, "update": skipped.update})
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         np.savez(file, numbers=numbers, **{name: value for name, value in arrays.items() if value is not None})
-    except OSError:
+    except OSError as error:
         file.unlink(missing_ok=True)
-        raise
-    return file
-
-
-def check_updates(
-    rows: Sequence[Mapping[str, Any]],
-    updates: Sequence[UpdateInputs],
-    skip_watch: SkipWatch,
-    gap_watch: GapWatch,
-    folder: Path | None,
-) -> None:
-    """Writes the inputs of skipped (non-finite) updates to a run folder. Then checks the number of consecutive skipped
-    updates, and compares the log-probabilities of sampler and trainer.
-
-    Args:
-      rows: metrics of each update of a step.
-      updates: inputs of each update of the step.
-      folder: the run folder; None writes no files.
-
-    Raises:
-      UserError: too many consecutive updates were skipped, or the log-probabilities differ too much.
-    """
-    for number in skip_watch(rows):
-        if folder is None:
-            continue
-        try:
-            file = write_skipped(folder / FOLDER, updates[number])
-            logger.warning("saved the inputs of the skipped update; inspect them with: tunix-like replay %s", file)
-        except OSError as error:
-            logger.warning("cannot write the inputs of the skipped update: %s", error)
-    skip_watch.check()
-    gap_watch(rows)
+        logger.warning("cannot write the inputs of the skipped update: %s", error)
+    else:
+        logger.warning("saved the inputs of the skipped update; inspect them with: tunix-like replay %s", file)
 
 
 def remove_files_after(folder: Path, step: int) -> None:
-    """Removes the files with completions and with skipped updates of steps after `step` from a run folder."""
+    """Removes the completions and skipped updates of steps after `step` from a run folder."""
     remove_steps_after(folder / "rollouts", step)
     remove_steps_after(folder / FOLDER, step)
 
 
-def read_skipped(file: Path) -> UpdateInputs:
+def read_skipped(file: Path) -> SkippedUpdate:
     """Reads the inputs of a skipped update from a file of the run folder. Raises UserError if the file cannot be read
     or has another format."""
     try:
@@ -177,6 +137,6 @@ def read_skipped(file: Path) -> UpdateInputs:
         numbers = json.loads(str(arrays.pop("numbers")))
         batch = GroupBatch(**{name: arrays.get(f"batch/{name}") for name in GroupBatch._fields})
         masks, logprobs = (arrays["live"], arrays["in_update"]), map(arrays.get, ("old_logprobs", "ref_logprobs"))
-        return UpdateInputs(numbers["step"], numbers["update"], batch, *masks, *logprobs)
+        return SkippedUpdate(numbers["step"], numbers["update"], batch, *masks, *logprobs)
     except (OSError, EOFError, zipfile.BadZipFile, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: not a skipped update ({error}); give a file of RUN/{FOLDER}.") from None

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -29,22 +30,23 @@ from tunix_like.config.schema import (
 )
 from tunix_like.data.shared import warn_shared
 from tunix_like.data.stream import check_prompts, refusing
+from tunix_like.environments.arguments import check_reward_names, check_turns, make_player
 from tunix_like.errors import UserError, check_type
 from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluation, Evaluator, check_best_metric, eval_problems
 from tunix_like.models.decoder import Decoder, check_decoder
+from tunix_like.models.loading import check_fit
 from tunix_like.models.sharding import check_batch, place_replicated, scope
 from tunix_like.rewards import close_pools
-from tunix_like.rollout.collection import Collector
-from tunix_like.rollout.environments.arguments import check_turns, make_player
+from tunix_like.rollout.collection import Collector, training_batch
+from tunix_like.rollout.engines.registry import check_engine
 from tunix_like.rollout.files import FirstFailure, RolloutFiles, saved_on_failure
-from tunix_like.rollout.rollouts import Rollout, Task, weighted_rewards
+from tunix_like.rollout.rollouts import Rollout, Task, WeightedReward, weighted_rewards
 from tunix_like.rollout.samples import Samples, pick_samples
 from tunix_like.runtime import progress
 from tunix_like.runtime.processes import by_first
 from tunix_like.runtime.profile import Clock, Compilations, Profile
-from tunix_like.storage.best import Best
 from tunix_like.storage.checkpoints import Checkpoints
-from tunix_like.storage.metrics import rows
+from tunix_like.storage.metrics import Best, rows
 from tunix_like.storage.run_lock import owned
 from tunix_like.training.arguments import (
     check_arguments,
@@ -56,13 +58,14 @@ from tunix_like.training.arguments import (
 )
 from tunix_like.training.diagnosis import SignalWatch
 from tunix_like.training.engine import CheckedEngine, check_staleness, make_engine
+from tunix_like.training.fingerprints import INPUTS, fingerprints
+from tunix_like.training.generation import generate_texts, with_rollout
 from tunix_like.training.guards import remove_files_after
 from tunix_like.training.loop import run
-from tunix_like.training.reference import Reference, make_reference
 from tunix_like.training.rollouts_ahead import RolloutsAhead
 from tunix_like.training.step_metrics import advantage_metrics, speed_metrics, user_metrics
 from tunix_like.training.trainer import Trainer, write_description
-from tunix_like.training.updates import Updates
+from tunix_like.training.updates import Reference, Updates, make_reference
 from tunix_like.types import Engine, GroupBatch, RewardFunction
 
 logger = logging.getLogger("tunix_like")
@@ -72,7 +75,6 @@ logger = logging.getLogger("tunix_like")
 class _Call:
     """The objects that one call of `Learner.train` uses."""
 
-    batch_size: int
     rollouts: RolloutsAhead
     updates: Updates
     evaluator: Evaluator | None
@@ -110,7 +112,8 @@ class Learner(Trainer):
         process), a list of functions that the model can call as tools, or an object that runs environments, such as an
         `EnvironmentPool`. The rewards of environments are added to the rewards of `reward_fns`, which can be empty.
       environment_config: settings of the environment, such as the maximum number of turns.
-      on_row: `f(row, total steps or None)`, called with every logged row of metrics.
+      on_row: `f(row, total steps or None)`, called with every logged row of metrics. Without this function, `train` and
+        `evaluate` show progress and metrics in a notebook and on a terminal.
       on_samples: `f(step, samples)`, called at step 1 and every `log_samples_every_n_steps`. `samples` is a
         `tunix_like.rollout.samples.Samples` with the best and the worst completion of one prompt.
 
@@ -119,6 +122,10 @@ class Learner(Trainer):
     """
 
     name, step_key = "train", "step"
+    _how_to_change = (
+        "`set_rewards(reward_fns, reward_weights)` changes the rewards. For other settings construct another learner; "
+        "learners with equal settings share compiled programs."
+    )
     config_class: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
 
     def __init__(
@@ -140,7 +147,7 @@ class Learner(Trainer):
         engine: Engine | None = None,
         environment: Any = None,
         environment_config: EnvironmentConfig | None = None,
-        on_row: Callable[[dict[str, Any], int | None], None] = lambda row, total: None,
+        on_row: progress.OnRow | None = None,
         on_samples: Callable[[int, Samples], None] | None = None,
     ):
         super().__init__(model, tokenizer, rollout_config, training_config, mesh)
@@ -159,12 +166,7 @@ class Learner(Trainer):
         self._on_row, self._on_samples = on_row, on_samples
         self.player = make_player(environment, environment_config, self.tokenizer, self.rollout_config)
         self.tokenizer = self.tokenizer if self.player is None else self.player.tokenizer
-        self.rewards = (
-            [] if self.player is not None and not reward_fns else weighted_rewards(reward_fns, reward_weights)
-        )
-        check_turns(self.player, engine, [name for name, _, _ in self.rewards])
         self.success_threshold = success_threshold
-        self.task = Task(self.algo, self.rollout_config, self.rewards, success_threshold)
         if self.rollout_config.temperature == 0:
             raise UserError("rollout.temperature: got 0 (greedy decoding); set it above 0 for training.")
         if self.rollout_config.top_p < 1 or self.rollout_config.top_k is not None:
@@ -172,8 +174,9 @@ class Learner(Trainer):
         self.source_estimators = source_settings(source_estimators or {})
         objective = build_objective(self.algo, self.rollout_config.max_tokens_to_generate, 1, self.source_estimators)
         trace_user_functions(objective, 2, self.algo.num_generations)
-        if any(weight < 0 for _, _, weight in self.rewards):
-            check_accepts_negative(objective, "reward_weights", "weights of at least 0")
+        self.set_rewards(reward_fns, reward_weights)
+        check_turns(self.player is not None, engine)
+        check_engine(self.rollout_config)
         check_staleness(self.algo, self.rollout_config, engine is not None)
         parts = self.graphdef, self.tokenizer, self.rollout_config, mesh
         self.engine: Engine = make_engine(*parts) if engine is None else CheckedEngine(engine, model.config, self.task)
@@ -182,6 +185,37 @@ class Learner(Trainer):
         self.key = jax.random.key(self.training.seed)
         self.first_failure = FirstFailure()
         self._call: _Call | None = None
+        self._arguments = frozenset(inspect.signature(Learner).parameters)
+
+    def set_rewards(
+        self,
+        reward_fns: RewardFunction | Sequence[RewardFunction] | Mapping[str, RewardFunction],
+        reward_weights: Sequence[float] | None = None,
+    ) -> None:
+        """Replaces the reward functions and their weights, between two calls of `train`. Weights, optimizer state, step
+        number and compiled programs are kept. The arguments are those of the constructor, with the same checks.
+
+        With a run folder, the names and weights of the rewards must be those of the checkpoint.
+        """
+        nothing = self.player is not None and not reward_fns  # the environment gives the rewards
+        rewards = [] if nothing else weighted_rewards(reward_fns, reward_weights)
+        check_reward_names(self.player, [name for name, _, _ in rewards])
+        if any(weight < 0 for _, _, weight in rewards):
+            objective = build_objective(
+                self.algo, self.rollout_config.max_tokens_to_generate, 1, self.source_estimators
+            )
+            check_accepts_negative(objective, "reward_weights", "weights of at least 0")
+        self._rewards = rewards
+
+    @property
+    def rewards(self) -> list[WeightedReward]:
+        """The name, the function and the weight of each reward function."""
+        return self._rewards
+
+    @property
+    def task(self) -> Task:
+        """The settings of sampling and scoring."""
+        return Task(self.algo, self.rollout_config, self._rewards, self.success_threshold)
 
     def train(
         self,
@@ -218,7 +252,8 @@ class Learner(Trainer):
             completions are written to `rollouts/`); another process uses the run folder; or all checkpoints are damaged
             or belong to a run with other settings.
           NotSaved: all steps are done, or a signal stopped the run, and the last checkpoint could not be written.
-          EngineLost: the servers that generate completions, or the service of the environments, do not answer.
+          EngineLost: the servers that generate completions, or the service of the environments, do not answer, or no
+            completion could be scored in `training_config.max_unscored_steps` consecutive steps.
           Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT (Ctrl-C) stopped the run.
 
         If a run with a folder ends with `EngineLost`, `Stopped` or `Interrupted`, its last complete step is saved.
@@ -228,13 +263,13 @@ class Learner(Trainer):
             raise UserError(f"batch_size: got {batch_size}; give an integer of at least 1.")
         if eval_ds is not None:
             check_rows(eval_ds)
-        with owned(self.training.output_dir) as check_owner:
+        with owned(self.training.output_dir) as check_owner, progress.watched(self._on_row) as on_row:
             if self.folder is None and self.training.best_metric is not None:
                 raise UserError("training.best_metric: it needs an output folder; set training.output_dir.")
             self._begin()
             call = self._call = self._prepare(train_ds, eval_ds, batch_size, shuffle, overlong_prompts)
             try:
-                last = run(self, lambda row: self._on_row(row, self.total), check_owner)
+                last = run(self, lambda row: on_row(row, self.total), check_owner)
             finally:
                 call.rollouts.close()
                 call.profile.close()
@@ -243,6 +278,9 @@ class Learner(Trainer):
             folder = self.folder
             last = by_first(lambda: [row for row in rows(folder) if self.step_key in row][-1])
         return last
+
+    def _described(self) -> list[str]:
+        return [f"rewards {', '.join(name for name, _, _ in self.rewards) or 'of the environment'}"]
 
     def open_checkpoints(self) -> Checkpoints | None:
         if self.folder is None:
@@ -259,7 +297,7 @@ class Learner(Trainer):
         if sized:
             limit = self.rollout_config.max_prompt_length
             if self.player is not None:
-                self.player.check(train_ds)
+                self.player.check(train_ds, limit)
             checked = check_prompts(train_ds, self.tokenizer, limit, overlong, "training")
             checked.warn("training")
             skipped = checked.prompts
@@ -281,18 +319,20 @@ class Learner(Trainer):
         check_best_metric(training, evaluator)
         self.identity = identity_of(self) | {"batch_size": batch_size, "mini_batch_size": mini} | self._base_identity()
         self.identity |= {"rows": len(train_ds)} if sized else {}
+        self.identity |= {} if self.folder is None else {INPUTS: fingerprints(train_ds, self.rewards)}
         self._compile(objective, self.options, training.actor_optimizer or OptimizerConfig(), updates)
         files = RolloutFiles(None if self.written_folder is None else self.written_folder / "rollouts")
         drawn = self._call.rollouts.drawn if self._call is not None and self.folder is None else 0
         collector = Collector(
             self.task, self.engine, self.tokenizer, objective, batches, batch_size, self.key, files.folder,
-            self.first_failure, drawn, self.player,
+            self.first_failure, drawn, self.player, training.max_unscored_steps,
         )  # fmt: skip
         own_engine = isinstance(self.engine, CheckedEngine)
         step_updates = Updates(self, self.algo, objective, mini, self.reference, own_engine)
         rollouts = RolloutsAhead(collector, self.engine, self.iterator, lengths.max_staleness)
         self.iterator = None if self.iterator is None else rollouts
-        return _Call(batch_size, rollouts, step_updates, evaluator, files, SignalWatch(self.task), profile)
+        watch = SignalWatch(self.task, objective.extra_term)
+        return _Call(rollouts, step_updates, evaluator, files, watch, profile)
 
     def to_save(self) -> Any:
         assert self._call is not None
@@ -321,31 +361,27 @@ class Learner(Trainer):
         assert self._call is not None
         call = self._call
         with call.profile.around(number), scope(self.mesh):
-            taken = call.rollouts.take(number, self.params, last=number == self.total)
-            if taken is None:
+            collected = call.rollouts.take(number, self.params, last=number == self.total)
+            if collected is None:
                 return None
             clock = Clock()
-            rollout, batch, metrics, sampled = taken.collected
+            rollout, metrics = collected
+            batch = training_batch(rollout, self.task, call.updates.objective)
             with progress.task("reference"):
                 batch, ref, kl_metrics = call.updates.apply_reference(batch)
             if ref is not None:
                 clock.lap("reference")
             with progress.task("update"), saved_on_failure(call.files.folder, number, rollout.problems, rollout.texts):
-                prompts = [problem.text for problem in rollout.problems]
-                batch_updates = call.updates.prepare(number, batch, prompts, ref)
-                for inputs in batch_updates.inputs():
-                    self.state, row, advantages = self.programs.train_step(self.state, inputs, self.frozen)
-                    batch_updates.record(row, advantages)
-                advantages, update_metrics = batch_updates.finish()
+                advantages, update_metrics = call.updates.run(number, rollout.problems, batch, ref)
             self.done = number  # set before functions of the user run, because they can fail
             clock.lap("update")
-            metrics |= kl_metrics | update_metrics
-            metrics |= advantage_metrics(rollout, batch, advantages, call.updates.objective, self.success_threshold)
-            metrics |= user_metrics(self.metric_fns, rollout, advantages)
+            made = kl_metrics | update_metrics
+            made |= advantage_metrics(rollout, batch, advantages, call.updates.objective, self.success_threshold)
+            metrics = made | user_metrics(self.metric_fns, rollout, advantages) | metrics
             self._show(call, number, rollout, batch, advantages)
             clock.lap("other")
-            metrics |= taken.metrics | clock.seconds
-            speed = speed_metrics(self.model.config, batch, sampled, taken.row_steps, metrics, call.compilations)
+            metrics |= clock.seconds
+            speed = speed_metrics(self.model.config, batch, metrics, call.compilations)
             return metrics | speed | {"perf/update_programs": float(self.programs.traces)}
 
     def _show(
@@ -369,9 +405,20 @@ class Learner(Trainer):
         an error if `overlong_prompts` is "error"."""
         check_rows(eval_ds)
         try:
-            return self.evaluator(eval_ds, overlong_prompts)(self.params)
+            with progress.watched(self._on_row):
+                return self.evaluator(eval_ds, overlong_prompts)(self.params)
         finally:
             self._close_workers()
+
+    def generate(self, prompts: Sequence[Any], *, seed: int = 0, **rollout: Any) -> list[str]:
+        """Samples one completion of each prompt with the current weights. Returns the texts of the completions.
+
+        The arguments are those of `tunix_like.generate`. Settings that are not given are those of the learner's
+        `rollout_config`. The in-process sampler is used, and an environment does not answer.
+        """
+        config = with_rollout(self.rollout_config, rollout)
+        check_fit(self.model.config, self.tokenizer, config)
+        return generate_texts(self.graphdef, self.params, self.tokenizer, prompts, config, seed, self.mesh)
 
     def _close_workers(self) -> None:
         close_pools(function for _, function, _ in self.rewards)

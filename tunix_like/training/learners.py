@@ -1,9 +1,9 @@
 """Declares the algorithms: the default estimator, loss, aggregation and KL of each learner.
 
-In the formulas, `r_i` are the rewards of a group of `G` completions, `m` is their mean, and `std` is their standard
-deviation. docs/algorithms.md defines `q_i`, `V_k` and `L_k,i`. "Biased" and "unbiased" refer to the gradient estimate
-with `loss_agg_mode: seq-mean-token-sum`. Other aggregations rescale this estimate by token counts. All statements
-assume completions of the current policy (one update per batch).
+In the formulas, `A_i` are the advantages and `r_i` the rewards of a group of `G` completions. `m` is the mean of the
+rewards, and `std` is their standard deviation. docs/algorithms.md defines `q_i`, `V_k` and `L_k,i`. "Biased" and
+"unbiased" refer to the gradient estimate with `loss_agg_mode: seq-mean-token-sum`, which other aggregations rescale by
+token counts, and assume completions of the current policy (one update per batch).
 """
 
 from __future__ import annotations
@@ -100,9 +100,8 @@ class CustomConfig(MaxRLConfig):
 class GRPOLearner(Learner):
     """Group Relative Policy Optimization (arXiv 2402.03300): `A_i = (r_i - m) / (std + 1e-6)`.
 
-    `A_i` and `r_i` are the advantage and the reward of completion i. `m` and `std` are the mean and the standard
-    deviation of the group's rewards. The gradient estimate is biased: it gives more weight to prompts with a pass rate
-    p near 0 or 1. In the limit of large groups, the weight is `1 / sqrt(p (1 - p))`.
+    The gradient estimate is biased: it gives more weight to prompts with a pass rate p near 0 or 1. In the limit of
+    large groups, the weight is `1 / sqrt(p (1 - p))`.
     """
 
     config_class = GRPOConfig
@@ -111,8 +110,7 @@ class GRPOLearner(Learner):
 class DrGRPOLearner(Learner):
     """Dr. GRPO (arXiv 2503.20783): `A_i = r_i - m`. The loss of a completion is divided by a constant length.
 
-    `A_i` and `r_i` are the advantage and the reward of completion i. `m` is the mean reward of its group of G
-    completions. The expected gradient is `(G-1)/G` times the gradient of the expected reward.
+    The expected gradient is `(G-1)/G` times the gradient of the expected reward.
     """
 
     config_class = DrGRPOConfig
@@ -121,8 +119,7 @@ class DrGRPOLearner(Learner):
 class RLOOLearner(Learner):
     """REINFORCE leave-one-out (arXiv 2402.14740): `A_i = r_i - mean_{j != i} r_j`.
 
-    `A_i` and `r_i` are the advantage and the reward of completion i. The mean is over the other completions of the
-    group. The gradient estimate is unbiased for the expected reward.
+    The gradient estimate is unbiased for the expected reward.
     """
 
     config_class = RLOOConfig
@@ -131,11 +128,9 @@ class RLOOLearner(Learner):
 class MaxRLLearner(Learner):
     """Maximum Likelihood RL (arXiv 2602.02710): `A_i = (r_i - m) / m`, or 0 if `m` is 0.
 
-    `A_i` and `r_i` are the advantage and the reward of completion i. `m` is the mean reward of its group of G
-    completions. Let p be the pass rate of a prompt. The log-likelihood of success is a power series in `1 - p`. For 0/1
-    rewards, the gradient estimate is unbiased for the sum of the terms of this series up to order `G - 1`. The weight
-    of the prompt in this gradient is `(1 - (1-p)^(G-1)) / p`. With more completions per prompt, the objective
-    approaches the log-likelihood. Rewards must be non-negative.
+    The log-likelihood of success is a power series in `1 - p`, where p is the pass rate of a prompt. For 0/1 rewards,
+    the gradient estimate is unbiased for the sum of the terms of this series up to order `G - 1`, in which the prompt
+    has the weight `(1 - (1-p)^(G-1)) / p`. Rewards must be non-negative.
     """
 
     config_class = MaxRLConfig
@@ -144,9 +139,8 @@ class MaxRLLearner(Learner):
 class MaxPOLearner(Learner):
     """Max-at-K Policy Optimization (arXiv 2606.06080): `A_i = k L_k,i`.
 
-    `A_i` is the advantage of completion i. `L_k,i` is its Leave-Two-Out advantage (docs/algorithms.md). The gradient
-    estimate is unbiased for max@k. The advantages of every group of G completions sum to 0. `k` must be from 1 to
-    `G - 1`.
+    `L_k,i` is the Leave-Two-Out advantage. The gradient estimate is unbiased for max@k. The advantages of a group sum
+    to 0. `k` must be from 1 to `G - 1`.
     """
 
     config_class = MaxPOConfig
@@ -155,9 +149,8 @@ class MaxPOLearner(Learner):
 class PKPOLearner(Learner):
     """Pass-at-k Policy Optimization (arXiv 2505.15201): `A_i = k (q_i - V_{k-1}(-i))`.
 
-    `A_i` is the advantage of completion i: G times the paper's advantage s_loo-1, where G is the number of completions
-    of the group. `q_i` is the mean maximum reward of the subsets of k completions that contain completion i.
-    `V_{k-1}(-i)` is the mean maximum reward of the subsets of k - 1 other completions. The gradient estimate is
+    This is G times the paper's advantage s_loo-1. `q_i` is the mean maximum reward of the subsets of k completions that
+    contain completion i; `V_{k-1}(-i)` is that of the subsets of k - 1 other completions. The gradient estimate is
     unbiased for max@k. In contrast to MaxPO, the advantages of a group do not sum to 0. A completion that does not
     raise the maximum of any subset has the advantage 0 and is left out of the update. `k` must be from 1 to `G`.
     """
@@ -168,10 +161,9 @@ class PKPOLearner(Learner):
 class PassKLearner(Learner):
     """Pass@k training (arXiv 2508.10751): `A_i = (q_i - V_k) / (sqrt(V_k (1 - V_k)) + 1e-6)`, for 0/1 rewards only.
 
-    `A_i` is the advantage of completion i. `V_k` is the group's pass@k estimate: the fraction of the subsets of k
-    completions that contain a success. `q_i` is this fraction among the subsets that contain completion i. The
-    denominator is the standard deviation of a 0/1 variable with mean `V_k`, plus 1e-6. The division makes the gradient
-    estimate biased. `k` must be from 1 to `G - 1`, with G completions in the group.
+    `V_k` is the group's pass@k estimate: the fraction of the subsets of k completions that contain a success. `q_i` is
+    this fraction among the subsets that contain completion i. The denominator is the standard deviation of a 0/1
+    variable with mean `V_k`, plus 1e-6. It makes the gradient estimate biased. `k` must be from 1 to `G - 1`.
     """
 
     config_class = PassKConfig
@@ -180,11 +172,10 @@ class PassKLearner(Learner):
 class OPOLearner(Learner):
     """On-Policy RL with Optimal reward baseline (arXiv 2505.23585): `A_i = r_i - sum_j l_j r_j / sum_j l_j`.
 
-    `A_i` is the advantage of completion i. `r_j` and `l_j` are the rewards and the lengths of the G completions of the
-    group. The baseline (the quotient of sums) assumes that the variance of a completion's gradient grows with its
-    length. The baseline includes the completion's own reward. With equal lengths, the expected gradient is therefore
-    exactly `(G-1)/G` times the gradient of the expected reward. With unequal lengths, the expected gradient has an
-    additional term of order 1/G with another direction.
+    `l_j` are the lengths of the group's completions. The baseline assumes that the variance of a completion's gradient
+    grows with its length, and includes the completion's own reward. With equal lengths, the expected gradient is
+    therefore `(G-1)/G` times the gradient of the expected reward. With unequal lengths, it has an additional term of
+    order 1/G with another direction.
     """
 
     config_class = OPOConfig
@@ -193,9 +184,8 @@ class OPOLearner(Learner):
 class ReinforcePPLearner(Learner):
     """REINFORCE++ with a group baseline (arXiv 2501.03262): `A_i = r_i - m`, whitened over all tokens of the batch.
 
-    `A_i` and `r_i` are the advantage and the reward of completion i, and `m` is the mean reward of its group. Whitening
-    shifts and scales the advantages to mean 0 and variance 1. The gradient estimate is biased, because shift and scale
-    are computed from the same batch. For large batches, the estimate approaches the gradient of the expected reward
+    Whitening shifts and scales the advantages to mean 0 and variance 1. The gradient estimate is biased, because shift
+    and scale are computed from the same batch. For large batches, it approaches the gradient of the expected reward
     times a constant.
     """
 

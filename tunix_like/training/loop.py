@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from tunix_like.runtime import output, progress
 from tunix_like.runtime.processes import by_first, gather
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.metrics import MetricsLog
+from tunix_like.training.fingerprints import INPUTS
 from tunix_like.training.trainer import Trainer
 
 logger = logging.getLogger("tunix_like")
@@ -33,11 +34,7 @@ EXIT_STOPPED = 75
 
 
 class Stopped(SystemExit):
-    """Raised after SIGTERM or SIGHUP, when the current training step is done. If the run has a folder, a checkpoint is
-    written before the error is raised.
-
-    The command that started the run also resumes the run from this checkpoint.
-    """
+    """Raised after SIGTERM or SIGHUP, when the current training step is done and, if the run has a folder, saved."""
 
     def __init__(self, step: int, saved: bool) -> None:
         super().__init__(EXIT_STOPPED)
@@ -45,10 +42,9 @@ class Stopped(SystemExit):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised after SIGINT (Ctrl-C), when the current training step is done. If the run has a folder, a checkpoint is
-    written before the error is raised.
+    """Raised after SIGINT (Ctrl-C), when the current training step is done and, if the run has a folder, saved.
 
-    The class is a `KeyboardInterrupt` and not a `SystemExit`, so that the process of a notebook continues.
+    It is a `KeyboardInterrupt` and not a `SystemExit`, so that the process of a notebook continues.
     """
 
     def __init__(self, step: int, saved: bool) -> None:
@@ -85,19 +81,23 @@ def run(
     Raises:
       UserError: the checkpoint belongs to another run, or all checkpoints are damaged.
       NotSaved: all steps are done, or a signal stopped the run, and the last checkpoint could not be written.
-      EngineLost: the servers that generate completions, or the service of the environments, do not answer.
+      EngineLost: see `tunix_like.errors`.
       Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT stopped the run.
     """
-    with _opened(trainer, on_row, before_save) as files:
+    with _opened(trainer, on_row, before_save) as out:
         with progress.task("restoring the checkpoint"):
-            last = _resume(trainer, files.checkpoints, files.log)
+            last = _resume(trainer, out.checkpoints, out.log)
         if last:
-            return files.last_row
+            if not another_follows:
+                key = f"{'training' if trainer.name == 'train' else trainer.name}.max_steps"
+                message = "this run is already finished (step %d of %s), so nothing was trained; raise %s to continue"
+                logger.warning(message, trainer.done, trainer.total, key)
+            return out.last_row
         with progress.task(trainer.name, trainer.total, trainer.done) as advance:
-            fresh = trainer.done == 0 and files.latest_step() is None
+            fresh = trainer.done == 0 and out.latest_step() is None
             start = trainer.evaluate_if_due(0, last=False) if fresh else {}
-            if start and files.write({trainer.step_key: 0} | start):
-                files.save(over=False)
+            if start and out.write({trainer.step_key: 0} | start):
+                out.save(over=False)
             with _stop_signals() as asked:
                 while not last:
                     step, began = trainer.done + 1, time.perf_counter()
@@ -105,12 +105,18 @@ def run(
                     try:
                         if (metrics := trainer.step(step)) is None:
                             break
-                        row = files.step_done(step, metrics, time.perf_counter() - began)
+                        trainer.done = step  # before the evaluation, which can fail
+                        row = {trainer.step_key: step}
+                        row |= {f"{trainer.name}/{name}": value for name, value in metrics.items()}
+                        row[f"{trainer.name}/step_time_sec"] = time.perf_counter() - began
                         row |= trainer.evaluate_if_due(step, last=trainer.complete)
                     except EngineLost:
-                        files.save_done(row)
+                        if row:
+                            out.write(row)
+                        if out.save_last():
+                            out.wait()
                         raise
-                    better = files.write(row)
+                    better = out.write(row)
                     advance(1)
                     over = trainer.finished(row)
                     last = over or trainer.complete
@@ -118,31 +124,34 @@ def run(
                     skipped = row.get(f"{trainer.name}/update/skipped", 0) > 0  # `replay` needs this step's checkpoint
                     due = step % trainer.training.checkpoint_every_n_steps == 0
                     if due or last or stop or skipped or better:
-                        files.save(over)
+                        out.save(over)
                     if stop and (another_follows or not last):
-                        files.end(stop)
+                        try:
+                            out.wait()
+                        except NotSaved as error:
+                            error.stopped = True
+                            raise
+                        raise (Interrupted if stop == signal.SIGINT else Stopped)(step, out.checkpoints is not None)
             if not last:
-                _finish_exhausted(trainer, files)
-        if files.checkpoints is not None:
-            with progress.task("writing the checkpoint"):
-                files.checkpoints.wait()
-    return files.last_row
+                _finish_exhausted(trainer, out)
+        out.wait()
+    return out.last_row
 
 
-def _finish_exhausted(trainer: Trainer, files: _Files) -> None:
-    """Runs the final evaluation and saves the last checkpoint of a run that ends because its data is exhausted.
+def _finish_exhausted(trainer: Trainer, out: _Output) -> None:
+    """Runs the final evaluation and saves the last checkpoint of a run that ends because its data is exhausted."""
 
-    This happens after the loop over the steps: only the attempt to run a further step shows that there is no more data.
-    """
-    evaluated = by_first(lambda: _evaluated(trainer, files.log))  # before the run was resumed
-    if not evaluated and (final := trainer.evaluate_if_due(trainer.done, last=True)):
-        files.write({trainer.step_key: trainer.done} | final)  # before a save, which can remove the best
-    if trainer.done and files.latest_step() != trainer.done:
-        files.save(over=False)
+    def evaluated() -> bool:  # whether this evaluation has run before the run was resumed
+        done = out.log.of_step(trainer.step_key, trainer.done)
+        return any(f"{trainer.name}/step_time_sec" not in row for row in done)
+
+    if not by_first(evaluated) and (final := trainer.evaluate_if_due(trainer.done, last=True)):
+        out.write({trainer.step_key: trainer.done} | final)  # before a save, which can remove the best
+    out.save_last()
 
 
 @dataclasses.dataclass
-class _Files:
+class _Output:
     """The checkpoints and the log of one call of `run`.
 
     Attributes:
@@ -156,19 +165,9 @@ class _Files:
     before_save: Callable[[], None]
     last_row: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def step_done(self, step: int, metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Marks a step as done before its evaluation, which can fail. Returns a row of metrics: the step number, the
-        step time, and `metrics` with the name of the trainer as a prefix (such as `train/`)."""
-        trainer = self.trainer
-        trainer.done = step
-        prefixed = {f"{trainer.name}/{name}": value for name, value in metrics.items()}
-        return {trainer.step_key: step} | prefixed | {f"{trainer.name}/step_time_sec": seconds}
-
     def write(self, row: dict[str, Any]) -> bool:
-        """Writes a row of metrics. Converts arrays in `row` to numbers.
-
-        Returns whether the row has the best value so far of the metric that selects the best checkpoint.
-        """
+        """Writes a row of metrics, with arrays as numbers. Returns whether it has the best value so far of the metric
+        that selects the best checkpoint."""
         row |= {name: float(value) for name, value in row.items() if isinstance(value, np.generic | jax.Array)}
         self.log.write(row)
         self.last_row.update(row)
@@ -176,41 +175,34 @@ class _Files:
         return self.checkpoints is not None and self.checkpoints.improves(row)
 
     def save(self, over: bool) -> None:
-        """Starts to write a checkpoint of the newest completed step. `over` is True if training ends early, before its
-        last planned step."""
+        """Starts to write a checkpoint of the newest completed step. `over`: training ends before its last planned
+        step."""
         if self.checkpoints is not None:
             self.before_save()
             meta = {"identity": self.trainer.identity, "over": over, "total": self.trainer.total}
             self.checkpoints.save(self.trainer.done, self.trainer.to_save(), self.trainer.iterator, meta)
 
-    def save_done(self, row: dict[str, Any]) -> None:
-        """Saves the last complete step if it has no checkpoint, and waits for the write. If `row` is not empty, writes
-        this row of metrics first."""
-        if row:
-            self.write(row)
-        if self.checkpoints is not None and self.trainer.done and self.latest_step() != self.trainer.done:
+    def save_last(self) -> bool:
+        """Starts to save the last complete step. Returns False if there is none, or if it has a checkpoint."""
+        missing = self.trainer.done > 0 and self.latest_step() != self.trainer.done
+        if missing:
             self.save(over=False)
-            self.checkpoints.wait()
+        return missing
+
+    def wait(self) -> None:
+        """Waits until checkpoints are written. Raises NotSaved if the last one could not be written."""
+        if self.checkpoints is not None:
+            with progress.task("writing the checkpoint"):
+                self.checkpoints.wait()
 
     def latest_step(self) -> int | None:
         return None if self.checkpoints is None else self.checkpoints.latest_step()
-
-    def end(self, stop: int) -> NoReturn:
-        """Waits until the last checkpoint is written, then raises `Interrupted` or `Stopped`. `stop` is the number of
-        the signal that stopped the run."""
-        if self.checkpoints is not None:
-            try:
-                self.checkpoints.wait()
-            except NotSaved as error:
-                error.stopped = True
-                raise
-        raise (Interrupted if stop == signal.SIGINT else Stopped)(self.trainer.done, self.checkpoints is not None)
 
 
 @contextlib.contextmanager
 def _opened(
     trainer: Trainer, on_row: Callable[[dict[str, Any]], None], before_save: Callable[[], None]
-) -> Iterator[_Files]:
+) -> Iterator[_Output]:
     """Opens the checkpoints and the log of a trainer, and closes both at the end of the context.
 
     The weights are written back to the model before the checkpoints are closed, because a signal can interrupt the
@@ -222,7 +214,7 @@ def _opened(
     with checkpoints or contextlib.nullcontext(), trainer.running():
         log, together = trainer.open_log(), True
         try:
-            yield _Files(trainer, checkpoints, log, on_row, before_save)
+            yield _Output(trainer, checkpoints, log, on_row, before_save)
         except BaseException as error:  # `sys.exception()` would also see an exception that the caller handles
             together = isinstance(error, Stopped | Interrupted | NotSaved)
             raise
@@ -230,11 +222,6 @@ def _opened(
             log.close()
             if together:
                 gather(None)
-
-
-def _evaluated(trainer: Trainer, log: MetricsLog) -> bool:
-    """Returns whether the log has a row for step `trainer.done` that contains only an evaluation."""
-    return any(f"{trainer.name}/step_time_sec" not in row for row in log.of_step(trainer.step_key, trainer.done))
 
 
 def _resume(trainer: Trainer, checkpoints: Checkpoints | None, log: MetricsLog) -> bool:
@@ -246,7 +233,10 @@ def _resume(trainer: Trainer, checkpoints: Checkpoints | None, log: MetricsLog) 
         trainer.cut(-1)
         return trainer.complete
     meta = checkpoints.meta(step)
-    _check_same_run(checkpoints, meta["identity"], trainer.identity)
+    saved, current = dict(meta["identity"]), dict(trainer.identity)
+    inputs = saved.pop(INPUTS, {}), current.pop(INPUTS, {})
+    _check_same_run(checkpoints, saved, current)
+    _check_same_inputs(checkpoints, *inputs, refuse=trainer.training.changed_inputs == "error")
     log.cut(trainer.step_key, step)  # after the checks, so that a rejected run does not remove rows of another run
     trainer.cut(step)
     checkpoints.find_best(log.rows(), verified=step)
@@ -284,14 +274,25 @@ def _check_same_run(checkpoints: Checkpoints, saved: dict[str, Any], current: di
         )
 
 
+def _check_same_inputs(checkpoints: Checkpoints, saved: dict[str, str], current: dict[str, str], refuse: bool) -> None:
+    """Compares the fingerprints that both a checkpoint and this run have; earlier versions stored none."""
+    changed = [name for name in current if saved.get(name, current[name]) != current[name]]
+    if not changed:
+        return
+    message = f"{checkpoints.folder}: {' and '.join(changed)} changed since the checkpoint"
+    if refuse:
+        raise UserError(f"{message}. Use those of the checkpoint, another output_dir, or training.changed_inputs=warn.")
+    logger.warning("%s; the run continues with the new ones (training.changed_inputs=error refuses this)", message)
+
+
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[Callable[[], int]]:
     """Context manager in which SIGTERM, SIGINT and SIGHUP do not stop the process before the current step is done.
 
-    Yields a function that returns the number of the received signal, or 0 if there is none. The training loop calls
-    this function after each step. If SIGTERM or SIGINT arrives a second time, the signal has its usual effect at once.
-    When a terminal is closed, the shell and the kernel each send a SIGHUP; therefore a second SIGHUP has no effect. If
-    SIGINT or SIGHUP is ignored at the start (with `nohup`, or in a background job of a shell), it stays ignored.
+    Yields a function that returns the number of the received signal, or 0 if there is none. A second SIGTERM or SIGINT
+    has its usual effect at once. A second SIGHUP has none, because the shell and the kernel each send one when a
+    terminal is closed. A SIGINT or SIGHUP that is ignored at the start (with `nohup`, or in a background job of a
+    shell) stays ignored.
     """
     received: list[int] = [0]
     previous: dict[int, Any] = {}

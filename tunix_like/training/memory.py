@@ -15,16 +15,11 @@ import jax.numpy as jnp
 
 from tunix_like.models.attention import SCORES
 from tunix_like.models.attention_blocked import BLOCK
-from tunix_like.models.config import DecoderConfig
-from tunix_like.models.counts import layer_count
-from tunix_like.models.layer_kinds import Adapters
+from tunix_like.models.config import Adapters, DecoderConfig
+from tunix_like.models.counts import Share, layer_count
 from tunix_like.models.layer_stack import longest_period
-from tunix_like.models.shares import Share
+from tunix_like.rollout.shapes import FIRST_CACHE
 from tunix_like.training.packing import choose_layout
-from tunix_like.training.phases import Phase
-
-FIRST_CACHE = 128
-"""Initial number of columns of the sampler's cache. The number doubles when the cache is full (`rollout/shapes.py`)."""
 
 KEPT_PER_TOKEN = {"inner": 5, "hidden": 6, "query": 5, "key": 3}
 """Number of vectors per token that a layer saves for its backward pass, for each of four widths: the width of the MLP,
@@ -90,6 +85,47 @@ contains the result, and gathered weights before their final layout. Measured fr
 v5e-8), 1.67 (Qwen3-30B-A3B, v5p-64) and 1.19 (Qwen3-1.7B, eight H200s)."""
 
 
+OF_THE_MODEL = ("weights", "reference", "optimizer", "gradients", "gradients and new weights", "cast weights")
+"""Components of the memory of a phase that do not depend on lengths or on the number of completions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """The estimated peak memory of a phase of a run (such as sampling or the update) on one device.
+
+    Attributes:
+      parts: number of bytes of each component, such as the weights.
+      decode: the same for a decode step, without the arrays that are always in memory (weights, optimizer state and
+        reference model); empty if the phase does not sample.
+    """
+
+    name: str
+    parts: dict[str, int]
+    decode: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def fixed(self) -> int:
+        """Number of bytes of the components that do not depend on lengths or on the number of completions."""
+        return sum(self.parts.get(name, 0) for name in OF_THE_MODEL)
+
+    def __str__(self) -> str:
+        parts = sorted(self.parts.items(), key=lambda part: -part[1])
+        shown = [f"{name} {amount(size)}" for name, size in parts if size >= 0.01 * self.bytes]
+        return f"{amount(self.bytes)} = {' + '.join(shown)}"
+
+
+def amount(size: float) -> str:
+    """Formats a number of bytes with a decimal unit and three significant digits."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size / 1e3:.3g} kB"
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """The quantities that the memory estimate depends on.
@@ -145,12 +181,10 @@ class Work:
 
     @property
     def weights(self) -> int:
-        """Number of bytes of all weights on one device."""
         return self.share.weights
 
     @property
     def trained(self) -> int:
-        """Number of bytes of the trained weights on one device."""
         return self.share.trained
 
     @property
@@ -158,10 +192,15 @@ class Work:
         """Number of bytes of one value in the compute dtype."""
         return jnp.dtype(self.dtype).itemsize
 
+    @property
+    def inner(self) -> int:
+        """Total width of the MLPs (several with experts) that process a token, in the widest layer."""
+        return max(map(self.model.active_width, range(self.model.num_layers)))
 
-def _inner(model: DecoderConfig) -> int:
-    """Returns the total width of the MLPs (several with experts) that process a token, in the widest layer."""
-    return max(map(model.active_width, range(model.num_layers)))
+    @property
+    def query(self) -> int:
+        """Total width of the query heads."""
+        return self.model.num_heads * self.model.head_dim
 
 
 def update_phases(work: Work, micro_batch: int) -> list[Phase]:
@@ -197,7 +236,7 @@ def update_phases(work: Work, micro_batch: int) -> list[Phase]:
 
 
 def _with_stacked_layers(work: Work, tokens: int, prompt_tokens: int, lane_tokens: int) -> dict[str, int]:
-    """Returns the size in bytes of each component of an update that is different if layers are stacked and recomputed.
+    """Returns the components of an update that are different if layers are stacked and recomputed.
 
     Args:
       tokens, prompt_tokens: numbers of completion tokens and of prompt tokens that are processed at once.
@@ -210,21 +249,15 @@ def _with_stacked_layers(work: Work, tokens: int, prompt_tokens: int, lane_token
     hidden, key = model.hidden_size * work.size, 2 * model.num_kv_heads * head * work.size
     # Keys and values of the prompts, the sum of their gradients in float32, and their gradient from one chunk.
     states = key * (2 + 4 // work.size)
+    # The layers of a model with adapters on one device are not stacked.
+    stacked = 0 if work.adapters is not None and work.parts == 1 else _in_compute_dtype(work, work.share)
     return {
         "gradients": work.trained + work.trained * work.size // 4 + _output_gradient(work),
-        "cast weights": max(_cast_weights(work), _stacked_copy(work)) + _dequantized(work, backward=True),
+        "cast weights": max(_cast_weights(work), stacked) + _dequantized(work, backward=True),
         "prompts": model.num_layers * prompt_tokens * (states + hidden),
         "chunk": model.num_layers * (tokens * hidden + 2 * lane_tokens * key),
         "logits or a layer's backward": max(logits, _layer_working(work, tokens)),
     }
-
-
-def _stacked_copy(work: Work) -> int:
-    """Returns the size in bytes of the copy of the weights with stacked layers. The size is 0 for a model with adapters
-    on one device, because its layers are not stacked."""
-    if work.adapters is not None and work.parts == 1:
-        return 0
-    return _in_compute_dtype(work, work.share)
 
 
 def _in_compute_dtype(work: Work, share: Share) -> int:
@@ -233,10 +266,10 @@ def _in_compute_dtype(work: Work, share: Share) -> int:
 
 
 def _layer_working(work: Work, tokens: int) -> int:
-    """Returns the size in bytes of the temporaries of one layer's recomputation and backward pass, with an attention
-    kernel. If `work.parts` is above 1, they include the gathered matrices of the layer and their gradient."""
+    """Returns the bytes of one layer's recomputation and backward pass, with an attention kernel. If `work.parts` is
+    above 1, they include the gathered matrices of the layer and their gradient."""
     model, parts = work.model, work.parts
-    widths = _inner(model) + model.hidden_size + model.num_heads * model.head_dim
+    widths = work.inner + model.hidden_size + work.query
     routed = 0 if model.experts is None else ROUTED_COPIES * model.experts.per_token * model.hidden_size
     layer = layer_count(model) if parts > 1 else 0
     gathered = layer * work.size * (1 if work.adapters else 2)
@@ -248,8 +281,7 @@ def _layer_working(work: Work, tokens: int) -> int:
 def rollout_phase(
     work: Work, rows: int, slots: int, held: dict[str, int] | None = None, prefilled: int | None = None
 ) -> Phase:
-    """Estimates the peak memory of sampling with `rows` concurrent completions in `slots` slots. A slot holds
-    completions of one prompt.
+    """Estimates the peak memory of sampling with `rows` concurrent completions in `slots` slots.
 
     The peak is the largest of four estimates: the weights while they are laid out for sampling; the forward pass of the
     prompts; a decode step with caches of full size; the old and the new cache, when the cache grows or is halved.
@@ -284,49 +316,46 @@ def rollout_phase(
 
 
 def _prompt_forward(work: Work, prompts: int) -> int:
-    """Returns the size in bytes of the temporaries of the forward pass of `prompts` prompts."""
     width, tokens, model = work.widths[0], prompts * work.widths[0], work.model
     # XLA:GPU keeps the queries of every layer in float32 and in the compute dtype (measured: 5.9 to 7 bytes a number).
-    queries = tokens * model.num_layers * model.num_heads * model.head_dim * (4 + work.size) * (work.backend == "gpu")
-    forward = max(_scores_bytes(work, prompts, width, width), WORKING_INNER * tokens * _inner(model) * work.size)
+    queries = tokens * model.num_layers * work.query * (4 + work.size) * (work.backend == "gpu")
+    forward = max(_scores_bytes(work, prompts, width, width), WORKING_INNER * tokens * work.inner * work.size)
     return forward + queries + tokens * model.hidden_size * work.size
 
 
 def _held(work: Work) -> dict[str, int]:
-    """Returns the number of bytes, by component, of the arrays that a trainer always holds in memory."""
+    """Returns the components that a trainer always holds in memory."""
     held = {"weights": work.weights, "optimizer": work.moments * work.trained}
     # With adapters, the reference is the frozen base, which is already counted as weights.
     return held | ({"reference": work.weights} if work.reference and work.adapters is None else {})
 
 
 def _key_values(work: Work, width: int) -> int:
-    """Returns the size in bytes of the keys and values of one completion of `width` tokens in one layer."""
+    """Returns the bytes of the keys and values of one completion of `width` tokens in one layer."""
     return 2 * work.model.num_kv_heads * work.model.head_dim * width * work.size
 
 
 def _cast_weights(work: Work) -> int:
-    """Returns the size in bytes of the copy of the weights in the compute dtype. If no copy is needed, returns the size
-    of the transposed embedding, or 0 if the output matrix is not the embedding."""
+    """Returns the bytes of the weights in the compute dtype, or of the transposed tied embedding if none are cast."""
     if jnp.dtype(work.dtype) != jnp.dtype(work.param_dtype):
         return work.share.plain * work.size
     return work.share.embedding * work.size if work.model.tie_embeddings else 0
 
 
 def _output_gradient(work: Work) -> int:
-    """Returns the size in bytes of the separate gradient of a tied output matrix; 0 if there is no such gradient."""
+    """Returns the bytes of the separate gradient of a tied output matrix."""
     return 0 if work.adapters is not None or not work.model.tie_embeddings else 4 * work.share.embedding
 
 
 def _sampled_weights(work: Work) -> int:
-    """Returns the size in bytes of the copies of weights that are made for sampling."""
     if (share := work.rollout_share) is None:
         return _cast_weights(work)
-    transposed = share.embedding * work.size if work.model.tie_embeddings else 0
-    return _in_compute_dtype(work, share) + transposed
+    copied = work.model.tie_embeddings or work.backend == "tpu"  # transposed, or laid out in blocks (`in_blocks`)
+    return _in_compute_dtype(work, share) + share.embedding * work.size * copied
 
 
 def _dequantized(work: Work, backward: bool) -> int:
-    """Returns the size in bytes of the dequantised matrices in memory: all on the CPU, one on other backends."""
+    """Returns the bytes of the dequantised matrices in memory: all on the CPU, one on other backends."""
     if work.quantized is None:
         return 0
     sizes = work.share.quantized
@@ -336,22 +365,16 @@ def _dequantized(work: Work, backward: bool) -> int:
 
 
 def _kept(work: Work, tokens: int, scores: int) -> int:
-    """Returns the number of bytes that all layers save for the backward pass of `tokens` tokens. Each layer computes
-    `scores` attention scores."""
-    model = work.model
-    widths = {
-        "inner": _inner(model),
-        "hidden": model.hidden_size,
-        "query": model.num_heads * model.head_dim,
-        "key": model.num_kv_heads * model.head_dim,
-    }
+    """Returns the bytes that all layers save for the backward pass of `tokens` tokens with `scores` scores a layer."""
+    model, key = work.model, work.model.num_kv_heads * work.model.head_dim
+    widths = {"inner": work.inner, "hidden": model.hidden_size, "query": work.query, "key": key}
     per_token = KEPT_WITH_REMAT if work.remat else KEPT_PER_TOKEN
     token = sum(per_token[name] * width for name, width in widths.items()) * work.size
     return model.num_layers * (tokens * token + int(KEPT_SCORES[_attention_kind(work, scores)] * scores * 4))
 
 
 def _attention_kind(work: Work, scores: int) -> str:
-    """Returns the attention implementation that is used for `scores` attention scores, as a key of `KEPT_SCORES`."""
+    """Returns the key of `KEPT_SCORES` of the attention implementation that is used for `scores` attention scores."""
     if work.attention == "plain" or (work.attention == "auto" and scores * work.parts <= SCORES):
         return "plain"
     one = work.backend == "cpu" and max(work.widths) <= BLOCK
@@ -359,7 +382,7 @@ def _attention_kind(work: Work, scores: int) -> str:
 
 
 def _scores_bytes(work: Work, rows: int, queries: int, keys: int) -> int:
-    """Returns the size in bytes of the attention scores that exist at the same time in a layer."""
+    """Returns the bytes of the attention scores that exist at the same time in a layer."""
     scores = rows * queries * keys * work.model.num_heads
     if _attention_kind(work, scores) == "blocks":
         scores = min(scores, rows * BLOCK * BLOCK * work.model.num_heads)
@@ -367,13 +390,13 @@ def _scores_bytes(work: Work, rows: int, queries: int, keys: int) -> int:
 
 
 def _layer_backward(work: Work, rows: int) -> int:
-    """Returns the size in bytes of the temporaries of one layer's backward pass, including recomputed arrays."""
+    """Returns the bytes of the temporaries of one layer's backward pass, including recomputed arrays."""
     model, (prompt_width, width) = work.model, work.widths
     tokens = rows * width
-    mlp = WORKING_INNER * tokens * (_inner(model) + model.hidden_size) * work.size
+    mlp = WORKING_INNER * tokens * (work.inner + model.hidden_size) * work.size
     scores = _scores_bytes(work, rows, width, prompt_width + width)
     if _attention_kind(work, tokens * model.num_heads * (prompt_width + width)) != "blocks":
-        scores -= tokens * (KEPT_PER_TOKEN["inner"] * _inner(model) + 2 * model.hidden_size) * work.size
+        scores -= tokens * (KEPT_PER_TOKEN["inner"] * work.inner + 2 * model.hidden_size) * work.size
     total = max(mlp, scores)
     if work.remat and work.backend != "cpu":
         one = dataclasses.replace(work, remat=False, model=dataclasses.replace(model, num_layers=1))
@@ -387,13 +410,13 @@ def _logits(work: Work, tokens: int) -> int:
 
 
 def _batch(work: Work) -> int:
-    """Returns the size in bytes of a batch: prompts, and completions with up to three log-probabilities per token."""
+    """Returns the bytes of prompts, and of completions with up to three log-probabilities per token."""
     prompt_width, width = work.widths
     return 4 * (work.prompts * prompt_width + work.rows * width * (3 + work.reference) + 8 * work.rows)
 
 
 def _room_before(width: int) -> int:
-    """Returns the number of token positions of the sampler's cache before it grows for the last time, to `width`."""
+    """Returns the columns of the sampler's cache before it grows for the last time, to `width`."""
     room = min(FIRST_CACHE, width)
     while 2 * room < width:
         room *= 2

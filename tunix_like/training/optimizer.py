@@ -13,9 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tunix_like.config.schema import OptimizerConfig
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
-from tunix_like.models.layer_stack import Segment, with_single_layers, with_stacked_layers
+from tunix_like.models.layer_stack import Segment, segments_of, with_single_layers, with_stacked_layers
 from tunix_like.models.sharding import param_shapes
-from tunix_like.training.working_weights import stacked_segments
 
 Segments = tuple[Segment, ...] | None
 """The patterns of layers whose moments are stacked (see `moment_segments`); None if no moments are stacked."""
@@ -58,13 +57,9 @@ def build_optimizer(
 ) -> optax.GradientTransformation:
     """Builds the optimizer: global-norm clipping, then AdamW with the schedule of `build_schedule`.
 
-    Weight decay applies only to arrays of two or more axes. If `stacked` is True, the arrays of layers are stacked
-    along an additional first axis (`with_stacked_layers`), which is not counted here. Calls with equal settings return
-    the same object, so that compiled programs are reused. The structure of the optimizer state depends only on the
-    parameters, so a resumed run can have another `total_updates`.
-
-    Raises:
-      UserError: the schedule is `linear` or `cosine`, and `total_updates` is None.
+    Weight decay applies only to arrays of two or more axes, without the axis of stacked layers (`stacked`). Calls with
+    equal settings return the same object, so that compiled programs are reused. The structure of the optimizer state
+    depends only on the parameters, so a resumed run can have another `total_updates`.
     """
     return _adamw(config, None if config.schedule == "constant" else total_updates, stacked)
 
@@ -90,20 +85,15 @@ def moment_segments(config: DecoderConfig, optimizer: Any, stacked: bool, copies
     whole arrays, so the state of such an optimizer is never stacked.
 
     Args:
-      stacked: whether an update stacks layers of the same kind.
-      copies_base: whether the model has a frozen base on a single device. If True, no layers are stacked.
+      stacked, copies_base: as in `working_weights`; the moments can be stacked only if the weights of an update are.
     """
-    return stacked_segments(config, stacked and isinstance(optimizer, OptimizerConfig), copies_base)
+    return segments_of(config) if stacked and not copies_base and isinstance(optimizer, OptimizerConfig) else None
 
 
 def init_optimizer(
     optimizer: optax.GradientTransformation, params: optax.Params, segments: Segments = None
 ) -> optax.OptState:
-    """Initialises the optimizer state. Moments get the shardings of their parameters.
-
-    Args:
-      segments: describes which layers' moments are stacked; None: each layer has its own moments.
-    """
+    """Initialises the optimizer state. Moments get the shardings of their parameters."""
     # `_init` is defined in the module, because a function that is defined here would be compiled in each call.
     compiled = functools.partial(jax.jit, _init, static_argnums=(0, 2))
     sharding = jax.tree.leaves(params)[0].sharding
@@ -121,8 +111,7 @@ def _init(optimizer: optax.GradientTransformation, params: optax.Params, segment
 def state_shapes(
     optimizer: optax.GradientTransformation, params: optax.Params, segments: Segments = None
 ) -> optax.OptState:
-    """Returns the shapes of the optimizer state for the parameters `params`, as `jax.ShapeDtypeStruct`s. `params` can
-    be arrays or such structs."""
+    """Returns the shapes of the optimizer state as `jax.ShapeDtypeStruct`s; `params` are arrays or such structs."""
     params = params if segments is None else _stacked_shapes(params, segments)
     state = jax.eval_shape(optimizer.init, params)
     first = jax.tree.leaves(params)[0].sharding
@@ -138,8 +127,7 @@ def state_shapes(
 def stack_moments(
     optimizer: optax.GradientTransformation, state: optax.OptState, params: optax.Params, segments: Segments
 ) -> optax.OptState:
-    """Converts an optimizer state in which each layer has its own moments to a state with stacked moments. `segments`
-    describes which layers' moments are stacked."""
+    """Converts an optimizer state in which each layer has its own moments to a state with stacked moments."""
     if segments is None:
         return state
     shardings = _shardings(state_shapes(optimizer, params, segments))
@@ -149,8 +137,7 @@ def stack_moments(
 def unstack_moments(
     optimizer: optax.GradientTransformation, state: optax.OptState, params: optax.Params, segments: Segments
 ) -> optax.OptState:
-    """Converts an optimizer state with stacked moments to a state in which each layer has its own moments, as in
-    checkpoints. Every backend can restore such a state."""
+    """Inverse of `stack_moments`. Checkpoints have the result, which every backend can restore."""
     if segments is None:
         return state
     shardings = _shardings(state_shapes(optimizer, params))

@@ -28,12 +28,9 @@ chunk."""
 class Layout(NamedTuple):
     """The sizes of a packed update.
 
-    The model processes a set of prompts at once, and then the completions of these prompts in chunks. A chunk consists
-    of lanes, and a lane of bins. A bin holds whole completions of one prompt, one after the other.
-
     Attributes:
       prompts: `p`, number of prompts per set.
-      lanes: `A`, number of lanes per chunk; all completions of a lane have the same prompt.
+      lanes: `A`, number of lanes per chunk.
       bins: `b`, number of bins per lane.
       own_lanes: if True, lane `i` belongs to prompt `i` of its set, and `lanes == prompts`. Prompts are then not moved
         between devices. If False, a lane can belong to any prompt of its set.
@@ -46,11 +43,8 @@ class Layout(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The place of each completion in the computation of an update.
-
-    The model processes the prompts in `M` sets of `p` prompts. It processes the completions of a set in `C` chunks, one
-    after the other. A chunk has `A` lanes of `b` bins. All completions of a lane have the same prompt. A bin has space
-    for `r` completions, one after the other.
+    """The place of each completion in the computation of an update: `M` sets of `p` prompts, `C` chunks per set, `A`
+    lanes per chunk, `b` bins per lane, and space for `r` completions in a bin.
 
     Attributes:
       sets: number of used sets; the unused sets come last.
@@ -80,12 +74,8 @@ def choose_layout(
 ) -> Layout:
     """Chooses how the prompts and completions of an update are divided into forward and backward passes.
 
-    The model processes a set of prompts at once, and then the completions of these prompts in chunks. A chunk consists
-    of lanes. A lane has completions of one prompt, and a copy of the prompt's keys and values. A lane consists of bins.
-    A bin has `T` token positions: space for one completion of full length, or for several short completions.
-
-    A chunk has at most about `micro_batch_size` bins, and no more lanes than the completions of a set can fill. If
-    prompts are long, lanes have several bins, so that there are fewer copies of keys and values. The activations of the
+    A chunk has at most about `micro_batch_size` bins, and no more lanes than the completions of a set can fill. A lane
+    has a copy of its prompt's keys and values, so if prompts are long, lanes have several bins. The activations of the
     prompts are kept while the completions are processed. A set has at most about `micro_batch_size * T` prompt tokens,
     so that these activations are not larger than those of a chunk. This limit does not apply if there is one completion
     per prompt.
@@ -116,8 +106,7 @@ def choose_layout(
 
 
 def _bins_per_lane(most: int, num_generations: int) -> int:
-    """Chooses how many bins a lane has, so that the fewest bins stay empty. A bin has space for one completion of full
-    length. A lane has completions of one prompt, and a prompt can have several lanes.
+    """Chooses how many bins a lane has, so that the fewest bins stay empty.
 
     Let `m` be the smaller of `most` and `num_generations`. The result is at most `m` and above `m / 2`. For example, 16
     completions of one prompt leave 14 bins empty in two lanes of 15 bins, and none in two lanes of 8 bins.
@@ -135,13 +124,9 @@ def pack(
 ) -> Packed:
     """Assigns each completion that the mask `rows` selects to a place in the computation of an update.
 
-    The model processes the prompts in sets, and the completions of a set in chunks. A chunk consists of lanes, and all
-    completions of a lane have the same prompt. A lane consists of bins, and a bin holds one or several completions.
-
     Args:
       lengths: number of tokens of each completion; completions without tokens are left out.
       width: the number of token positions of a bin, which is at least the length of every completion.
-      layout: the sizes of sets, chunks and lanes.
       most_prompts: the arrays have space for all completions of this number of prompts, so that the array shapes do not
         depend on `rows`. Defaults to the number of prompts in the batch.
     """
@@ -198,15 +183,10 @@ def _bins(live: Bool[np.ndarray, "G"], lengths: Int[np.ndarray, "G"], width: int
 
 
 def _places(pieces: list[int], layout: Layout) -> list[tuple[int, int, int, int]]:
-    """Distributes lanes over the chunks of a set of prompts. A lane has completions of one prompt. A chunk consists of
-    the lanes that the model processes at once.
+    """Distributes the lanes of a set of prompts over chunks. `pieces` has the number of lanes that each prompt needs.
 
-    Args:
-      pieces: number of lanes that the completions of each prompt need.
-
-    Returns:
-      four indices for each lane: of its prompt in the set, of the lane among the lanes of its prompt, of its chunk in
-      the set, and of the lane in its chunk.
+    Returns four indices for each lane: of its prompt in the set, of the lane among the lanes of its prompt, of its
+    chunk in the set, and of the lane in its chunk.
     """
     every = [(prompt, piece) for prompt, count in enumerate(pieces) for piece in range(count)]
     if layout.own_lanes:

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 from tunix_like.data.stream import Resumable
 from tunix_like.errors import EngineLost
-from tunix_like.rollout.collection import Collected, Collector
+from tunix_like.rollout.collection import Collector
+from tunix_like.rollout.rollouts import Rollout
 from tunix_like.runtime.profile import Clock
 from tunix_like.training.engine import WrappedEngine
 from tunix_like.types import Engine, Sample
 
-
-class Taken(NamedTuple):
-    """The groups of completions of a training step.
-
-    Attributes:
-      collected: the groups, their training batch, and metrics of the rollouts.
-      metrics: seconds of each part of the collection (such as sampling or scoring); with `rollout.max_staleness: 1`,
-        also the staleness and the idle times of sampler and trainer.
-      row_steps: number of token positions that the engine computed for these groups (increase of `Engine.row_steps`).
-    """
-
-    collected: Collected
-    metrics: dict[str, float]
-    row_steps: int
+_Collected = tuple[Rollout, dict[str, Any]] | None
+"""The result of `Collector`."""
 
 
 class _Position(NamedTuple):
@@ -39,27 +27,19 @@ class _Position(NamedTuple):
     drawn: int
 
 
-class _Result(NamedTuple):
-    collected: Collected | None
-    seconds: dict[str, float]
-    row_steps: int
-    ended: float
-
-
 class _DroppedError(Exception):
     """Raised in the sampling thread if the call of `train` has ended. The sampled groups are then dropped."""
 
 
 class _Droppable(WrappedEngine):
-    """Wraps an engine, so that another thread can stop its sampling: as soon as the event `dropped` is set, `generate`
-    raises `_DroppedError` after the next sample."""
+    """Wraps an engine: if the event `dropped` is set, `generate` raises `_DroppedError` after the next sample."""
 
     def __init__(self, engine: Engine, dropped: threading.Event):
         super().__init__(engine)
         self.dropped = dropped
 
-    def generate(self, *given: Any) -> Iterator[Sample]:
-        for sample in self.engine.generate(*given):
+    def generate(self, *arguments: Any) -> Iterator[Sample]:
+        for sample in self.engine.generate(*arguments):
             yield sample
             if self.dropped.is_set():
                 raise _DroppedError
@@ -81,19 +61,22 @@ class RolloutsAhead:
     """
 
     def __init__(self, collector: Collector, engine: Engine, iterator: Resumable | None, max_staleness: int):
-        self.collector, self.engine, self.max_staleness = collector, engine, max_staleness
+        self.collector, self.engine = collector, engine
         self._iterator = iterator
         self._executor = ThreadPoolExecutor(1, "rollout") if max_staleness else None
         self._dropped = threading.Event()
         if max_staleness:
             self.collector.engine = _Droppable(engine, self._dropped)
-        self._ahead: Future[_Result] | None = None
+        self._ahead: tuple[Future[_Collected], Clock] | None = None
         self._position = _Position(None, 0)
 
-    def take(self, step: int, params: Any, last: bool) -> Taken | None:
-        """Returns the groups of completions of training step `step`, or None if the data is exhausted.
+    def take(self, step: int, params: Any, last: bool) -> _Collected:
+        """Returns the groups of completions of training step `step` and their metrics, or None if the data is
+        exhausted. With `max_staleness` 1, also starts to collect the groups of the next step.
 
-        With `max_staleness` 1, also starts to collect the groups of the next step.
+        The metrics include the seconds of the parts of this step that the caller waited for (`time/<part>`). With
+        `max_staleness` 1, they also include the staleness, and `sampler_time/<part>`: seconds of the parts of the
+        collection that ran in the sampling thread, during the previous step.
 
         Args:
           params: the weights before the update of this step.
@@ -102,28 +85,27 @@ class RolloutsAhead:
         Raises:
           The errors of the collection. After `EngineLost`, the data is reset to the position before the step.
         """
-        stale, began = self._ahead is not None, time.perf_counter()
+        clock = Clock()
         if self._ahead is None:
-            result = self._collect(step, *self._placed(params))
+            collected = self._collect(step, self._placed(params, clock), clock)
+            times = {"staleness": 0.0, "sampler_time/idle": 0.0, "time/trainer_idle": 0.0}
         else:
-            result, self._ahead = self._ahead.result(), None
-        waited = time.perf_counter() - began
-        if result.collected is None:
+            future, sampler = self._ahead
+            collected, self._ahead = future.result(), None
+            clock.lap("trainer_idle")
+            sampler.lap("idle")
+            times = {"staleness": 1.0} | {f"sampler_{name}": seconds for name, seconds in sampler.seconds.items()}
+        if collected is None:
             return None
-        metrics = dict(result.seconds)
-        if self._executor is not None:
-            metrics |= {"staleness": float(stale), "time/trainer_idle": waited if stale else 0.0}
-            metrics["time/sampler_idle"] = max(0.0, time.perf_counter() - result.ended)
-            if not last:
-                self._position = self._here()
-                self._ahead = self._executor.submit(self._collect, step + 1, *self._placed(params))
-        return Taken(result.collected, metrics, result.row_steps)
+        if self._executor is not None and not last:
+            self._position, placed, sampler = self._here(), self._placed(params, clock), Clock()
+            self._ahead = self._executor.submit(self._collect, step + 1, placed, sampler), sampler
+        rollout, metrics = collected
+        return rollout, metrics | ({} if self._executor is None else times) | clock.seconds
 
     def get_state(self) -> Any:
-        """Returns the position in the training data. Prompts that are already drawn for the next step do not count.
-
-        Returns None if the position cannot be saved.
-        """
+        """Returns the position in the training data without prompts that are already drawn for the next step; None if
+        the position cannot be saved."""
         return (self._here() if self._ahead is None else self._position).state
 
     def set_state(self, state: Any) -> None:
@@ -147,17 +129,13 @@ class RolloutsAhead:
             next(itertools.islice(self.collector.batches, read, read), None)
 
     def wait(self) -> None:
-        """Waits until the sampling thread has collected the completions of the next step. Then the caller can use the
-        engine."""
+        """Waits until the sampling thread does not use the engine."""
         if self._ahead is not None:
-            wait([self._ahead])
+            wait([self._ahead[0]])
 
     def close(self) -> None:
-        """Drops the groups of completions that were collected for the next step, and resets the data to the position
-        before this step.
-
-        If the sampling thread is running, it stops after the next finished completion.
-        """
+        """Drops the groups that were collected for the next step, and resets the data to the position before this step.
+        A running sampling thread stops after the next finished completion."""
         self._dropped.set()
         if self._executor is not None:
             self._executor.shutdown()
@@ -165,11 +143,10 @@ class RolloutsAhead:
             self._ahead = None
             self._return_to(self._position)
 
-    def _placed(self, params: Any) -> tuple[Any, Clock]:
-        clock = Clock()
+    def _placed(self, params: Any, clock: Clock) -> Any:
         placed = self.engine.place(params)
         clock.lap("reshard")
-        return placed, clock
+        return placed
 
     def _here(self) -> _Position:
         return _Position(None if self._iterator is None else self._iterator.get_state(), self.collector.drawn)
@@ -179,11 +156,10 @@ class RolloutsAhead:
         if self._iterator is not None:
             self._iterator.set_state(position.state)
 
-    def _collect(self, step: int, params: Any, clock: Clock) -> _Result:
-        before, row_steps = self._here(), self.engine.row_steps
+    def _collect(self, step: int, params: Any, clock: Clock) -> _Collected:
+        before = self._here()
         try:
-            collected = self.collector(step, params, clock.lap)
+            return self.collector(step, params, clock)
         except EngineLost:
             self._return_to(before)
             raise
-        return _Result(collected, clock.seconds, self.engine.row_steps - row_steps, time.perf_counter())

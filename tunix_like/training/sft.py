@@ -1,4 +1,5 @@
-"""Supervised fine-tuning on the `answer` column. Only the answer and its end-of-sequence token have a loss.
+"""Supervised fine-tuning on the `answer` column. Only the answer and its end-of-sequence token have a loss, and of an
+answer of several turns only the assistant's messages.
 
 The trainer uses the loop and the compiled step of reinforcement learning. Each prompt has one completion, whose
 advantage is 1.
@@ -6,6 +7,7 @@ advantage is 1.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,14 +20,19 @@ from jaxtyping import Array, Bool, Float, Int
 from tunix_like.algorithms.losses import Rows, TokenInputs, Tokens, aggregation_weights
 from tunix_like.config.load import as_dict
 from tunix_like.config.schema import RLTrainingConfig, RolloutConfig, SFTConfig
-from tunix_like.data.stream import Prompt, check_prompts
+from tunix_like.data.source import MappedRows, chat_answer, is_conversation, with_prompt
+from tunix_like.data.stream import SCANNED_ROWS, Prompt, check_prompts
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.environments.history import Demonstration, Demonstrations
 from tunix_like.errors import UserError, check_type
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
+from tunix_like.runtime import progress
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.run_lock import owned
 from tunix_like.training.arguments import likelihood_options
+from tunix_like.training.fingerprints import INPUTS, fingerprints
 from tunix_like.training.forward import place_packed
 from tunix_like.training.guards import SkipWatch
 from tunix_like.training.loop import run
@@ -64,7 +71,8 @@ class _Likelihood:
 
 
 class SFTTrainer(Trainer):
-    """Fine-tunes a model on the `answer` column of a dataset.
+    """Fine-tunes a model on the `answer` column of a dataset: a text, or messages that begin and end with one of the
+    assistant. Instead of `prompt` and `answer`, rows can have the column `messages` (and `tools`) of OpenAI and TRL.
 
     Args:
       model: a `Decoder`. If it has adapters, only the adapters are trained, otherwise all weights. The trained weights
@@ -100,14 +108,19 @@ class SFTTrainer(Trainer):
         # The tokenizer's own end-of-sequence token ends a turn of its chat template, and always ends a completion.
         default = self.tokenizer.eos_ids[:1] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
         self.eos_id = (self.rollout_config.eos_tokens or default)[0]
+        self._demonstrations: dict[bool, Demonstrations] = {}
+        self._several_turns, self._tokenizer = False, self.tokenizer
+        self._given: Any = None
+        self._rows: Sequence[Mapping[str, Any]] = ()
         self.watch = SkipWatch("the loss", self.training.max_skipped_updates)
+        self._arguments = frozenset(inspect.signature(SFTTrainer).parameters)
 
     def train(
         self,
         rows: Sequence[Mapping[str, Any]],
         *,
         shuffle: bool = True,
-        on_row: Callable[[dict[str, Any]], None] = lambda row: None,
+        on_row: Callable[[dict[str, Any]], None] | None = None,
         another_follows: bool = False,
     ) -> dict[str, Any]:
         """Trains for `sft.max_steps` steps, and resumes if `training.output_dir` has a checkpoint.
@@ -116,13 +129,16 @@ class SFTTrainer(Trainer):
         (`sft/...`). Raises the errors of `Learner.train`.
 
         Args:
+          on_row: called with every logged row of metrics. Without this function, progress and metrics are shown in a
+            notebook and on a terminal.
           another_follows: whether more training follows in the same process. If True, a stop signal in the last step
             raises an exception, as in other steps. If False, a signal in the last step is ignored.
         """
-        with owned(self.training.output_dir) as check_owner:
+        listener = None if on_row is None else lambda row, total: on_row(row)
+        with owned(self.training.output_dir) as check_owner, progress.watched(listener) as on_each_row:
             self._begin()
             self._prepare(rows, shuffle)
-            return run(self, on_row, check_owner, another_follows)
+            return run(self, lambda row: on_each_row(row, self.total), check_owner, another_follows)
 
     def open_checkpoints(self) -> Checkpoints | None:
         # Keeps two checkpoints, because one of them can be damaged.
@@ -135,21 +151,53 @@ class SFTTrainer(Trainer):
     def _prepare(self, rows: Sequence[Mapping[str, Any]], shuffle: bool) -> None:
         """Checks the data, and builds the batches and the compiled step for this call of `train`."""
         limit = self.rollout_config.max_prompt_length
-        check_prompts(rows, self.tokenizer, limit, "skip", "training").warn("training")
+        if self._given is not rows:  # equal rows let a second call continue with the next batch
+            self._given, self._rows = rows, _with_prompts(rows)
+        rows = self._rows
+        self._tokenizer = _with_tools(self.tokenizer, rows)
+        check_prompts(rows, self._tokenizer, limit, "skip", "training").warn("training")
         if "answer" not in rows[0]:
             columns = ", ".join(map(str, rows[0]))
             raise UserError(
                 f"SFT needs an 'answer' column; the rows have {columns}. data.answer_template builds it from other "
                 "columns."
             )
-        for number in range(len(rows)):
-            _check_answer(rows[number], number)
+        self._check_answers(rows)
         self.total = self.done + self.config.max_steps
-        self._batches = self._open_stream(rows, self.config.batch_size, shuffle, forever=True)
+        self._batches = self._open_stream(
+            rows, self.config.batch_size, shuffle, forever=True, tokenizer=self._tokenizer
+        )
         self.identity = {"sft_batch_size": self.config.batch_size, "seed": self.training.seed, "rows": len(rows)}
         self.identity |= {"adapters": self.model.adapters and str(self.model.adapters)}
         self.identity |= {"quantized": self.model.quantized} | self._base_identity()
+        self.identity |= {} if self.folder is None else {INPUTS: fingerprints(rows)}
         self._compile(_Likelihood(), likelihood_options(self.training), self.config.optimizer)
+
+    def _check_answers(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Checks all answers, and encodes the answers of messages in the first `SCANNED_ROWS` rows."""
+        self._demonstrations.clear()
+        self._several_turns = False
+        with progress.task("checking answers", len(rows)) as advance:
+            for number in range(len(rows)):
+                row = rows[number]
+                advance(1)
+                if not is_conversation(row.get("answer")):
+                    _check_answer(row, number)
+                    continue
+                self._several_turns = True
+                try:
+                    answer = chat_answer(row["answer"])
+                    if number < SCANNED_ROWS:
+                        self._demonstrated(row.get("prompt"), answer)
+                except UserError as error:
+                    raise UserError(f"training row {number} (counted from 0): {error}") from error
+
+    def _demonstrated(self, prompt: Any, answer: Sequence[Mapping[str, Any]]) -> Demonstration:
+        chat = not isinstance(prompt, str)
+        if chat not in self._demonstrations:
+            eos_ids = self.rollout_config.eos_tokens or self._tokenizer.eos_ids
+            self._demonstrations[chat] = Demonstrations(self._tokenizer, chat, eos_ids, self.eos_id)
+        return self._demonstrations[chat].encode(answer, self.rollout_config.max_tokens_to_generate)
 
     def step(self, number: int) -> dict[str, Any] | None:
         with scope(self.mesh):
@@ -168,24 +216,28 @@ class SFTTrainer(Trainer):
 
     def _batch(self, prompts: list[Prompt]) -> GroupBatch:
         limit = self.rollout_config.max_tokens_to_generate
-        answers = [self._answer(prompt) for prompt in prompts]
+        answers, masks = zip(*map(self._answer, prompts), strict=True)
         lengths = np.array([len(prompt.tokens) for prompt in prompts], np.int32)
         width = length_bucket(int(lengths.max()), self.rollout_config.max_prompt_length)
-        tokens = pad_tokens(answers, length_bucket(max(map(len, answers)), limit))[:, None]
+        steps = length_bucket(max(map(len, answers)), limit)
         return GroupBatch(
             prompt_tokens=pad_tokens([prompt.tokens for prompt in prompts], width),
             prompt_lengths=lengths,
-            completion_tokens=tokens,
+            completion_tokens=pad_tokens(answers, steps)[:, None],
             completion_lengths=np.array([[len(answer)] for answer in answers], np.int32),
+            token_mask=pad_tokens(masks, steps)[:, None].astype(bool) if self._several_turns else None,
             rollout_logprobs=None,
             rewards=np.ones((len(answers), 1), np.float32),
             scored=np.ones((len(answers), 1), bool),
         )
 
-    def _answer(self, prompt: Prompt) -> list[int]:
+    def _answer(self, prompt: Prompt) -> Demonstration:
         """Returns the tokens of the answer and an end-of-sequence token, cut to the maximum length of a completion."""
-        limit = self.rollout_config.max_tokens_to_generate
-        return [*self.tokenizer.encode_data(prompt.columns["answer"], limit), self.eos_id][:limit]
+        limit, answer = self.rollout_config.max_tokens_to_generate, prompt.columns["answer"]
+        if is_conversation(answer):
+            return self._demonstrated(prompt.source, chat_answer(answer))
+        tokens = [*self._tokenizer.encode_data(answer, limit), self.eos_id][:limit]
+        return Demonstration(tokens, [True] * len(tokens))
 
     def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
         due = last or (self.config.stop_at_success is not None and step and step % self.config.eval_every_n_steps == 0)
@@ -202,10 +254,31 @@ class SFTTrainer(Trainer):
         return True
 
 
+def _with_prompts(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Returns rows with the column `messages` as rows with `prompt` and `answer`; other rows unchanged."""
+    if not len(rows) or not isinstance(rows[0], Mapping) or "prompt" in rows[0] or "messages" not in rows[0]:
+        return rows
+    for number in range(len(rows)):
+        try:
+            with_prompt(rows[number])
+        except UserError as error:
+            raise UserError(f"training row {number} (counted from 0): {error}") from error
+    return MappedRows(rows, with_prompt)
+
+
+def _with_tools(tokenizer: Tokenizer, rows: Sequence[Mapping[str, Any]]) -> Tokenizer:
+    """Passes the column `tools`, which must be the same in all rows, to the chat template."""
+    tools = rows[0].get("tools") if len(rows) and isinstance(rows[0], Mapping) else None
+    for number in range(len(rows) if tools else 0):
+        if rows[number].get("tools") != tools:
+            raise UserError(f"column 'tools': training row {number} has other tools than row 0; SFT needs one list.")
+    return tokenizer.with_template_variables({"tools": tools}) if tools else tokenizer
+
+
 def _check_answer(row: Mapping[str, Any], number: int) -> None:
     answer = row.get("answer")
     if not isinstance(answer, str) or not answer:
         raise UserError(
-            f"SFT needs text in the 'answer' column; training row {number} of prompt {row.get('prompt')!r:.60} has "
-            f"{answer!r:.60}. data.answer_template='{{answer}}' converts numbers to text."
+            f"SFT needs text or messages in the 'answer' column; training row {number} of prompt "
+            f"{row.get('prompt')!r:.60} has {answer!r:.60}. data.answer_template='{{answer}}' converts numbers to text."
         )

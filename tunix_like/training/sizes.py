@@ -1,70 +1,147 @@
-"""Chooses the chunk size of updates, and estimates the memory of a run.
+"""Chooses what the memory of the devices decides: the chunk size of updates, the number of completions that are sampled
+at once, and the layout of weights and completions for sampling.
 
 A chunk is the group of completions that one forward and backward pass processes. A number in the config is used
-unchanged. `auto` chooses the largest useful size that fits into device memory, according to the estimates of
-`memory.py`. No device memory is allocated.
+unchanged; `auto` chooses the largest useful size that fits by the estimates of `memory.py`.
+
+The layout for sampling is different from the layout for training. Training shards weights over `fsdp` and gathers them
+layer by layer. In the decode loop, this gathering would move every weight over the network for every token. Therefore
+the weights are converted once before each rollout, to the layout for sampling and to the compute dtype.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from jax.sharding import Mesh
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
 
-from tunix_like.config.schema import Config, OptimizerConfig, RLTrainingConfig
+from tunix_like.config.schema import Config, OptimizerConfig, RLTrainingConfig, RolloutConfig
 from tunix_like.errors import UserError
-from tunix_like.training.device import LOWER, Device, most_that_fits, this_device, too_large, work_of
-from tunix_like.training.memory import Work, update_phases
-from tunix_like.training.phases import Phase, amount
-from tunix_like.training.rollout_layout import SlotShape, concurrent_rows, rollout_mesh, rollout_of, with_layout
+from tunix_like.models.counts import Share, parameter_shapes, share_of
+from tunix_like.models.sharding import AXES, check_model, layout_mesh, prompt_parts
+from tunix_like.rollout.engines.registry import find_engine
+from tunix_like.rollout.shapes import slot_shape
+from tunix_like.runtime.processes import gather
+from tunix_like.training.memory import Phase, Work, amount, rollout_phase, update_phases
 
 if TYPE_CHECKING:
+    from tunix_like.models.config import Adapters, DecoderConfig
     from tunix_like.models.decoder import Decoder
 
 CHUNK_TOKENS = 512
-"""Maximum number of completion tokens per forward and backward pass (chunk) on the CPU, if `auto` chooses the size. An
-update of 4096 tokens of a model with 42 M parameters was measured with chunks of 256, 512, 1024 and 2048 tokens. The
-update took 5.1, 5.1, 5.7 and 6.0 s, and needed 2.1, 2.3, 2.8 and 3.4 GB. Larger temporary arrays are slower because
-they cause page faults."""
+"""Maximum number of completion tokens per chunk on the CPU, if `auto` chooses the size. An update of 4096 tokens of a
+model with 42 M parameters was measured with chunks of 256, 512, 1024 and 2048 tokens. The update took 5.1, 5.1, 5.7 and
+6.0 s, and needed 2.1, 2.3, 2.8 and 3.4 GB. Larger temporary arrays are slower because they cause page faults."""
 
 ACCELERATOR_CHUNK_TOKENS = 16384
-"""Maximum number of completion tokens per forward and backward pass (chunk) on an accelerator, if `auto` chooses the
-size. A matrix product with this number of rows does about 16,000 operations per byte of bfloat16 weights that it reads.
-A few hundred operations per byte are enough to use the arithmetic units fully, so larger chunks are not faster."""
+"""Maximum number of completion tokens per chunk on an accelerator, if `auto` chooses the size. A matrix product with
+this number of rows does about 16,000 operations per byte of bfloat16 weights that it reads. A few hundred operations
+per byte are enough to use the arithmetic units fully, so larger chunks are not faster."""
+
+USUAL_GROUP = 8
+"""Assumed number of completions per prompt if the group size is not known."""
+
+MOST_ROWS = 1 << 16
+"""Maximum number of concurrent completions with `rollout.max_concurrent_rows: auto`."""
+
+ROWS_PER_DEVICE = 16
+"""Number of completions per device that must fit into memory if `rollout.mesh` and `rollout.max_concurrent_rows` are
+`auto`."""
+
+LOWER = {
+    "sampling": "rollout.max_concurrent_rows, rollout.max_prompt_length or rollout.max_tokens_to_generate",
+    "training": "training.train_micro_batch_size, training.logprob_chunk_size, rollout.max_prompt_length or "
+    "rollout.max_tokens_to_generate",
+}
+"""The config keys to lower if sampling or training does not fit into memory."""
 
 
-def micro_batch_size(width: int, backend: str = "cpu") -> int:
-    """Returns the maximum number of completions of `width` tokens per forward and backward pass, if
-    `train_micro_batch_size` is `auto`. If the completions are divided over devices, each part has this maximum."""
-    return max(1, (CHUNK_TOKENS if backend == "cpu" else ACCELERATOR_CHUNK_TOKENS) // width)
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """The device for which sizes are chosen.
 
-
-def chunk_size(
-    training: RLTrainingConfig,
-    model: Decoder,
-    shape: tuple[int, int],
-    widths: tuple[int, int],
-    reference: bool = False,
-    mesh: Mesh | None = None,
-    device: Device | None = None,
-) -> int:
-    """Returns the number of completions of full width per forward and backward pass.
-
-    Args:
-      shape: number of prompts of one update, and number of completions per prompt.
-      widths: lengths in tokens of the padded prompts and of the padded completions.
-      reference: whether a second model, the reference of the KL, is held in memory.
-      device: the device for which the size is chosen; defaults to the current device.
-
-    Raises:
-      UserError: with `auto`, the memory is too small for weights, optimizer and a single completion.
+    Attributes:
+      backend: name of the JAX backend.
+      memory: memory of one device in bytes.
+      known: False if an accelerator does not report its memory. `memory` is then computed from the memory of the host.
     """
-    device = device or this_device()
-    work = update_work(training, model, shape, widths, reference, mesh, device)
-    return _chunk_size(training.train_micro_batch_size, work, device)
+
+    backend: str
+    memory: int
+    known: bool = True
+
+    @property
+    def share(self) -> float:
+        """Fraction of the memory that a run may use if `auto` chooses its sizes. On a CPU the estimates are accurate to
+        about 20 %, and other programs use the memory too; for accelerators most are accurate to 8 %."""
+        return 0.8 if self.backend == "cpu" else 0.9
+
+    @property
+    def usable(self) -> float:
+        """Maximum estimated bytes of a run whose sizes are chosen by `auto`."""
+        return self.share * self.memory
+
+
+@functools.cache
+def device_memory() -> int:
+    """Returns the memory of one device in bytes.
+
+    If the device does not report its memory, the result is the smaller of the host's memory and the cgroup limit,
+    divided by the number of local devices. With several processes, the result is the minimum over all processes,
+    because all processes must choose the same sizes.
+    """
+    reported, limits = _reported_memory(), [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroups of version 2 and 1
+        file = Path("/sys/fs/cgroup") / name
+        if file.is_file() and (text := file.read_text().strip()).isdigit():
+            limits.append(int(text))
+    return min(gather(min(limits) // jax.local_device_count() if reported is None else reported))
+
+
+def _reported_memory() -> int | None:
+    stats = jax.local_devices()[0].memory_stats()
+    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
+
+
+def this_device() -> Device:
+    """Returns the backend and the memory of the current device."""
+    backend = jax.default_backend()
+    return Device(backend, device_memory(), known=backend == "cpu" or _reported_memory() is not None)
+
+
+def _work(
+    model: Decoder, prompts: int, group: int, widths: tuple[int, int], mesh: Mesh | None, device: Device | None
+) -> Work:
+    return Work(
+        model.config,
+        _share(model.config, model.param_dtype, model.adapters, model.quantized, mesh),
+        prompts,
+        group,
+        widths,
+        dtype=jnp.dtype(model.dtype),
+        param_dtype=model.param_dtype,
+        adapters=model.adapters,
+        quantized=model.quantized,
+        attention=model.attention,
+        backend=jax.default_backend() if device is None else device.backend,
+        parts=prompt_parts(mesh),
+    )
+
+
+@functools.lru_cache(64)
+def _share(
+    model: DecoderConfig, param_dtype: Any, adapters: Adapters | None, quantized: str | None, mesh: Mesh | None
+) -> Share:
+    return share_of(parameter_shapes(model, param_dtype, adapters, quantized), mesh)
 
 
 def update_work(
@@ -85,7 +162,7 @@ def update_work(
     """
     chosen = training.actor_optimizer or OptimizerConfig()
     return dataclasses.replace(
-        work_of(model, *shape, widths, mesh, device),
+        _work(model, *shape, widths, mesh, device),
         clipped=isinstance(chosen, OptimizerConfig) and chosen.max_grad_norm is not None,
         reference=reference,
         remat=training.remat,
@@ -93,21 +170,198 @@ def update_work(
     )
 
 
+def micro_batch_size(width: int, backend: str = "cpu") -> int:
+    """Returns the maximum number of completions of `width` tokens per chunk, if `train_micro_batch_size` is `auto`. If
+    the completions are divided over devices, each part has this maximum."""
+    return max(1, (CHUNK_TOKENS if backend == "cpu" else ACCELERATOR_CHUNK_TOKENS) // width)
+
+
+def chunk_size(setting: int | str, work: Work, device: Device | None = None) -> int:
+    """Returns the number of completions of full width per chunk.
+
+    Args:
+      setting: the key `training.train_micro_batch_size`.
+      device: defaults to the current device.
+
+    Raises:
+      UserError: with `auto`, the memory is too small for weights, optimizer and a single completion.
+    """
+    return setting if isinstance(setting, int) else _chunk_size(work, device or this_device())
+
+
 @functools.lru_cache(64)
-def _chunk_size(setting: int | str, work: Work, device: Device) -> int:
-    if isinstance(setting, int):
-        return setting
+def _chunk_size(work: Work, device: Device) -> int:
     width = work.widths[1] if work.group > 1 else sum(work.widths)  # in groups of 1, the prompt is included
     top = min(micro_batch_size(width, work.backend) * work.parts, work.prompts * work.group)
 
     def needed(size: int) -> int:
         return max(phase.bytes for phase in update_phases(work, size))
 
-    if size := most_that_fits(top, needed, device.usable):
+    if size := _most_that_fits(top, needed, device.usable):
         return size
     alone = max(phase.fixed for phase in update_phases(work, 1))
-    what, bytes_ = ("model", alone) if alone > device.usable else ("training", needed(1))
-    raise too_large("training.train_micro_batch_size", bytes_, device, what)
+    what, size = ("model", alone) if alone > device.usable else ("training", needed(1))
+    raise _too_large("training.train_micro_batch_size", size, device, what)
+
+
+def _too_large(key: str, needed: int, device: Device, what: str) -> UserError:
+    need = (
+        f"about {amount(needed)}, but the limit is {amount(device.usable)} ({device.share:.0%} of the device's memory)"
+    )
+    problem, cure = f"model: weights, gradients and optimizer alone need {need}", "Use"
+    if what != "model":
+        problem = f"{key}: one completion at a time needs {need}"
+        cure = f"Lower {LOWER[what].removeprefix(f'{key}, ')}, or use"
+    return UserError(f"{problem}. {cure} a smaller model or more devices, or set {key}=1 to try it anyway.")
+
+
+def _most_that_fits(top: int, needed: Callable[[int], int], limit: float) -> int:
+    """Returns the largest number up to `top` for which `needed` is at most `limit`; 0 if there is none.
+
+    The search is a bisection. `needed` is not always monotonic, as the layout of chunks changes in discrete steps; the
+    result can then be smaller than the largest such number.
+    """
+    if needed(top) <= limit:
+        return top
+    low, high = 0, top
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if needed(middle) <= limit else (low, middle)
+    return low
+
+
+def rollout_mesh(
+    model: Decoder, rollout: RolloutConfig, mesh: Mesh | None, device: Device | None = None
+) -> Mesh | None:
+    """Returns the mesh of the sampler, with axes `data`, `fsdp` and `tp`; None if `mesh` and `rollout.devices` are
+    None. The sampler has the devices of `mesh`, or those that `rollout.devices` reserves for sampling.
+
+    With `rollout.mesh: auto`, the weights are replicated if they fit into memory together with the trainer's arrays and
+    the cache of keys and values. Sampling then needs no communication. Otherwise the weights are split along `tp` over
+    the smallest number of devices for which they fit. If they fit for no size of `tp`, the weights are also split along
+    `fsdp`.
+
+    Raises:
+      UserError: `rollout.mesh` does not use every device, or heads or weights of the model are not divisible by the
+        axis sizes of `rollout.mesh`.
+    """
+    if rollout.devices is not None:
+        own = np.array(jax.devices()[-rollout.devices :]).reshape(rollout.devices, 1, 1)
+        mesh = Mesh(own, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    if mesh is None:
+        return None
+    size = mesh.size
+    if isinstance(rollout.mesh, list):
+        if math.prod(rollout.mesh) != size:
+            raise UserError(
+                f"rollout.mesh: got {rollout.mesh}; give the numbers of devices along data, fsdp and tp, whose product "
+                f"must be {size}, e.g. [{size}, 1, 1], or set auto."
+            )
+        try:
+            return _dividing(mesh, rollout.mesh, model)
+        except UserError as error:
+            raise UserError(str(error).replace("mesh.shape", "rollout.mesh", 1)) from None
+    device, layouts = device or this_device(), list[Mesh]()
+    per_process = size // jax.process_count()
+    for tp in (tp for tp in range(1, per_process + 1) if per_process % tp == 0):
+        if (layout := _possible(mesh, (size // tp, 1, tp), model)) is not None:
+            if _needed(model, rollout, mesh, layout, device) <= device.usable:
+                return layout
+            layouts.append(layout)
+    tp = layouts[-1].shape["tp"]
+    return _possible(mesh, (1, size // tp, tp), model) or mesh
+
+
+def _dividing(mesh: Mesh, shape: Sequence[int], model: Decoder) -> Mesh:
+    """Returns a mesh with axis sizes `shape`. Raises UserError if heads or weights of the model are not divisible by
+    these sizes."""
+    chosen = layout_mesh(mesh, shape)
+    check_model(chosen, model.config, _shapes(model))
+    return chosen
+
+
+def _possible(mesh: Mesh, shape: Sequence[int], model: Decoder) -> Mesh | None:
+    try:
+        return _dividing(mesh, shape, model)
+    except UserError:
+        return None
+
+
+def _shapes(model: Decoder) -> Any:
+    return parameter_shapes(model.config, model.param_dtype, model.adapters, model.quantized)
+
+
+def _needed(model: Decoder, rollout: RolloutConfig, mesh: Mesh, chosen: Mesh, device: Device) -> int:
+    """Returns the estimated bytes that each device needs while sampling on the mesh `chosen`."""
+    rows = rollout.max_concurrent_rows
+    rows = rows if isinstance(rows, int) else ROWS_PER_DEVICE * mesh.size
+    return _sampling(_rollout_work(model, rollout, mesh, chosen, device), rows, USUAL_GROUP, rows).bytes
+
+
+def _sampling(work: Work, prompts: int, group: int, rows: int, held: dict[str, int] | None = None) -> Phase:
+    """Estimates the memory of sampling `group` completions of each of `prompts` prompts, at most `rows` at once."""
+    shape = slot_shape(prompts, group, rows, *work.widths)
+    return rollout_phase(work, rows, shape[0], held, prefilled_prompts(shape, group))
+
+
+def prefilled_prompts(shape: tuple[int, int], group: int) -> int:
+    """Returns the number of different prompts in the slots. `shape` are the numbers of slots and of completions per
+    slot; a prompt has several slots if its `group` completions do not fit into one."""
+    slots, width = shape
+    return -(-slots // -(-group // width))
+
+
+def _rollout_work(
+    model: Decoder, rollout: RolloutConfig, mesh: Mesh | None, chosen: Mesh | None, device: Device
+) -> Work:
+    widths = rollout.max_prompt_length, rollout.max_tokens_to_generate
+    work = dataclasses.replace(_work(model, 1, 1, widths, mesh, device), reference=True)
+    return _for_sampling(work, model, rollout, chosen)
+
+
+def _for_sampling(work: Work, model: Decoder, rollout: RolloutConfig, chosen: Mesh | None) -> Work:
+    """Returns `work` with the sharding of weights and completions on `chosen`, the mesh of the sampler. On a single
+    device, the weights are not copied to another layout."""
+    work = dataclasses.replace(work, filtered=rollout.top_p < 1 or rollout.top_k is not None)
+    if chosen is None or chosen.size == 1:
+        return work
+    parts = prompt_parts(chosen), chosen.shape.get("tp", 1)
+    return dataclasses.replace(work, rollout_share=share_of(_shapes(model), chosen), rollout_parts=parts)
+
+
+def concurrent_rows(
+    model: Decoder,
+    rollout: RolloutConfig,
+    mesh: Mesh | None = None,
+    sampling_mesh: Mesh | None = None,
+    device: Device | None = None,
+) -> int:
+    """Returns the maximum number of completions that are sampled at the same time.
+
+    With `rollout.max_concurrent_rows: auto`, the result is the largest number for which sampling fits into memory
+    together with a trainer's weights, moments and reference model. If not even one completion fits together with these
+    arrays, there can be no trainer on this device, so the number is computed with the weights only.
+
+    Args:
+      mesh, sampling_mesh: the meshes of the trainer and of the sampler.
+
+    Raises:
+      UserError: with `auto`, the memory is too small for the weights and a single completion.
+    """
+    setting = rollout.max_concurrent_rows
+    if isinstance(setting, int):
+        return setting
+    device = device or this_device()
+    work = _rollout_work(model, rollout, mesh, sampling_mesh, device)
+
+    def needed(rows: int, held: dict[str, int] | None) -> int:
+        return _sampling(work, MOST_ROWS, USUAL_GROUP, rows, held).bytes
+
+    alone = {"weights": work.weights}
+    for held in (None, alone):
+        if rows := _most_that_fits(MOST_ROWS, functools.partial(needed, held=held), device.usable):
+            return rows
+    raise _too_large("rollout.max_concurrent_rows", needed(1, alone), device, "sampling")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,58 +369,50 @@ class MemoryEstimate:
     """The estimated peak memory of a run, and the sizes that were chosen for the run.
 
     Attributes:
-      micro_batch: completions per forward and backward pass of an update.
+      micro_batch: completions per chunk of an update.
       rows: maximum number of completions that are sampled at the same time.
-      chosen: two flags: whether `auto` has chosen `micro_batch`, and whether `auto` has chosen `rows`.
+      chosen: whether `auto` has chosen `micro_batch`, and whether `auto` has chosen `rows`.
       phases: the peak memory of each phase of the run.
-      available: memory of the device in bytes.
       refused: error messages on sizes that could not be chosen, because not even one completion fits into memory.
-      known: whether the memory of the device is known (`Device.known`).
     """
 
     micro_batch: int
     rows: int
     chosen: tuple[bool, bool]
     phases: tuple[Phase, ...]
-    available: int
+    device: Device
     refused: tuple[str, ...] = ()
-    known: bool = True
 
     @property
     def peak(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.bytes)
 
     def lines(self) -> list[tuple[str, str]]:
-        """Returns labels and texts for the screen: the batch sizes, the peak memory and the available memory, the
-        memory of each phase of the run by component, and warnings."""
+        """Returns labels and texts for the screen: the sizes, the peak memory and the available memory, the memory of
+        each phase of the run by component, and warnings."""
         update, rollout = ("auto" if auto else "as set" for auto in self.chosen)
         sizes = f"{self.micro_batch} completions per chunk ({update}), {self.rows} sampled at once ({rollout})"
         update_bytes = max(phase.bytes for phase in self.phases if phase.name == "update")
         shown = [phase for phase in self.phases if phase.name != "optimizer" or phase.bytes > update_bytes]
         phases = [(phase.name, str(phase)) for phase in shown]
-        warnings = [("warning", problem) for problem in self.problems()]
-        return [("sizes", sizes), ("memory", self.peak_line()), *phases, *warnings]
+        return [("sizes", sizes), ("memory", self.peak_line()), *phases, *(("warning", x) for x in self.problems())]
 
     def peak_line(self) -> str:
         """Returns a text with the estimated peak and the memory of the device."""
         peak = f"{amount(self.peak.bytes)} at most ({self.peak.name})"
-        if not self.known:
+        if not self.device.known:
             return f"{peak}; the device does not report its memory"
-        return f"{peak}, {amount(self.available)} on the device"
+        return f"{peak}, {amount(self.device.memory)} on the device"
 
     def problems(self) -> list[str]:
-        """Returns messages about batch sizes and phases of the run that do not fit into device memory, with the remedy.
-
-        The list is empty if the whole run fits, or if the memory of the device is not known.
-        """
-        if not self.known:
+        """Returns messages about sizes and phases that do not fit into device memory, with the remedy; none if the
+        memory of the device is not known."""
+        if not self.device.known:
             return []
-        if self.refused:
+        if self.refused or self.peak.bytes <= self.device.memory:
             return list(self.refused)
-        if self.peak.bytes <= self.available:
-            return []
         lower = {"rollout": "sampling", "evaluation": "sampling"}.get(self.peak.name, "training")
-        cure = "" if self.peak.fixed > self.available else f"lower {LOWER[lower]}, or "
+        cure = "" if self.peak.fixed > self.device.memory else f"lower {LOWER[lower]}, or "
         return [f"this exceeds the memory of the device: {cure}use a smaller model or more devices"]
 
 
@@ -174,13 +420,12 @@ def estimate_memory(
     config: Config,
     model: Decoder,
     mesh: Mesh | None,
-    slot_shape: SlotShape,
     *,
     device: Device | None = None,
     refuse: bool = True,
 ) -> MemoryEstimate:
-    """Chooses the batch sizes that are `auto` in a config, and estimates the memory of each phase of the run. The
-    estimate assumes that all sequences have full length.
+    """Chooses the sizes that are `auto` in a config, and estimates the memory of each phase of the run. The estimate
+    assumes that all sequences have full length.
 
     Args:
       device: the device for which the memory is estimated; defaults to the current device.
@@ -207,24 +452,22 @@ def estimate_memory(
     setting = training.train_micro_batch_size
     most = min(training.mini_batch_size or data.batch_size, data.batch_size)
     update = update_work(training, model, (most, group), widths, config.algorithm.beta > 0, mesh, device)
-    size = chosen(lambda: _chunk_size(setting, update, device))
+    size = chosen(lambda: chunk_size(setting, update, device))
     update = dataclasses.replace(update, prompts=data.batch_size, update_prompts=most)
-    sampling_mesh = rollout_mesh(model, rollout, mesh, slot_shape, device)
+    sampling_mesh = rollout_mesh(model, rollout, mesh, device)
     limit, phases = data.batch_size * group, []
-    sampled = [("rollout", data.batch_size, group), ("evaluation", config.eval.batch_size, config.eval.samples)]
-    if rollout.engine == "local":
-        limit = chosen(lambda: concurrent_rows(model, rollout, slot_shape, mesh, sampling_mesh, device))
-    for name, prompts, samples in sampled if rollout.engine == "local" else ():
-        rows = min(limit, prompts * samples)
-        shape = slot_shape(prompts, samples, rows, *widths)
-        work = dataclasses.replace(update, filtered=rollout.top_p < 1 or rollout.top_k is not None)
-        work = with_layout(work, model, sampling_mesh)
-        phases.append(dataclasses.replace(rollout_of(work, rows, shape, samples), name=name))
+    if find_engine(rollout.engine).make is None:
+        limit = chosen(lambda: concurrent_rows(model, rollout, mesh, sampling_mesh, device))
+        work = _for_sampling(update, model, rollout, sampling_mesh)
+        of_eval = "evaluation", config.eval.batch_size, config.eval.samples
+        for name, prompts, samples in (("rollout", data.batch_size, group), of_eval):
+            phase = _sampling(work, prompts, samples, min(limit, prompts * samples))
+            phases.append(dataclasses.replace(phase, name=name))
     phases += update_phases(update, size)
     if config.sft.max_steps:
         single = update_work(training, model, (config.sft.batch_size, 1), widths, False, mesh, device)
-        sft = update_phases(single, chosen(lambda: _chunk_size(setting, single, device)))[0]
+        sft = update_phases(single, chosen(lambda: chunk_size(setting, single, device)))[0]
         phases.append(dataclasses.replace(sft, name="sft"))
     auto = (not isinstance(setting, int), not isinstance(rollout.max_concurrent_rows, int))
     rows = min(limit, data.batch_size * group)
-    return MemoryEstimate(size, rows, auto, tuple(phases), device.memory, tuple(refused), device.known)
+    return MemoryEstimate(size, rows, auto, tuple(phases), device, tuple(refused))

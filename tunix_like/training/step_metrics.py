@@ -11,7 +11,8 @@ from jaxtyping import Float
 from tunix_like.algorithms.objective import Objective
 from tunix_like.algorithms.pass_rates import count_groups, sum_advantages
 from tunix_like.models.config import DecoderConfig
-from tunix_like.models.operations import forward_operations
+from tunix_like.models.counts import forward_operations
+from tunix_like.rollout.collection import sampling_seconds
 from tunix_like.rollout.rollouts import Rollout, pass_rate_bins, repeat_columns
 from tunix_like.runtime.profile import Compilations, peak_flops
 from tunix_like.types import GroupBatch
@@ -47,12 +48,10 @@ def advantage_metrics(
 def speed_metrics(
     config: DecoderConfig,
     batch: GroupBatch,
-    sampled: int,
-    row_steps: int,
     known: dict[str, Any],
     compilations: Compilations,
 ) -> dict[str, float]:
-    """Computes throughput, engine occupancy, compilations and MFU of a step.
+    """Computes throughput, compilations and MFU of a step.
 
     Throughput is in completion tokens per second. Compilations are counted from the end of the previous step, including
     compilations for the evaluation and the checkpoint after that step. The MFU (`*_mfu`) is the used fraction of the
@@ -60,21 +59,18 @@ def speed_metrics(
     With dynamic sampling, the MFU of the rollout counts only the groups that are trained on.
 
     Args:
-      sampled: number of completion tokens that were sampled for the step.
-      row_steps: number of token positions that the engine computed for the step (increase of `Engine.row_steps`).
       known: the metrics of the step that are already computed, including times in seconds.
     """
-    rollout, update = (max(known[f"time/{name}"], 1e-9) for name in ("rollout", "update"))
+    update = max(known["time/update"], 1e-9)
     programs, compiling = compilations.take()
     metrics = {
-        "perf/generation_tokens_per_sec": sampled / rollout,
         "perf/training_tokens_per_sec": int(batch.completion_lengths.sum()) / update,
-        "perf/rollout_occupancy": sampled / row_steps if row_steps else float("nan"),
         "perf/programs_compiled": float(programs),
         "perf/compile_sec": compiling,
     }
     if (peak := peak_flops()) is not None:
         forward = forward_operations(config, batch.prompt_lengths, batch.completion_lengths)
+        rollout = sampling_seconds(known, "sampler_time" if "sampler_time/rollout" in known else "time")
         done = {"rollout": forward / rollout, "update": known["perf/update_operations"] / update}
         metrics |= {f"perf/{name}_mfu": rate / peak for name, rate in done.items()}
     return metrics

@@ -1,15 +1,15 @@
 """Defines the compiled training step, one jitted program.
 
-The program computes the advantages of the whole rollout batch and runs one optimizer update. The prompts are divided
-into sets. For each set, the model processes the prompts once, and then their completions in chunks. The gradients of
-the chunks with respect to the weights and to the states of the prompts (keys, values and last hidden states) are added
-up. Then the backward pass of the prompts runs. The gradient is exact, because the loss weight of every token is
-computed before the first chunk. Peak memory is the memory of one set of prompts and one chunk.
+The program computes the advantages of the whole rollout batch and runs one optimizer update. For each set of prompts
+(see `packing.py`), the gradients of its chunks with respect to the weights and to the states of the prompts (keys,
+values and last hidden states) are added up. Then the backward pass of the prompts runs. The gradient is exact, because
+the loss weight of every token is computed before the first chunk. Peak memory is that of one set and one chunk.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -29,13 +29,14 @@ from tunix_like.training.forward import (
     Chunk,
     ForwardOptions,
     PromptStates,
+    batch_logprobs,
     chunk_logprobs,
     chunk_of,
     prompt_states,
 )
 from tunix_like.training.packing import Packed
 from tunix_like.training.working_weights import constrain_working, gradients_of, working_weights
-from tunix_like.types import GroupBatch
+from tunix_like.types import ById, GroupBatch
 
 if TYPE_CHECKING:
     from tunix_like.types import AnyArray
@@ -43,15 +44,14 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class StepObjective(Protocol):
-    """The functions that a compiled training step needs from its objective: advantages, loss weights and token losses.
-    `algorithms.objective.Objective` implements them for RL."""
+    """What a compiled step needs from its objective. `algorithms.objective.Objective` implements it for RL."""
 
     @property
     def built_in(self) -> bool:
         """Whether all functions of the objective are part of this library."""
 
     def key(self) -> Hashable:
-        """Returns a key for the cache of compiled programs. Objectives with equal keys give the same program."""
+        """Objectives with equal keys give the same program."""
 
     def advantages(
         self,
@@ -96,10 +96,10 @@ class TrainState(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """The inputs of one optimizer update.
+    """The inputs of one optimizer update, on the devices.
 
-    Advantages are computed over the whole rollout batch. The loss weights of tokens are computed over the groups that
-    `in_update` marks. The model processes only the completions in `packed`.
+    Advantages are computed over the whole rollout batch, and loss weights over the groups that `in_update` marks. The
+    model processes only the completions in `packed`.
     """
 
     batch: GroupBatch
@@ -137,11 +137,7 @@ def step_inputs(
     old_logprobs: Float[AnyArray, "P G T"] | None = None,
     ref_logprobs: Float[AnyArray, "P G T"] | None = None,
 ) -> StepInputs:
-    """Builds the inputs of one update. `in_update` marks the groups of the rollout batch that belong to the update.
-
-    If `batch.trained` is None, all completions are trained on. If `batch.estimator_ids` is None, all groups use the
-    run's estimator (index 0).
-    """
+    """Builds the inputs of one update, with arrays for `batch.trained` and `batch.estimator_ids` if they are None."""
     all_trained, first_estimator = np.ones(batch.scored.shape, bool), np.zeros(len(batch.scored), np.int32)
     batch = batch._replace(
         trained=all_trained if batch.trained is None else batch.trained,
@@ -159,8 +155,7 @@ def chunk_loss(
     advantages: Float[Array, "P G #T"],
     weights: Float[Array, "P G"],
 ) -> tuple[Float[Array, ""], dict[str, dict[str, Float[Array, ""]]]]:
-    """Computes the contribution of a chunk of completions to the loss, and sums and maxima over the chunk's tokens for
-    the metrics."""
+    """Computes the contribution of a chunk to the loss, and sums and maxima over its tokens for the metrics."""
     outputs = chunk_logprobs(spec.graphdef, params, states, inputs.batch, chunk, spec.options)
     return _loss_of(spec, outputs, chunk, inputs, advantages, weights)
 
@@ -173,8 +168,7 @@ def _loss_of(
     advantages: Float[Array, "P G #T"],
     weights: Float[Array, "P G"],
 ) -> tuple[Float[Array, ""], dict[str, dict[str, Float[Array, ""]]]]:
-    """Computes the contribution of a chunk of completions to the loss, and sums and maxima for the metrics, from the
-    log-probabilities and entropies of the chunk's tokens (`outputs`)."""
+    """Like `chunk_loss`, from the log-probabilities and entropies of the chunk's tokens (`outputs`)."""
 
     def rows(values: Any) -> Any:  # [P G ...] -> [A (b r) ...]
         if values is None:
@@ -319,3 +313,56 @@ def train_step(
     metrics |= {name: jnp.where(tokens > 0, value, jnp.nan) for name, value in totals["largest"].items()}
     metrics |= {"loss": loss, "grad_norm": norm, "update/skipped": 1.0 - usable, "update/empty": 1.0 * empty}
     return state, metrics, advantages
+
+
+MOST_PROGRAMS = 16
+"""Maximum number of entries of a cache of compiled programs. If there are more entries, the least recently used entry
+is dropped."""
+
+
+class StepPrograms:
+    """The compiled functions of a training step.
+
+    Attributes:
+      train_step: runs one optimizer update (see `jit_train_step`).
+      logprobs: compiled `batch_logprobs`, a function of graph, parameters, batch and packed completions.
+      advantages: compiled `StepObjective.advantages`.
+      traces: number of times `train_step` was traced so far, once for each set of array shapes.
+    """
+
+    def __init__(self, spec: StepSpec):
+        self.traces = 0
+
+        def count() -> None:
+            self.traces += 1
+
+        self.train_step = jit_train_step(spec, count)
+        self.logprobs = jax.jit(functools.partial(batch_logprobs, options=spec.options), static_argnums=0)
+        self.advantages = jax.jit(spec.objective.advantages)
+
+
+ProgramCache = OrderedDict[Hashable, StepPrograms]
+
+_SHARED: ProgramCache = OrderedDict()
+
+
+def step_programs(spec: StepSpec, own: ProgramCache | None) -> StepPrograms:
+    """Returns the compiled functions for the settings in `spec`, from the cache if the cache has them.
+
+    Programs that contain functions of the user are not shared between learners: such a function can read a global
+    variable whose value changes, and a compiled program keeps the old value.
+
+    Args:
+      own: the learner's own cache, used if the objective or optimizer is not part of this library; None means the cache
+        that all learners share.
+    """
+    cache = _SHARED if own is None else own
+    leaves, structure = jax.tree.flatten(spec.shardings)
+    static = spec.graphdef, spec.objective.key(), ById(spec.optimizer), spec.options, spec.segments
+    key = (*static, tuple(leaves), structure)
+    if key not in cache:
+        cache[key] = StepPrograms(spec)
+    cache.move_to_end(key)
+    if len(cache) > MOST_PROGRAMS:
+        cache.popitem(last=False)
+    return cache[key]

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from tunix_like.config.schema import OptimizerConfig, RLTrainingConfig, RolloutConfig
 from tunix_like.data.stream import Prompt, Resumable, SharedBatches, prompt_batches
 from tunix_like.data.tokenizer import Tokenizer
-from tunix_like.errors import UserError, check_type
+from tunix_like.errors import UserError, check_type, nearest
 from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.loading import check_fit, save_description
 from tunix_like.models.lora import fingerprint, join_params, save_adapter_config, split_params
@@ -39,8 +39,14 @@ from tunix_like.training.optimizer import (
     stack_moments,
     unstack_moments,
 )
-from tunix_like.training.step_programs import ProgramCache, StepPrograms, step_programs
-from tunix_like.training.train_step import StepObjective, StepSpec, TrainState
+from tunix_like.training.train_step import (
+    ProgramCache,
+    StepObjective,
+    StepPrograms,
+    StepSpec,
+    TrainState,
+    step_programs,
+)
 
 
 class _Stream(NamedTuple):
@@ -49,6 +55,12 @@ class _Stream(NamedTuple):
     rows: Any
     settings: tuple[Any, ...]
     batches: Iterator[list[Prompt]]
+
+
+_STATE = frozenset(
+    ["done", "total", "rate_follows_total", "schedule", "programs", "iterator", "identity", "state", "frozen"]
+)
+"""The public attributes of a trainer that change while it trains."""
 
 
 class Trainer(abc.ABC):
@@ -73,6 +85,23 @@ class Trainer(abc.ABC):
     name: ClassVar[str]
     step_key: ClassVar[str]
     programs: StepPrograms
+    _arguments: frozenset[str] = frozenset()  # those of the constructor, once it has run
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute. After construction, raises AttributeError for unknown names, and for settings, which would
+        have no effect. A subclass of the user may set attributes of its own."""
+        kind, arguments = type(self), self._arguments
+        attribute = getattr(kind, name, None)
+        settable = attribute is not None and getattr(attribute, "fset", True) is not None  # such as a method
+        own = kind.__module__.startswith("tunix_like.")
+        if not arguments or name.startswith("_") or name in _STATE or settable or not (own or name in arguments):
+            return super().__setattr__(name, value)
+        problem = f"is not a setting. {nearest(name, arguments)}"
+        if name in arguments or hasattr(self, name):
+            problem = "cannot be changed after construction."
+        raise AttributeError(f"{kind.__name__}.{name} {problem} {self._how_to_change}", name=name)
+
+    _how_to_change: ClassVar[str] = "Construct another trainer; equal settings share compiled programs."
 
     def __init__(
         self,
@@ -102,6 +131,17 @@ class Trainer(abc.ABC):
         self._stream: _Stream | None = None
         self._completed = False  # whether the previous call of `train` did all its steps
         self._take_weights()
+
+    def __repr__(self) -> str:
+        sizes = (sum(leaf.size for leaf in jax.tree.leaves(part)) for part in (self.state.params, self.frozen))
+        trained, frozen = sizes
+        parts = [f"{trained:,} trained parameters", *([f"{frozen:,} frozen"] if frozen else [])]
+        parts += [f"step {self.done}", *([] if self.folder is None else [f"folder {self.folder}"])]
+        return f"{type(self).__name__}({', '.join([*parts, *self._described()])})"
+
+    def _described(self) -> list[str]:
+        """Returns further parts of the text `repr(self)`."""
+        return []
 
     @property
     def folder(self) -> Path | None:
@@ -136,7 +176,7 @@ class Trainer(abc.ABC):
 
     @abc.abstractmethod
     def open_checkpoints(self) -> Checkpoints | None:
-        """Opens the checkpoints of the run folder for reading and writing. Returns None if there is no run folder."""
+        """Opens the checkpoints of the run folder; None without a run folder."""
 
     def open_log(self) -> MetricsLog:
         """Opens the log of metrics, with the configured loggers."""
@@ -144,7 +184,7 @@ class Trainer(abc.ABC):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Context manager for the steps of a call of `train`. On exit, writes the weights back to the model."""
+        """Context manager for the steps of a call of `train`. Writes the weights back to the model."""
         self._completed = False
         try:
             yield
@@ -165,8 +205,8 @@ class Trainer(abc.ABC):
         """
 
     def to_save(self) -> Any:
-        """Returns the pytree to save in a checkpoint. Each layer has its own entry in this pytree, even if layers are
-        stacked in memory, so that every backend can restore the checkpoint."""
+        """Returns the pytree to save in a checkpoint. Each layer has its own entry, so that every backend can restore
+        it."""
         params, moments = self.state
         return {"params": params, "opt_state": unstack_moments(self._optimizer, moments, params, self._segments)}
 
@@ -175,7 +215,7 @@ class Trainer(abc.ABC):
         params, moments = saved["params"], saved["opt_state"]
         self.state = TrainState(params, stack_moments(self._optimizer, moments, params, self._segments))
 
-    def cut(self, step: int) -> None:  # noqa: B027 (some trainers have no such files)
+    def cut(self, step: int) -> None:  # noqa: B027
         """Removes the files that the trainer wrote in steps after `step` (-1: in all steps), because the run repeats
         these steps."""
 
@@ -187,8 +227,7 @@ class Trainer(abc.ABC):
         return {}
 
     def finished(self, row: dict[str, Any]) -> bool:
-        """Returns whether training ends before its last planned step, because of the values in `row`, the newest row of
-        metrics."""
+        """Returns whether training ends early, because of the newest row of metrics."""
         return False
 
     @abc.abstractmethod
@@ -223,12 +262,13 @@ class Trainer(abc.ABC):
         spec = StepSpec(self.graphdef, objective, optimizer, options, shardings, self._segments)
         self.programs = step_programs(spec, None if shared else self._own_programs)
 
-    def _open_stream(self, rows: Any, batch_size: int, shuffle: bool, forever: bool) -> Iterator[list[Prompt]]:
+    def _open_stream(
+        self, rows: Any, batch_size: int, shuffle: bool, forever: bool, tokenizer: Tokenizer | None = None
+    ) -> Iterator[list[Prompt]]:
         """Returns an iterator over batches of prompts.
 
-        If there is no run folder, and the previous call of `train` had the same data object and equal settings, the
-        iterator continues after the last batch of that call. In all other cases, and always if an iterable is read for
-        one epoch only, the iterator starts at the beginning of the data.
+        Without a run folder, it continues after the last batch of the previous call of `train` with the same data
+        object and settings, unless an iterable is read for one epoch only.
         """
         size = len(rows) if isinstance(rows, Sequence | grain.MapDataset) else None
         settings, previous = (size, batch_size, shuffle, forever), self._stream
@@ -241,7 +281,7 @@ class Trainer(abc.ABC):
             return previous.batches
         batches = prompt_batches(
             rows,
-            self.tokenizer,
+            tokenizer or self.tokenizer,
             batch_size=batch_size,
             max_prompt_length=self.rollout_config.max_prompt_length,
             seed=self.training.seed,
@@ -262,8 +302,7 @@ class Trainer(abc.ABC):
             self.state = self.state._replace(opt_state=None)
 
     def _base_identity(self) -> dict[str, Any]:
-        """Returns the fingerprint of the frozen weights of a model with adapters, as a setting that a run must share
-        with its checkpoints. Returns an empty dict for a model without adapters."""
+        """Returns the fingerprint of the frozen weights of a model with adapters, for `identity`."""
         if self.model.adapters is None:
             return {}
         return {"base": fingerprint(self.model.config, self.frozen, self.mesh)}

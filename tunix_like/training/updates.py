@@ -1,12 +1,14 @@
-"""Prepares the optimizer updates of a rollout batch, and checks their results."""
+"""Runs the optimizer updates of a rollout batch, and builds the reference model of the KL."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float
 
@@ -14,24 +16,57 @@ from tunix_like.algorithms.losses import kl_estimate
 from tunix_like.algorithms.objective import Objective
 from tunix_like.config.schema import AlgorithmConfig, RLTrainingConfig
 from tunix_like.errors import UserError
+from tunix_like.models.counts import update_operations
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.operations import update_operations
-from tunix_like.models.sharding import fetch, place_replicated, prompt_parts
+from tunix_like.models.lora import without_adapters
+from tunix_like.models.sharding import fetch, place_params, place_replicated, prompt_parts
 from tunix_like.training.forward import place_packed
-from tunix_like.training.guards import GapWatch, SkipWatch, UpdateInputs, check_updates
+from tunix_like.training.guards import GapWatch, SkippedUpdate, SkipWatch, save_skipped
 from tunix_like.training.optimizer import updates_done
 from tunix_like.training.packing import Packed, choose_layout, pack, token_places
-from tunix_like.training.reference import Reference
-from tunix_like.training.sizes import chunk_size
-from tunix_like.training.train_step import MAXIMA, StepInputs, step_inputs
+from tunix_like.training.sizes import chunk_size, update_work
+from tunix_like.training.train_step import MAXIMA, step_inputs
 from tunix_like.training.trainer import Trainer
-from tunix_like.types import GroupBatch
+from tunix_like.types import GroupBatch, Problem
+
+
+class Reference(NamedTuple):
+    """Graph and weights of the reference model."""
+
+    graphdef: Any
+    params: Any
+
+
+def make_reference(trainer: Trainer, ref_model: Decoder | None) -> Reference:
+    """Returns the reference model: `ref_model`, or the trainer's current model if `ref_model` is None.
+
+    Weights that share memory with trained weights are copied, because trained weights are donated to the compiled step.
+    If `ref_model` is None and the adapters are newly initialised, the reference is the frozen weights without adapters,
+    and nothing is copied.
+    """
+    graphdef, params, trained = trainer.graphdef, trainer.params, trainer.state.params
+    if ref_model is not None:
+        graphdef, state = nnx.split(ref_model)
+        params = place_params(nnx.to_pure_dict(state), trainer.mesh)
+    elif trainer.frozen and not any(fetch([leaf.any() for leaf in _second_halves(trained)], trainer.mesh)):
+        return Reference(without_adapters(graphdef), trainer.frozen)
+    donated = set().union(*map(_addresses, jax.tree.leaves(trained)))
+    return Reference(graphdef, jax.tree.map(lambda x: jnp.copy(x) if _addresses(x) & donated else x, params))
+
+
+def _addresses(x: jax.Array) -> set[int]:
+    """Returns the memory addresses of the parts of an array that are on this process's devices."""
+    return {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards}
+
+
+def _second_halves(adapters: Any) -> list[jax.Array]:
+    """Returns the B matrices of LoRA adapters. If all B matrices are 0, the adapters do not change the model."""
+    leaves = jax.tree_util.tree_leaves_with_path(adapters)
+    return [leaf for path, leaf in leaves if path[-1].key == "lora_b"]
 
 
 class Updates:
-    """Prepares the optimizer updates of each rollout batch of a call of `train`, and checks their results.
-
-    This class does not change the train state. `Learner.step` runs the compiled step, which replaces the state.
+    """Runs the optimizer updates of each rollout batch of a call of `train`.
 
     Args:
       mini_batch_size: prompts per optimizer update.
@@ -58,62 +93,91 @@ class Updates:
     ) -> tuple[GroupBatch, Float[np.ndarray, "P G T"] | None, dict[str, float]]:
         """Returns the batch, the reference model's log-probabilities (None if there is no such model), and metrics.
 
-        With `kl_in_reward`, the KL is subtracted from the rewards of the returned batch.
+        With `kl_in_reward`, `beta` times the KL of each completion to the reference model is subtracted from its
+        reward. The KL is the sum over its sampled tokens, with the trainer's log-probabilities of the policy. The
+        metric is the mean KL per token in nats.
         """
         if self.reference is None:
             return batch, None, {}
-        ref = self.logprobs(*self.reference, batch)
+        ref = self._logprobs(*self.reference, batch)
         if not self.algo.kl_in_reward:
             return batch, ref, {}
-        batch, kl = self.kl_into_reward(batch, ref)
-        return batch, ref, {"kl": kl}
-
-    def kl_into_reward(self, batch: GroupBatch, ref: Float[np.ndarray, "P G T"]) -> tuple[GroupBatch, float]:
-        """Subtracts `beta` times the KL of each completion to the reference model from the completion's reward.
-
-        The KL of a completion is the sum over its sampled tokens. The trainer computes the log-probabilities of the
-        policy for the KL; those of the sampler are not used. Returns the new batch, and the mean KL per token in nats.
-        """
         mask = batch.sampled
-        policy = self.logprobs(self.trainer.graphdef, self.trainer.params, batch)
+        policy = self._logprobs(self.trainer.graphdef, self.trainer.params, batch)
         tokens = kl_estimate(str(self.algo.kl_loss_mode), jnp.asarray(policy), jnp.asarray(ref), jnp.asarray(mask))
         kl = np.where(mask, np.asarray(tokens), 0.0)
         rewards = (batch.rewards - self.algo.beta * kl.sum(-1)).astype(np.float32)
-        return batch._replace(rewards=rewards), float(kl.sum() / mask.sum())
+        return batch._replace(rewards=rewards), ref, {"kl": float(kl.sum() / mask.sum())}
 
-    def prepare(
-        self, step: int, batch: GroupBatch, prompts: Sequence[str], ref: Float[np.ndarray, "P G T"] | None
-    ) -> BatchUpdates:
-        """Selects the completions of a rollout batch that the model must process. If the batch has several updates,
-        also computes the log-probabilities under the weights before the first update. All updates use these values.
+    def run(
+        self,
+        step: int,
+        problems: Sequence[Problem],
+        batch: GroupBatch,
+        ref: Float[np.ndarray, "P G T"] | None,
+    ) -> tuple[Float[np.ndarray, "P G"], dict[str, float]]:
+        """Replaces the train state by that after the updates of a rollout batch. Returns the advantages and metrics.
+
+        If there are several updates, all use the log-probabilities under the weights before the first update.
 
         Args:
-          prompts: texts of the prompts, for error messages.
           ref: the reference model's log-probabilities, or None.
+
+        Raises:
+          UserError: the estimator returned a non-finite advantage, too many consecutive updates were skipped, or the
+            log-probabilities of sampler and trainer differ too much.
         """
-        trainer, count = self.trainer, len(batch.prompt_lengths)
+        trainer, mesh, count = self.trainer, self.trainer.mesh, len(problems)
         live, metrics = self._live_rows(batch)
         starts = [*range(0, count, self.mini_batch_size)] * self.algo.num_iterations
         parts = [(np.arange(count) >= start) & (np.arange(count) < start + self.mini_batch_size) for start in starts]
-        old = self.logprobs(trainer.graphdef, trainer.params, batch, live) if len(parts) > 1 else None
+        old = self._logprobs(trainer.graphdef, trainer.params, batch, live) if len(parts) > 1 else None
+        ref = ref if self.objective.reference_in_loss else None
         if trainer.schedule is not None:
             metrics["learning_rate"] = float(trainer.schedule(updates_done(trainer.state.opt_state)))
-        kept = ref if self.objective.reference_in_loss else None
-        inputs = [UpdateInputs(step, number, batch, live, part, old, kept) for number, part in enumerate(parts)]
-        return BatchUpdates(self, inputs, prompts, metrics)
+        placed, *logprobs = place_replicated((batch, old, ref), mesh)
+        rows: list[dict[str, Any]] = []
+        advantages: Any = None
+        tokens = places = 0  # computed tokens, and all token places of the packed chunks
+        for part in parts:
+            packed = self._pack(batch, live & part[:, None], self.mini_batch_size)
+            tokens += int(np.sum(packed.length))
+            places += token_places(packed, batch.completion_tokens.shape[2])
+            inputs = step_inputs(placed, part, place_packed(packed, mesh), *logprobs)
+            trainer.state, row, advantages = trainer.programs.train_step(trainer.state, inputs, trainer.frozen)
+            if not rows:
+                self._check_advantages(fetch(advantages, mesh), batch, problems)
+            rows.append(row)
+        rows, advantages = fetch((rows, advantages), mesh)
+        for number in self.skip_watch(rows):
+            if trainer.written_folder is not None:
+                save_skipped(trainer.written_folder, SkippedUpdate(step, number, batch, live, parts[number], old, ref))
+        self.skip_watch.check()
+        self.gap_watch(rows)
+        computed = np.where(live, batch.completion_lengths, 0)
+        done = update_operations(
+            trainer.model.config, batch.prompt_lengths, computed, trainer.model.adapters is not None
+        )
+        means = {name: _aggregate(name, [row[name] for row in rows]) for name in rows[0]}
+        return np.asarray(advantages), {
+            **means,
+            **metrics,
+            "perf/update_occupancy": tokens / places if places else float("nan"),
+            "perf/update_operations": done * self.algo.num_iterations,
+        }
 
-    def logprobs(
+    def _logprobs(
         self, graphdef: Any, params: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"] | None = None
     ) -> Float[np.ndarray, "P G T"]:
         """Computes the log-probabilities of the tokens of the completions that the mask `rows` selects (None: of all
         completions). The other entries of the result are 0."""
         rows = np.ones(batch.scored.shape, bool) if rows is None else rows
-        packed = place_packed(self.pack(batch, rows, len(rows)), self.trainer.mesh)
+        packed = place_packed(self._pack(batch, rows, len(rows)), self.trainer.mesh)
         placed = place_replicated(batch, self.trainer.mesh)
         logprobs = self.trainer.programs.logprobs(graphdef, params, placed, packed)
         return np.asarray(fetch(logprobs, self.trainer.mesh))
 
-    def pack(self, batch: GroupBatch, rows: Bool[np.ndarray, "P G"], most_prompts: int) -> Packed:
+    def _pack(self, batch: GroupBatch, rows: Bool[np.ndarray, "P G"], most_prompts: int) -> Packed:
         """Divides the completions that the mask `rows` selects into forward and backward passes (see `pack_update`)."""
         trainer, reference = self.trainer, self.reference is not None
         return pack_update(trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts, reference)
@@ -133,78 +197,15 @@ class Updates:
             metrics["overlong/masked_frac"] = float((~batch.trained).mean())
         return live, metrics | {"update/rows_left_out_frac": float(1 - live.mean())}
 
-
-class BatchUpdates:
-    """The optimizer updates of one rollout batch: yields the inputs of each update and collects the results.
-
-    Args:
-      updates: the object that prepared these updates. It also packs completions and watches all updates of a run.
-      inputs: the inputs of each update, in host memory.
-      prompts: texts of the prompts, for error messages.
-      metrics: metrics of the batch that are known before the first update.
-    """
-
-    def __init__(
-        self, updates: Updates, inputs: Sequence[UpdateInputs], prompts: Sequence[str], metrics: Mapping[str, float]
-    ):
-        self._updates, self._inputs, self._prompts, self._metrics = updates, inputs, prompts, metrics
-        self._batch, self._live = inputs[0].batch, inputs[0].live  # the same for all updates
-        self._rows: list[dict[str, Any]] = []
-        self._advantages: Any = None
-        self._tokens = self._places = 0  # computed tokens, and all token places of the packed chunks
-
-    def inputs(self) -> Iterator[StepInputs]:
-        """Yields the inputs of each optimizer update of the rollout batch, on the devices of the trainer."""
-        updates, first, mesh = self._updates, self._inputs[0], self._updates.trainer.mesh
-        placed, *logprobs = place_replicated((self._batch, first.old_logprobs, first.ref_logprobs), mesh)
-        for update in self._inputs:
-            packed = updates.pack(self._batch, self._live & update.in_update[:, None], updates.mini_batch_size)
-            self._tokens += int(np.sum(packed.length))
-            self._places += token_places(packed, self._batch.completion_tokens.shape[2])
-            yield step_inputs(placed, update.in_update, place_packed(packed, mesh), *logprobs)
-
-    def record(self, metrics: dict[str, Any], advantages: Any) -> None:
-        """Records the results of one update: its metrics, and the advantages.
-
-        Raises:
-          UserError: the estimator returned a non-finite advantage. The compiled step has not changed the weights.
-        """
-        self._rows.append(metrics)
-        self._advantages = advantages
-        if len(self._rows) == 1:
-            self._check_advantages(fetch(advantages, self._updates.trainer.mesh))
-
-    def finish(self) -> tuple[Float[np.ndarray, "P G"], dict[str, float]]:
-        """Checks the results of all updates of the rollout batch. Returns its advantages and its metrics.
-
-        Raises:
-          UserError: too many consecutive updates were skipped, or the log-probabilities of sampler and trainer differ
-            too much.
-        """
-        updates, trainer, batch = self._updates, self._updates.trainer, self._batch
-        rows, advantages = fetch((self._rows, self._advantages), trainer.mesh)
-        check_updates(rows, self._inputs, updates.skip_watch, updates.gap_watch, trainer.written_folder)
-        computed = np.where(self._live, batch.completion_lengths, 0)
-        adapters = trainer.model.adapters is not None
-        done = update_operations(trainer.model.config, batch.prompt_lengths, computed, adapters)
-        means = {name: _aggregate(name, [row[name] for row in rows]) for name in rows[0]}
-        return np.asarray(advantages), {
-            **means,
-            **self._metrics,
-            "perf/update_occupancy": self._tokens / self._places if self._places else float("nan"),
-            "perf/update_operations": done * updates.algo.num_iterations,
-        }
-
-    def _check_advantages(self, advantages: np.ndarray) -> None:
+    def _check_advantages(self, advantages: np.ndarray, batch: GroupBatch, problems: Sequence[Problem]) -> None:
         if np.isfinite(advantages).all():
             return
         group, sample = (int(i) for i in np.argwhere(~np.isfinite(advantages))[0])
-        batch = self._batch
         assert batch.estimator_ids is not None
-        name = self._updates.objective.estimators[int(batch.estimator_ids[group])].name
+        name = self.objective.estimators[int(batch.estimator_ids[group])].name
         raise UserError(
             f"advantage estimator '{name}' returned {advantages[group, sample]} for completion {sample} of group "
-            f"{group} (prompt {self._prompts[group]!r:.80}) with rewards {batch.rewards[group].tolist()}; it must "
+            f"{group} (prompt {problems[group].text!r:.80}) with rewards {batch.rewards[group].tolist()}; it must "
             "return finite numbers. The weights are those before this step."
         )
 
@@ -227,7 +228,8 @@ def pack_update(
       reference: whether a reference model is held in memory in addition to the policy.
     """
     widths, size = (batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]), rows.shape[1]
-    chunk = chunk_size(training, model, (most_prompts, size), widths, reference, mesh)
+    work = update_work(training, model, (most_prompts, size), widths, reference, mesh)
+    chunk = chunk_size(training.train_micro_batch_size, work)
     layout = choose_layout(size, most_prompts, widths, chunk, prompt_parts(mesh))
     return pack(batch.completion_lengths, rows, widths[1], layout, most_prompts)
 

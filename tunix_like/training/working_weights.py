@@ -14,7 +14,6 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
-from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.layer_stack import Segment, segments_of, stack_layers, unstack_layers
 from tunix_like.models.lora import join_params
@@ -51,11 +50,11 @@ def working_weights(graphdef: Any, params: Params, frozen: Params, stacked: bool
 
     Args:
       stacked: whether layers of the same kind are stacked. The layers of a model with a frozen base on a single device
-        are never stacked.
+        are never stacked, because the stacked weights would be a second copy of the base.
     """
     model: Decoder = nnx.merge(graphdef, join_params(params, frozen))
-    alone = jax.sharding.get_abstract_mesh().empty
-    segments = stacked_segments(model.config, stacked, bool(frozen) and alone)
+    copies_base = bool(frozen) and jax.sharding.get_abstract_mesh().empty
+    segments = segments_of(model.config) if stacked and not copies_base else None
     trained, fixed = (_prepared(part, model, segments) for part in (params, frozen))
     whole = join_params(trained, fixed)
     model.segments = segments
@@ -66,24 +65,10 @@ def working_weights(graphdef: Any, params: Params, frozen: Params, stacked: bool
     return WorkingWeights(nnx.split(model)[0], trained, fixed, segments)
 
 
-def stacked_segments(config: DecoderConfig, stacked: bool, copies_base: bool) -> tuple[Segment, ...] | None:
-    """Returns which layers' weights an update stacks into one array, or None if no layers are stacked.
-
-    Args:
-      stacked: whether layers of the same kind are stacked.
-      copies_base: whether the model has a frozen base on a single device. If True, no layers are stacked, because the
-        stacked weights would be a second copy of the base.
-    """
-    return segments_of(config) if stacked and not copies_base else None
-
-
 def gradients_of(sums: Params, segments: tuple[Segment, ...] | None) -> Params:
-    """Converts gradients with respect to the weights that an update computes with to gradients with respect to the
-    parameters of the model.
+    """Converts gradients with respect to `WorkingWeights.trained` to gradients with respect to the parameters.
 
-    Args:
-      sums: gradients with respect to `WorkingWeights.trained`, added up over the completions.
-      segments: describes which layers' gradients are unstacked; None leaves the layers as they are.
+    `segments` describes which layers' gradients are unstacked; None leaves the layers as they are.
     """
     grads = dict(sums)
     if (output := grads.pop("output_matrix", None)) is not None:
@@ -104,10 +89,7 @@ def _prepared(tree: Params, model: Decoder, segments: tuple[Segment, ...] | None
 
 
 def constrain_working(tree: Params) -> Params:
-    """Constrains the weights that an update computes with, or their gradients, to the shardings of the parameters.
-
-    This function can only be called in compiled functions.
-    """
+    """Constrains working weights, or their gradients, to the shardings of the parameters, in compiled functions."""
     by_vocabulary = {name: tree[name] for name in ("output_matrix", "lm_head") if name in tree}
     others = {name: value for name, value in tree.items() if name not in by_vocabulary}
     return constrain_params(others) | jax.tree.map(split_vocabulary, by_vocabulary)

@@ -28,7 +28,7 @@ class StandIn:
     Attributes:
       faults: functions `f(answer) -> answer`, each applied to one request for tokens. An exception ends the connection.
         A returned number is the status of the answer, a returned text its body.
-      clients: the address of the client of each connection.
+      clients: the connection of each request.
       asked: the bodies of the requests for tokens.
       versions: the weight versions of their answers.
     """
@@ -87,7 +87,7 @@ class StandIn:
     async def _handle(self, request):
         route = f"/{request.match_info['route']}"
         self.routes.append(route)
-        self.clients.append(request.transport.get_extra_info("peername"))
+        self.clients.append(request.transport)
         if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         if route in self.missing:

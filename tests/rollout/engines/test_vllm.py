@@ -1,6 +1,8 @@
 """Tests the HTTP engine against a stand-in server: which weights sample which step, and the handling of server
 failures."""
 
+import asyncio
+import contextlib
 import threading
 
 import jax
@@ -15,6 +17,9 @@ from tunix_like import EnvironmentConfig, EvalConfig, LoraConfig, RolloutConfig,
 from tunix_like.config.load import load
 from tunix_like.errors import EngineLost
 from tunix_like.models.lora import add_lora
+from tunix_like.rollout.engines import fleet
+from tunix_like.rollout.engines.registry import check_engine
+from tunix_like.rollout.engines.server import MOST_BYTES, Server, WrongAnswer
 from tunix_like.rollout.engines.vllm import VLLMEngine
 
 
@@ -80,6 +85,20 @@ def longer(answer):
     return answer
 
 
+def unequal(value):
+    def fault(answer):
+        answer["choices"][0]["logprobs"]["content"][0]["logprob"] = value
+        return answer
+
+    return fault
+
+
+def unknown_token(answer):
+    choice = answer["choices"][0]
+    choice["token_ids"][0] = choice["logprobs"]["content"][0]["token_id"] = 13
+    return answer | {"choices": [choice | {"finish_reason": "length"}]} if len(choice["token_ids"]) == 1 else answer
+
+
 def endless(answer):
     answer["choices"][0]["finish_reason"] = "abort"
     return answer
@@ -98,9 +117,16 @@ FAULTS = {
     "status 500": lambda _: 500,
     "status 429": lambda _: 429,
     "no JSON": lambda _: "<html>",
+    "nested JSON": lambda _: "[" * 100_000,
+    "NaN": unequal(float("nan")),
+    "infinite": unequal(float("-inf")),
+    "large integer": unequal(10**400),
+    "infinite in float32": unequal(-1e300),
+    "above 0": unequal(0.5),
     "another object": lambda _: {"choices": []},
     "too few log-probabilities": shorter,
     "too many tokens": longer,
+    "token outside the vocabulary": unknown_token,
     "no end": endless,
     "two versions": other_version,
 }
@@ -133,6 +159,72 @@ def test_answer_that_is_faulty_every_time_raises(serve, connect):
     engine.place = lambda params: (place(params), server.faults.extend([shorter] * 100))[0]
     with pytest.raises(EngineLost, match=rf"rollout.urls: the server {server.url}: its answer has \d tokens"):
         learner.train(ROWS, batch_size=4)
+
+
+@pytest.mark.slow
+def test_request_that_fails_every_time_raises(serve, connect):
+    """The server is healthy and loads weights, but the prompt of one row makes it fail. The same request is not sent
+    for ever, and a short series of failures does not end the run."""
+    server = serve()
+    engine = connect(server)
+    learner = make(reward=varied, engine=engine, max_steps=1)
+    server.failures, sample = 10, server._sample
+
+    def fail(body):
+        if not body["sampling_params"]["logprobs"] and server.failures:
+            server.failures -= 1
+            return 500
+        return sample(body)
+
+    server._sample = fail
+    assert len(collect(learner, batch_size=4)) == 1 and not server.failures
+    server.failures, failing = 1000, make(reward=varied, engine=engine, max_steps=1)
+    with pytest.raises(EngineLost, match=rf"rollout.urls: the server {server.url}: .* status 500"):
+        failing.train(ROWS, batch_size=4)
+    assert server.failures > 0
+
+
+def test_one_failure_of_each_server_does_not_end_the_run(serve, connect, monkeypatch):
+    """As when the network is lost for a moment: the number of servers does not matter."""
+    monkeypatch.setattr(fleet, "MOST_FAILED", 1)
+    servers = [serve(), serve()]
+    for server in servers:
+        server.left, sample = 1, server._sample
+
+        def fail(body, server=server, sample=sample):
+            if not body["sampling_params"]["logprobs"] and server.left:
+                server.left -= 1
+                return 500
+            return sample(body)
+
+        server._sample = fail
+    assert len(collect(make(reward=varied, engine=connect(*servers), max_steps=1), batch_size=4)) == 1
+    assert not any(server.left for server in servers)
+
+
+@pytest.mark.slow
+def test_answer_without_an_end_is_read_only_in_part():
+    sent = []
+
+    async def answer(reader, writer):
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while sum(sent) < 3 * MOST_BYTES:
+                writer.write(b" " * 2**20)
+                await writer.drain()
+                sent.append(2**20)
+        writer.close()
+
+    async def ask():
+        listening = await asyncio.start_server(answer, "127.0.0.1")
+        server = Server(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", 30.0)
+        async with listening:
+            with pytest.raises(WrongAnswer, match="/inference/v1/generate answered with more than"):
+                await server.sample([1], {"max_tokens": 1, "stop_token_ids": []})
+            await server.close()
+
+    asyncio.run(ask())
+    assert sum(sent) < 2 * MOST_BYTES
 
 
 def test_request_that_the_server_rejects_raises(serve, connect):
@@ -204,7 +296,7 @@ def test_loss_of_all_servers_saves_the_run(serve, connect, tmp_path):
     settings = {"reward": reward, "output_dir": str(tmp_path / "run"), "max_steps": 4, "checkpoint_every_n_steps": 100}
     learner = make(engine=connect(server, wait_for_servers_seconds=2.0), **settings)
     stopped = []
-    learner.listeners[0] = lambda row, total: row["step"] == 2 and (server.stop(), stopped.append(1))
+    learner._listeners[0] = lambda row, total: row["step"] == 2 and (server.stop(), stopped.append(1))
     with pytest.raises(EngineLost, match=r"no server has answered for 2 s \(rollout.wait_for_servers_seconds\)"):
         learner.train(ROWS, batch_size=2)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()] == ["2"]
@@ -373,4 +465,4 @@ def test_api_key_in_the_config_is_rejected(tmp_path):
 )
 def test_invalid_settings_are_rejected(settings, message):
     with pytest.raises(UserError, match=message):
-        RolloutConfig(**settings)
+        check_engine(RolloutConfig(**settings))

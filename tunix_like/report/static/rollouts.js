@@ -39,7 +39,7 @@ function rewardColour(value, [low, high]) {
 
 function rewardRange(run) {
   let [low, high] = [Infinity, -Infinity];
-  for (const step of run.rollouts) for (const group of step.groups) for (const { reward } of group.completions) {
+  for (const { steps } of run.rollouts) for (const step of steps) for (const group of step.groups) for (const { reward } of group.completions) {
     if (reward === undefined) continue;
     low = Math.min(low, reward);
     high = Math.max(high, reward);
@@ -126,14 +126,14 @@ function parsed(text) {
 function rolloutsSection() {
   const with_ = DATA.runs.map((run, i) => [String(i), run.name]).filter(([i]) => DATA.runs[i].rollouts.length);
   if (!with_.length) return section("rollouts", "Rollouts", make("p", {}, "These runs have no completion files."));
-  for (const run of DATA.runs) for (const step of run.rollouts) for (const group of step.groups) {
+  for (const run of DATA.runs) for (const { steps } of run.rollouts) for (const step of steps) for (const group of step.groups) {
     group.step = step.step;
     group.completions.forEach((each, i) => {
       each.sample = i;
       if (each.turns) each.text = each.turns.map((turn) => turn.text).join("\n");
     });
   }
-  const view = { run: Number(with_[0][0]), step: "", query: "", filter: "all", order: "drawn", sort: "advantage", descending: true, chosen: null, most: AT_ONCE };
+  const view = { run: Number(with_[0][0]), kept: 0, step: "", query: "", filter: "all", order: "drawn", sort: "advantage", descending: true, chosen: null, most: AT_ONCE };
   const list = make("div", { class: "groups", role: "list", "aria-label": "prompts" });
   const detail = make("div", { class: "card detail" });
   const count = make("span", { class: "note", id: "count", role: "status" });
@@ -146,13 +146,20 @@ function rolloutsSection() {
   const steps = select("step", [], change("step"));
   const fillSteps = () => {
     const run = DATA.runs[view.run];
-    const numbers = run.rollouts.map((each) => String(each.step));
+    const kept = run.rollouts[view.kept];
+    const numbers = kept.steps.map((each) => String(each.step));
     steps.replaceChildren(...numbers.map((each) => make("option", { value: each }, `step ${each}`)), make("option", { value: "all" }, "all steps"));
     view.step = numbers.includes(view.step) ? view.step : numbers[numbers.length - 1];
     steps.value = view.step;
-    less.textContent = run.rollouts_left_out;
+    less.textContent = kept.left_out;
   };
-  const runs = select("run", with_, (value) => { view.run = Number(value); fillSteps(); draw(); });
+  const kinds = select("kept", [], (value) => { view.kept = Number(value); fillSteps(); draw(); });
+  const fillKinds = () => {
+    kinds.replaceChildren(...DATA.runs[view.run].rollouts.map((each, i) => make("option", { value: String(i) }, each.name)));
+    view.kept = 0;
+    fillSteps();
+  };
+  const runs = select("run", with_, (value) => { view.run = Number(value); fillKinds(); draw(); });
   const search = make("input", { type: "search", id: "search", placeholder: "search prompts and completions", "aria-label": "search prompts and completions" });
   search.addEventListener("input", () => change("query")(search.value.toLowerCase()));
   const named = (table) => Object.entries(table).map(([key, [text]]) => [key, text]);
@@ -167,7 +174,7 @@ function rolloutsSection() {
   function found() {
     const run = DATA.runs[view.run];
     const keep = FILTERS[view.filter][1];
-    const groups = run.rollouts.filter((each) => view.step === "all" || String(each.step) === view.step).flatMap((each) => each.groups);
+    const groups = run.rollouts[view.kept].steps.filter((each) => view.step === "all" || String(each.step) === view.step).flatMap((each) => each.groups);
     const out = [];
     for (const group of groups) {
       const inPrompt = group.prompt.toLowerCase().includes(view.query);
@@ -228,9 +235,9 @@ function rolloutsSection() {
     return make("article", { class: each.reward === undefined ? "completion unscored" : "completion", own: colour }, make("div", { class: "meta" }, ...meta.filter(Boolean)), picture, ...shownTexts(each, view.query));
   }
 
-  fillSteps();
+  fillKinds();
   draw();
-  const controls = make("div", { class: "controls" }, runs, steps, search,
+  const controls = make("div", { class: "controls" }, runs, kinds, steps, search,
     make("label", {}, "show", select("filter", named(FILTERS), change("filter"))),
     make("label", {}, "prompts", select("order", named(ORDERS), change("order"))),
     make("label", {}, "completions by", select("sort", named(SORTS), change("sort")), direction), count);

@@ -242,9 +242,9 @@ function passRates() {
 function timeSection() {
   const names = [...new Set(DATA.runs.flatMap((run) => Object.keys(run.rl.columns).filter((key) => key.startsWith("train/time/"))))];
   if (!names.length) return section("time", "Time", make("p", {}, "These runs recorded no times."));
-  const order = ["rollout", "update", "reward", "reference", "data", "other"];
+  const order = DATA.parts;
   const parts = names.map((key) => key.slice(11)).sort((a, b) => (order.indexOf(a) + 99) % 99 - (order.indexOf(b) + 99) % 99);
-  const colour = (name) => `var(--t${Math.max(0, order.indexOf(name))})`;
+  const colour = (name) => `var(--t${order.indexOf(name)}, #888)`;
   const legend = make("div", { class: "legend" }, ...parts.map((name) => make("span", { class: "key", own: colour(name) }, make("i"), name)));
   const body = live(() => make("div", { class: "grid three" }, ...shownRuns().filter(({ run }) => parts.some((name) => run.rl.columns[`train/time/${name}`])).map(({ run, i }) => {
     const spans = windows().filter(([first]) => first <= run.rl.steps[run.rl.steps.length - 1]);

@@ -19,6 +19,10 @@ MOST_WRONG = 3
 """The run stops if one request gets this many malformed answers, or this many answers that were not sampled with the
 current weights."""
 
+MOST_FAILED = 12
+"""The run stops if servers fail this many times, and once more for each server, while they answer one request. For
+example, its prompt may crash them. A network outage is not such a failure: all servers fail once in it."""
+
 Admit = Callable[[Server], Awaitable[None]]
 """`f(server)`: checks a server that has loaded new weights. Raises UserError if the server computes wrong
 log-probabilities."""
@@ -33,10 +37,11 @@ class Fleet:
 
     Args:
       wait_seconds: maximum time in seconds for which requests wait for a usable server. Afterwards they fail.
+      vocab_size: an answer with a token id that is not below this number is malformed.
     """
 
-    def __init__(self, servers: Sequence[Server], wait_seconds: float):
-        self.servers, self.wait_seconds = list(servers), wait_seconds
+    def __init__(self, servers: Sequence[Server], wait_seconds: float, vocab_size: int):
+        self.servers, self.wait_seconds, self.vocab_size = list(servers), wait_seconds, vocab_size
         self.folder, self.version = "", ""
         self._admit: Admit
         self._groups: dict[int, Server] = {}
@@ -76,17 +81,25 @@ class Fleet:
             server until this server fails or sends a wrong answer.
 
         Raises:
-          EngineLost: no server has the current weights within the time limit `wait_seconds` of this `Fleet`,
-            `MOST_WRONG` answers are malformed (`WrongAnswer`), or `MOST_WRONG` answers were not sampled with the
-            current weights.
+          EngineLost: no server has the current weights within the time limit `wait_seconds` of this `Fleet`, servers
+            failed too many times (`MOST_FAILED`), `MOST_WRONG` answers are malformed (`WrongAnswer`), or `MOST_WRONG`
+            answers were not sampled with the current weights.
           UserError: a server refused the request.
         """
-        wrong = other = 0
+        failed = wrong = other = 0
         while True:
             server = await self._choose(group)
             try:
                 answer = await server.sample(tokens, parameters)
+                if unknown := [token for token in answer.tokens if not 0 <= token < self.vocab_size]:
+                    raise WrongAnswer(f"its answer has the token id {unknown[0]}, which is not in the vocabulary")
             except Unavailable as error:
+                failed += 1
+                if failed == MOST_FAILED + len(self.servers):
+                    raise EngineLost(
+                        f"rollout.urls: the server {server.url}: {error}. This was failure {failed} of one request; "
+                        "the log of the server may say why."
+                    ) from None
                 self._lose(server, str(error))
                 continue
             except WrongAnswer as error:

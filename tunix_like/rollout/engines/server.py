@@ -21,6 +21,12 @@ LOWEST_VERSION = (0, 32)
 _QUICK_SECONDS = 30.0
 """Time limit in seconds for requests that need no computation of the model, such as `/version`."""
 
+MOST_BYTES = 128 * 1024**2
+"""Maximum size in bytes of an answer, after decompression. A token with its log-probability has a few hundred bytes."""
+
+_LEAST, _ROUNDING = -3e38, 1e-3
+"""Smallest and largest log-probability of a valid answer: finite in float32, and at most 0 up to rounding errors."""
+
 _START = "start it with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out"
 
 
@@ -67,8 +73,9 @@ class Server:
         self.alive, self.running = True, 0
         self._session: aiohttp.ClientSession | None = None
 
-    async def check(self, least_length: int, text: str, tokens: Sequence[int]) -> None:
-        """Checks version, routes, length limit and tokenizer of the server.
+    async def check(self, least_length: int, text: str, tokens: Sequence[int]) -> str:
+        """Checks version, routes, length limit and tokenizer of the server. Returns a text with the version, the model
+        and the length limit.
 
         Args:
           least_length: the server must accept sequences of this many tokens: the sum of the maximum lengths of prompt
@@ -79,13 +86,13 @@ class Server:
           UserError: the server cannot be reached or used; the error message says why.
         """
         try:
-            await self._check(least_length, text, tokens)
+            return await self._check(least_length, text, tokens)
         except (Unavailable, WrongAnswer) as error:
             raise self._unfit(f"{error}. Start it, or remove it from the list") from None
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise self._unfit(f"its answers are not those of vLLM ({one_line(error)})") from None
 
-    async def _check(self, least_length: int, text: str, tokens: Sequence[int]) -> None:
+    async def _check(self, least_length: int, text: str, tokens: Sequence[int]) -> str:
         version = str((await self._get("/version")).get("version"))
         numbers = [int(part) for part in re.findall(r"\d+", version)[:2]]
         if tuple(numbers) < LOWEST_VERSION:
@@ -102,12 +109,14 @@ class Server:
                 f"rollout.max_tokens_to_generate need {least_length}"
             )
         body = {"model": models[0]["id"], "prompt": text, "add_special_tokens": False}
-        found = (await self._post("/tokenize", body, missing={})).get("tokens")
-        if found is not None and list(found) != list(tokens):
+        theirs = (await self._post("/tokenize", body, missing={})).get("tokens")
+        if theirs is not None and list(theirs) != list(tokens):
             raise self._unfit(
-                f"it has another tokenizer: the text {text!r} has the token ids {list(tokens)} here and {found} there; "
-                "start it with the folder of this model"
+                f"it has another tokenizer: the text {text!r} has the token ids {list(tokens)} here and {theirs} "
+                "there; start it with the folder of this model"
             )
+        length = "a length limit that it does not report" if limit is None else f"up to {limit} tokens"
+        return f"vLLM {version}, model {models[0]['id']}, {length}"
 
     async def reload(self, folder: str, version: str) -> None:
         """Makes the server load the weights in a folder and label these weights with `version`.
@@ -123,9 +132,9 @@ class Server:
         await self._post("/update_weight_version", {"new_version": version})
         await self._post("/reset_prefix_cache", {})
         await self._post("/resume", {})
-        found = (await self._get("/weight_info")).get("weight_version")
-        if found != version:
-            raise WrongAnswer(f"its weights have the version {found!r} after an update to {version!r}")
+        held = (await self._get("/weight_info")).get("weight_version")
+        if held != version:
+            raise WrongAnswer(f"its weights have the version {held!r} after an update to {version!r}")
 
     async def is_healthy(self) -> bool:
         """Returns whether the route `/health` of the server answers with status 200."""
@@ -188,7 +197,7 @@ class Server:
             raise self._unfit(f"{route} answered with status {status}: {said}")
         try:
             return json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise WrongAnswer(f"{route} answered with something that is not JSON: {said!r}") from None
 
     async def _request(self, method: str, route: str, body: Any, seconds: float) -> tuple[int, bytes]:
@@ -202,7 +211,12 @@ class Server:
         try:
             limit = aiohttp.ClientTimeout(total=seconds)
             async with self._session.request(method, self.url + route, json=body, timeout=limit) as answer:
-                return answer.status, await answer.read()
+                content = bytearray()
+                async for part in answer.content.iter_any():
+                    content += part
+                    if len(content) > MOST_BYTES:
+                        raise WrongAnswer(f"{route} answered with more than {MOST_BYTES} bytes")
+                return answer.status, bytes(content)
         except TimeoutError:
             raise Unavailable(f"{route} did not answer within {seconds:g} s") from None
         except aiohttp.ClientConnectorError as error:
@@ -223,10 +237,12 @@ def _read(content: Any, parameters: Mapping[str, Any]) -> Answer:
         versions = list(dict.fromkeys(str(span["version"]) for span in choice["weight_versions"]))
         reason = choice["finish_reason"]
         ids = [entry["token_id"] for entry in entries]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise WrongAnswer(f"its answer lacks tokens, log-probabilities or versions ({one_line(error)})") from None
-    if not tokens or not all(isinstance(token, int) for token in tokens):
+    if not tokens or not all(type(token) is int for token in tokens):
         raise WrongAnswer(f"its answer has no tokens, or tokens that are not integers: {tokens!r:.60}")
+    if not all(_LEAST <= logprob <= _ROUNDING for logprob in logprobs):  # false for NaN too
+        raise WrongAnswer("its answer has a log-probability that is not finite in float32 or is above 0")
     if ids != tokens:
         raise WrongAnswer(
             f"its answer has {len(tokens)} tokens, and {len(ids)} log-probabilities that do not belong to them in order"

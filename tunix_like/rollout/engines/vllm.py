@@ -28,6 +28,7 @@ from tunix_like.models.sharding import fetch, scope
 from tunix_like.rollout.decoding import cast_params
 from tunix_like.rollout.engines.fleet import Fleet
 from tunix_like.rollout.engines.probe import Probe
+from tunix_like.rollout.engines.registry import EngineSetup
 from tunix_like.rollout.engines.rows import RowStates
 from tunix_like.rollout.engines.server import Answer, Server
 from tunix_like.runtime import progress
@@ -175,13 +176,13 @@ class VLLMEngine:
 
     async def _make_fleet(self) -> Fleet:
         servers = [Server(url, self.rollout.request_timeout_seconds) for url in self.rollout.urls or ()]
-        return Fleet(servers, self.rollout.wait_for_servers_seconds)
+        config = nnx.merge(self.graphdef, [None] * self.graphdef.num_leaves).config
+        return Fleet(servers, self.rollout.wait_for_servers_seconds, config.vocab_size)
 
     async def _check(self) -> None:
         assert self._fleet is not None
-        longest = self.rollout.max_prompt_length + self.rollout.max_tokens_to_generate
-        tokens = [token for token in self.tokenizer.encode(_TEXT) if token != self.tokenizer.bos_id]
-        await asyncio.gather(*(server.check(longest, _TEXT, tokens) for server in self._fleet.servers))
+        expected = _expected(self.rollout, self.tokenizer)
+        await asyncio.gather(*(server.check(*expected) for server in self._fleet.servers))
 
     def _publish(self, config: Any, weights: Any, expected: Any) -> None:
         """Writes the weights to a folder, makes the servers load these weights, and compares the log-probabilities of
@@ -239,6 +240,47 @@ class VLLMEngine:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()
 
 
+def _expected(rollout: RolloutConfig, tokenizer: Tokenizer) -> tuple[int, str, list[int]]:
+    """Returns the arguments of `Server.check`."""
+    tokens = [token for token in tokenizer.encode(_TEXT) if token != tokenizer.bos_id]
+    return rollout.max_prompt_length + rollout.max_tokens_to_generate, _TEXT, tokens
+
+
+def make(setup: EngineSetup) -> VLLMEngine:
+    """Makes the engine of a run. Weights that a killed process left in the run folder are removed."""
+    own = setup.folder / "engine_weights"
+    if is_first():
+        shutil.rmtree(own, ignore_errors=True)
+    folder = setup.rollout.weights_folder or own
+    return VLLMEngine(setup.model, setup.tokenizer, setup.rollout, folder, max_gap=setup.max_gap, mesh=setup.mesh)
+
+
+def ask_servers(setup: EngineSetup) -> list[tuple[str, str | UserError]]:
+    """Asks each server of `rollout.urls` whether the run can use it, and changes nothing on it.
+
+    Returns the address of each server, with a text about it or the error that a run would end with.
+
+    Raises:
+      UserError: vLLM cannot return the log-probabilities for the sampling parameters of `rollout`.
+    """
+    rollout = setup.rollout
+    _check_sampling(rollout)
+
+    async def ask(url: str) -> str | UserError:
+        server = Server(url, rollout.request_timeout_seconds)
+        try:
+            return await server.check(*_expected(rollout, setup.tokenizer))
+        except UserError as error:
+            return error
+        finally:
+            await server.close()
+
+    async def ask_all() -> list[str | UserError]:
+        return await asyncio.gather(*map(ask, rollout.urls or ()))
+
+    return list(zip(rollout.urls or (), asyncio.run(ask_all()), strict=True))
+
+
 def _check_sampling(rollout: RolloutConfig) -> None:
     """Raises UserError if vLLM cannot return the log-probabilities that training needs: the log-probabilities after the
     division of the logits by the temperature, and before the truncation by top-k or top-p."""
@@ -260,13 +302,13 @@ def _collect(answers: Any, wanted: int, patient: bool) -> list[tuple[int, Any]]:
     Raises:
       UserError, EngineLost: a request failed, and its error was in the queue.
     """
-    found: list[tuple[int, Any]] = []
+    collected: list[tuple[int, Any]] = []
     while True:
         try:
-            block = len(found) < wanted
+            block = len(collected) < wanted
             index, answer = answers.get(block, None if patient else 0.05)
         except queue.Empty:
-            return found
+            return collected
         if isinstance(answer, BaseException):
             raise answer
-        found.append((index, answer))
+        collected.append((index, answer))

@@ -1,0 +1,218 @@
+"""Tests costs and trip counts that are read from the text of compiled programs: small ones written by hand, and tiny
+ones compiled for v5e."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from tests.process import python
+from tunix_like.compile.costs import Counter, _convolution, _group_size, _pairs
+from tunix_like.compile.hlo import Module, shapes_of
+
+COUNTED = """HloModule jit_f, is_scheduled=true
+
+%cond.1 (p.1: (s32[], f32[4,8])) -> pred[] {
+  %p.1 = (s32[]{:T(128)}, f32[4,8]{1,0:T(8,128)}) parameter(0)
+  %i.1 = s32[]{:T(128)} get-tuple-element(%p.1), index=0
+  %end = s32[]{:T(128)} constant(10)
+  ROOT %lt = pred[]{:T(512)} compare(%i.1, %end), direction=LT
+}
+
+%body.1 (p.2: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %p.2 = (s32[]{:T(128)}, f32[4,8]{1,0:T(8,128)}) parameter(0)
+  %i.2 = s32[]{:T(128)} get-tuple-element(%p.2), index=0
+  %one = s32[]{:T(128)} constant(1)
+  %half = s32[]{:T(128)} add(%i.2, %one)
+  %next = s32[]{:T(128)} add(%half, %one)
+  %x = f32[4,8]{1,0:T(8,128)} get-tuple-element(%p.2), index=1
+  %y = f32[4,8]{1,0:T(8,128)} negate(%x), backend_config={"estimated_cycles":"100"}
+  ROOT %out = (s32[]{:T(128)}, f32[4,8]{1,0:T(8,128)}) tuple(%next, %y)
+}
+
+ENTRY %main (a: f32[4,8]) -> f32[4,8] {
+  %a = f32[4,8]{1,0:T(8,128)} parameter(0)
+  %start = s32[]{:T(128)} constant(2)
+  %state = (s32[]{:T(128)}, f32[4,8]{1,0:T(8,128)}) tuple(%start, %a)
+  %loop = (s32[], /*index=1*/f32[4,8]) while(%state), condition=%cond.1, body=%body.1, metadata={op_name="jit(f)/while"}
+  ROOT %done = f32[4,8]{1,0:T(8,128)} get-tuple-element(%loop), index=1
+}
+"""
+
+COLLECTIVES = """HloModule jit_f
+
+%fused.1 (q: bf16[4,8]) -> bf16[32,8] {
+  %q = bf16[4,8]{1,0} parameter(0)
+  ROOT %gather.1 = bf16[32,8]{1,0} all-gather(%q), channel_id=7, replica_groups=mesh['x'=8,'y'=1] {'x'}, dimensions={0}
+}
+
+%fused.2 (r: bf16[4,8]) -> bf16[32,8] {
+  %r = bf16[4,8]{1,0} parameter(0)
+  ROOT %gather.2 = bf16[32,8]{1,0} all-gather(%r), channel_id=7, replica_groups=mesh['x'=8,'y'=1] {'x'}, dimensions={0}
+}
+
+ENTRY %main (a: bf16[4,8], b: f32[16]) -> bf16[32,8] {
+  %a = bf16[4,8]{1,0} parameter(0)
+  %b = f32[16]{0} parameter(1)
+  %one = bf16[32,8]{1,0} fusion(%a), kind=kCustom, calls=%fused.1
+  %sum-start = f32[16]{0} all-reduce-start(%b), channel_id=8, replica_groups={{0,1},{2,3}}, to_apply=%add
+  %sum-done = f32[16]{0} all-reduce-done(%sum-start)
+  %moved = f32[16]{0} collective-permute(%sum-done), channel_id=9, source_target_pairs={{0,1},{1,0}}
+  ROOT %two = bf16[32,8]{1,0} fusion(%a), kind=kCustom, calls=%fused.2
+}
+"""
+
+SLICED = """HloModule jit_f
+
+%fused (stack: f32[28,4,8], index: s32[]) -> f32[4,8] {
+  %stack = f32[28,4,8]{2,1,0} parameter(0)
+  %index = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %one = f32[1,4,8]{2,1,0} dynamic-slice(%stack, %index, %zero, %zero), dynamic_slice_sizes={1,4,8}
+  ROOT %flat = f32[4,8]{1,0} bitcast(%one)
+}
+
+ENTRY %main (a: f32[28,4,8], i: s32[], w: f32[8,16]) -> f32[4,16] {
+  %a = f32[28,4,8]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %w = f32[8,16]{1,0} parameter(2)
+  %x = f32[4,8]{1,0:T(8,128)S(1)} fusion(%a, %i), kind=kLoop, calls=%fused
+  ROOT %y = f32[4,16]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+
+
+def test_bytes_of_shapes():
+    (first, second) = shapes_of("(bf16[2,<=3]{1,0:T(8,128)(2,1)S(1)}, /*index=1*/pred[5]{0})")
+    assert (first.dtype, first.dims, first.on_chip, first.bytes) == ("bf16", (2, 3), True, 12)
+    assert (second.dims, second.on_chip, second.bytes) == ((5,), False, 5)
+    assert [shape.bytes for shape in shapes_of("s4[8] f8e4m3fn[2] token[]")] == [4, 2, 0]
+
+
+def test_a_loop_with_a_counter():
+    """The counter runs from 2 to 10 in steps of two."""
+    module = Module(COUNTED)
+    loop = module["main"]["loop"]
+    assert module.entry == "main" and module.trip_count("main", loop) == 4
+    assert Counter(COUNTED, {}).total().cycles == 400
+    assert Counter(COUNTED.replace('"100"', f'"{2**63 - 1}"'), {}).total().cycles == 0, "no estimate"
+
+
+def test_known_trip_count_has_priority():
+    text = COUNTED.replace('metadata={op_name="jit(f)/while"}', 'backend_config={"known_trip_count":{"n":"7"}}')
+    assert Counter(text, {}).total().cycles == 700
+
+
+@pytest.mark.parametrize(
+    ("trips", "cycles", "unknown"),
+    [({}, 100, {"chunks"}), ({"chunks": 2.5}, 250, set()), ({"chunks": lambda around: around + 2}, 300, set())],
+)
+def test_loop_whose_trip_count_depends_on_data(trips, cycles, unknown):
+    text = COUNTED.replace("constant(10)", "parameter(1)").replace("jit(f)/while", "jit(f)/jvp(chunks)/while")
+    counter = Counter(text, trips)
+    assert counter.total().cycles == cycles and counter.unknown == unknown
+    assert counter.one_trip("chunks").cycles == 100 and counter.one_trip("sets").cycles == 0
+
+
+def test_attributes_over_several_lines():
+    """The Pallas kernel and the copies of its results have such attributes."""
+    broken = 'negate(%x), frontend_attributes={kernel_metadata={\n"metadata":"{\\"q\\": 1}"\n}}, backend_config='
+    text = COUNTED.replace("negate(%x), backend_config=", broken)
+    assert text != COUNTED and Counter(text, {}).total() == Counter(COUNTED, {}).total()
+
+
+def test_kernels_are_counted():
+    text = COUNTED.replace("negate(%x)", 'custom-call(%x), custom_call_target="tpu_custom_call"')
+    assert Counter(text, {}).total().kernels == 4 and Counter(COUNTED, {}).total().kernels == 0
+
+
+def test_bytes_of_collectives():
+    """Of two fusions with the same channel one is counted, and an asynchronous collective is counted once. Bytes are
+    those that a device receives."""
+    costs = Counter(COLLECTIVES, {}).total()
+    assert costs.numbers == {"all-gather": 1, "all-reduce": 1, "collective-permute": 1}
+    assert costs.collectives == {"all-gather": 7 * 64, "all-reduce": 2 * 64 / 2, "collective-permute": 64}
+    assert costs.network_bytes == 7 * 64 + 64 + 64
+
+
+def test_a_reduce_scatter_of_the_tpu_compiler():
+    """It is written as a fusion of an all-reduce and a slice, but transfers half the bytes of an all-reduce."""
+    text = COLLECTIVES.replace("fused.1", "all-reduce-scatter.14.clone").replace("all-gather(%q)", "all-reduce(%q)")
+    costs = Counter(text, {}).total()
+    assert costs.collectives["reduce-scatter"] == 64 * 7 / 8 and costs.numbers["all-reduce"] == 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [("{{0,1,2},{3,4,5}}", 3), ("[2,4]<=[8]", 4), ("[4,2]<=[2,4]T(1,0)", 2), ("mesh['a'=2,'b'=4] {'b'}", 4),
+     ("mesh['a'=2,'b'=4] {'a','b'}", 8), ("{}", 1)],
+)  # fmt: skip
+def test_the_devices_of_a_collective(groups, size):
+    assert _group_size(f", channel_id=1, replica_groups={groups}, dimensions={{0}}") == size
+
+
+def test_memory_and_products():
+    """Only the slice of a stack is read. Its destination is memory on the chip, which is not main memory."""
+    costs = Counter(SLICED, {}).total()
+    assert costs.operations == 2 * 4 * 8 * 16
+    assert costs.memory_bytes == pytest.approx(4 * 8 * 4 + 4 + (8 * 16 + 4 * 16) * 4, abs=4)
+
+
+def test_a_product_that_is_written_as_a_convolution():
+    """The batch of eight is a spatial axis, dilated so that each output meets one pair."""
+    text = (
+        "ENTRY %main (a: f32[8,512,256]) -> f32[8,512,128] {\n  ROOT %y = f32[8,512,128]{2,1,0} convolution(%a, %b), "
+    )
+    text += "window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf\n}\n"
+    (product,) = Module(text)["main"].values()
+    assert _convolution(product, (8, 512, 256), (8, 256, 128)) == 2 * 8 * 512 * 256 * 128
+    assert _pairs(5, 3, 5, 1, 1, 1, 1) == 13  # 3 x 5, minus one at each end
+
+
+COMPILED = """
+import json, sys
+from tunix_like.compile import devices
+devices.prepare()
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from tunix_like.compile.costs import Counter
+
+kind, number = devices.parse_devices("v5e-8")
+mesh = Mesh(np.array(devices.described_devices(kind, number)), ("fsdp",))
+
+def f(n, x, stack):
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+    def chunk(i, x):
+        return jax.lax.scan(layer, x, stack)[0]
+    with jax.named_scope("chunks"):
+        return jax.lax.fori_loop(0, n, chunk, x)
+
+def shape(spec, *sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+
+args = shape(P(), dtype=jnp.int32), shape(P("fsdp"), 1024, 512), shape(P(None, "fsdp"), 6, 512, 512)
+text = jax.jit(f).lower(*args).compile().as_text()
+found = []
+for trips in (1, 3):
+    counter = Counter(text, {"chunks": trips})
+    costs = counter.total()
+    found.append([costs.operations, costs.cycles, costs.network_bytes, sorted(counter.unknown)])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed")
+def test_a_program_of_the_tpu_compiler(tmp_path):
+    """Chunks of data with six layers each, whose weights are gathered over eight devices."""
+    done = python("-c", COMPILED, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (one, _), (three, _) = ((found[:3], found[3]) for found in json.loads(done.stdout))
+    assert json.loads(done.stdout)[0][3] == []
+    assert one[0] == 6 * 2 * 128 * 512 * 512 and three[0] == 3 * one[0]
+    assert one[1] > 0 and three[1] > 2.5 * one[1] * 0.9
+    layer = 512 * 512 * 2 * 7 / 8  # the received bytes of a layer's weights, hoisted or not
+    assert 6 * layer <= one[2] <= three[2] <= 18 * layer

@@ -1,0 +1,92 @@
+"""Tests what the programs of a run transfer over the network of a TPU slice, read from the text of the TPU compiler."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from tests.process import ROOT, python
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed"),
+]
+
+MODEL = {
+    "model_type": "qwen3",
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+ROWS, TOKENS = 32, 32
+"""Completions of a chunk, and tokens of a completion. Both are small, so that most of the traffic is weights."""
+
+COMPILED = """
+import json, math, sys
+from tunix_like.compile import devices
+devices.prepare()
+import jax
+from tunix_like.compile import programs, report as doctor
+from tunix_like.config.load import load
+from tunix_like.models.sharding import scope
+from tunix_like.compile.costs import Counter
+
+name, loop, config, *overrides = sys.argv[1:]
+target = doctor.find_target("v5e-8")
+plan = programs.make_plan(load(config, overrides), doctor.Device("tpu", target.kind.memory), target.described)
+program = getattr(programs, name)(plan)
+with scope(program.mesh):
+    counter = Counter(program.lower().compile().as_text(), program.trips)
+trip = counter.one_trip(loop)
+weights = 2 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(plan.split[1]))
+report = {"weights": weights, "rows": plan.estimate.micro_batch, "collectives": trip.collectives}
+print(json.dumps(report | {"attention": plan.model.attention}))
+"""
+
+
+def compiled(cwd, program: str, loop: str, *overrides: str) -> dict:
+    """Compiles a program of `compile/programs.py` for v5e-8 in a separate process.
+
+    Returns:
+      `weights`: bytes of the trained weights in bfloat16; `collectives`: bytes that a device receives in one iteration
+    of the loop, by kind; `rows`: completions of a chunk.
+    """
+    config = str(ROOT / "examples" / "debug" / "reverse_text.yaml")
+    sizes = ("data.batch_size=16", "algorithm.num_generations=4", f"training.train_micro_batch_size={ROWS}")
+    lengths = ("rollout.max_prompt_length=32", f"rollout.max_tokens_to_generate={TOKENS}", "sft.max_steps=0")
+    argv = (program, loop, config, f"model.config={json.dumps(MODEL)}", *sizes, *lengths, *overrides)
+    done = python("-c", COMPILED, *argv, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["attention"] == "splash" and report["rows"] == ROWS
+    return report
+
+
+@pytest.mark.parametrize(("layout", "moved"), [("auto", False), ("[1, 8, 1]", True)])
+def test_decoding_transfers_no_weights(tmp_path, layout, moved):
+    """Covers one token of every row. With the layout of training, nearly all weights would be transferred."""
+    report = compiled(tmp_path, "decode_program", "tokens", f"rollout.mesh={layout}")
+    share = sum(report["collectives"].values()) / report["weights"]
+    assert (share > 0.5) if moved else (share < 0.01)
+
+
+@pytest.mark.parametrize(("remat", "times"), [("false", 2), ("true", 3)])
+def test_transfers_of_a_chunk_of_the_update(tmp_path, remat, times):
+    """The weights are gathered once, and once more for the recomputation. Their gradient is scattered.
+
+    All is in bfloat16. The allowance is three times the hidden states of the chunk: the vocabulary is split over the
+    devices, so that they are gathered for the logits and their gradients scattered, and the embeddings are sent to the
+    rows.
+    """
+    report = compiled(tmp_path, "update_program", "chunks", f"training.remat={remat}")
+    hidden = 2 * ROWS * TOKENS * MODEL["hidden_size"]
+    received = sum(report["collectives"].values()) * 8 / 7  # a device has an eighth already
+    assert (times - 1) * report["weights"] < received < times * report["weights"] + 3 * hidden, report

@@ -1,0 +1,337 @@
+"""Describes the programs of a run: how each is lowered, how often it runs, and its operation count.
+
+The programs are built from shapes for devices that this machine need not have. No arrays of the size of the model are
+allocated, and neither data nor weights are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from tunix_like.algorithms.objective import Objective, build_objective
+from tunix_like.compile.costs import Trips
+from tunix_like.config.schema import Config, OptimizerConfig
+from tunix_like.data import load_source, source_estimators
+from tunix_like.models.attention import resolve_attention
+from tunix_like.models.attention_blocked import ALL_BLOCKS, BLOCK, CAUSAL_BLOCKS
+from tunix_like.models.counts import forward_operations, update_operations
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.loading import load_abstract
+from tunix_like.models.lora import add_lora, split_params
+from tunix_like.models.sharding import (
+    build_mesh,
+    check_model,
+    param_shapes,
+    prompt_parts,
+    replicated_shapes,
+    shardings_of,
+    slot_shapes,
+)
+from tunix_like.rollout import decoding
+from tunix_like.rollout.logits import SamplingParams
+from tunix_like.rollout.sampler import jit_place
+from tunix_like.rollout.shapes import slot_shape
+from tunix_like.runs.build import check_batches, check_config, chosen_tokenizer, named_model, updates_per_batch
+from tunix_like.training.arguments import forward_options
+from tunix_like.training.forward import CHUNKS, SETS, batch_logprobs, packed_shapes
+from tunix_like.training.memory import Phase
+from tunix_like.training.optimizer import build_optimizer, moment_segments, state_shapes
+from tunix_like.training.packing import Packed, choose_layout, pack
+from tunix_like.training.sizes import (
+    Device,
+    MemoryEstimate,
+    device_memory,
+    estimate_memory,
+    prefilled_prompts,
+    rollout_mesh,
+)
+from tunix_like.training.train_step import StepInputs, StepSpec, TrainState, jit_train_step
+from tunix_like.types import GroupBatch
+
+logger = logging.getLogger("tunix_like")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program of a run before it is compiled. Its numbers are for completions of full length.
+
+    Attributes:
+      lower: returns a `jax.stages.Lowered`.
+      operations: number of multiplications and additions of this program in a training step, summed over all devices,
+        without recomputation and padding.
+      calls: number of times that the program runs in a training step.
+      trips: number of iterations of the loops whose length is an input of the program.
+      estimate: the estimated memory of the part of a training step in which the program runs; None if there is none.
+      token_loop: name of the loop that samples one token per completion in each iteration; None if there is none.
+    """
+
+    name: str
+    lower: Callable[[], Any]
+    mesh: Mesh | None
+    operations: float
+    calls: float
+    trips: Trips
+    estimate: Phase | None = None
+    token_loop: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A resolved config with its model, mesh and memory estimate for the target devices."""
+
+    config: Config
+    device: Device
+    model: Decoder
+    mesh: Mesh | None
+    sampling_mesh: Mesh | None
+    estimate: MemoryEstimate
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.config.rollout.max_prompt_length, self.config.rollout.max_tokens_to_generate
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Number of prompts per step, and number of completions per prompt."""
+        return self.config.data.batch_size, self.config.algorithm.num_generations
+
+    @functools.cached_property
+    def split(self) -> tuple[Any, Any]:
+        """The graph definition, and the shapes of the parameters with their shardings."""
+        graphdef, state = nnx.split(self.model)
+        return graphdef, param_shapes(nnx.to_pure_dict(state), self.mesh)
+
+    @property
+    def lays_out(self) -> bool:
+        """Whether the weights are converted to another layout for sampling (`Sampler.place`)."""
+        return self.sampling_mesh is not None and self.sampling_mesh.size > 1
+
+    @functools.cached_property
+    def sampled(self) -> Any:
+        """The shapes and shardings of the parameters during sampling."""
+        graphdef, params = self.split
+        if not self.lays_out:
+            return params
+        shapes = jax.eval_shape(functools.partial(decoding.cast_params, graphdef), params)
+        return param_shapes(shapes, self.sampling_mesh)
+
+    @property
+    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths of the prompts and of the completions of a step, as arrays. All lengths are the maximum lengths."""
+        (prompts, group), (width, steps) = self.group, self.widths
+        return np.full(prompts, width), np.full((prompts, group), steps)
+
+    def phase(self, *names: str) -> Phase:
+        """Returns the largest of the named phases."""
+        return max((phase for phase in self.estimate.phases if phase.name in names), key=lambda phase: phase.bytes)
+
+
+def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | None = None) -> Plan:
+    """Resolves the defaults of a config, and builds its mesh and its abstract model.
+
+    Args:
+      device: the backend and memory to plan for; None: the CPU of this machine.
+      devices: descriptions of the devices to compile for; None: all devices of the current backend.
+
+    Raises:
+      UserError: a config key is invalid, the config.json of the model is missing, or the mesh does not fit the devices
+        or the parameters.
+    """
+    config, _ = check_config(config)
+    section = config.model
+    incomplete = section.path is None and "vocab_size" not in (section.config or {})
+    what = named_model(section, chosen_tokenizer(config, load_source(config.data).tokenizer) if incomplete else None)
+    kinds: dict[str, Any] = {
+        "dtype": jnp.dtype(section.dtype or ("float32" if device is None else "bfloat16")),
+        "param_dtype": jnp.dtype(section.param_dtype),
+        "quantize": section.quantize,
+    }
+    model, _, _ = load_abstract(what, init=section.init, **kinds)
+    model.attention = _attention(section.attention, model, devices)
+    model = model if config.lora.rank is None else add_lora(model, config.lora)
+    mesh = build_mesh(config.mesh, devices)
+    check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
+    check_batches(config, mesh)
+    device = device or Device("cpu", device_memory())
+    estimate = estimate_memory(config, model, mesh, device=device, refuse=False)
+    sampling_mesh = rollout_mesh(model, config.rollout, mesh, device)
+    return Plan(config, device, model, mesh, sampling_mesh, estimate)
+
+
+def _attention(name: str, model: Decoder, devices: Sequence[Any] | None) -> str:
+    """Returns the attention implementation that the setting `name` (`model.attention`) selects on the devices."""
+    name = "blocked" if devices is None and name in ("cudnn", "splash") else name  # kernels that a CPU cannot compile
+    resolved = resolve_attention(name, model.dtype, model.config.head_dim, devices)
+    installed = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.cudnn") is not None
+    if devices is not None and resolved == "cudnn" and not installed:
+        logger.warning("cuDNN is not installed here, so blocked attention is compiled instead of cudnn")
+        return "blocked"
+    return resolved
+
+
+def update_program(plan: Plan) -> Program:
+    """Describes the program of one optimizer update (`training/updates.py`)."""
+    config, graphdef = plan.config, plan.split[0]
+    params, frozen = split_params(plan.split[1])
+    own = source_estimators(config.data, config.algorithm)
+    objective = build_objective(config.algorithm, plan.widths[1], updates_per_batch(config), own)
+    training = dataclasses.replace(config.training, actor_optimizer=config.optimizer)
+    optimizer = training.actor_optimizer or OptimizerConfig()
+    options = forward_options(config.rollout, training, config.algorithm, plan.device.backend)
+    copies_base = plan.mesh is None and bool(frozen)
+    segments = moment_segments(plan.model.config, optimizer, options.stacked, copies_base)
+    if isinstance(optimizer, OptimizerConfig):
+        optimizer = build_optimizer(optimizer, training.max_steps or 1, segments is not None)
+    state = TrainState(params, state_shapes(optimizer, params, segments))
+    step = jit_train_step(StepSpec(graphdef, objective, optimizer, options, shardings_of(state, plan.mesh), segments))
+    prompts = plan.group[0]
+    packed = _packed(plan, min(config.training.mini_batch_size or prompts, prompts))
+    lower = functools.partial(step.lower, state, _step_inputs(plan, objective, packed), frozen)
+    done = update_operations(plan.model.config, *plan.lengths, frozen=plan.model.adapters is not None)
+    return Program(
+        "update",
+        lower,
+        plan.mesh,
+        done * config.algorithm.num_iterations,
+        updates_per_batch(config),
+        _packed_trips(plan, packed),
+        plan.phase("update", "optimizer"),
+    )
+
+
+def logprobs_program(plan: Plan) -> Program | None:
+    """Describes the program that computes the log-probabilities of a batch without a gradient (`training/updates.py`).
+    A step runs it if a batch has several updates, if there is a KL term, and once more if this is in the reward."""
+    config, algorithm = plan.config, plan.config.algorithm
+    calls = (updates_per_batch(config) > 1) + (algorithm.beta > 0) * (2 if algorithm.kl_in_reward else 1)
+    if not calls:
+        return None
+    options = forward_options(config.rollout, config.training, algorithm, plan.device.backend)
+    packed = _packed(plan, plan.group[0])
+    program = jax.jit(functools.partial(batch_logprobs, options=options), static_argnums=0)
+    lower = functools.partial(program.lower, *plan.split, _batch(plan), packed_shapes(packed, plan.mesh))
+    operations = calls * forward_operations(plan.model.config, *plan.lengths)
+    return Program("logprobs", lower, plan.mesh, operations, calls, _packed_trips(plan, packed))
+
+
+def _packed_trips(plan: Plan, packed: Packed) -> Trips:
+    return {SETS: float(packed.sets), CHUNKS: float(packed.chunks.sum() / packed.sets), **_block_trips(plan)}
+
+
+def _block_trips(plan: Plan) -> Trips:
+    """Returns the numbers of iterations of the loops over blocks of keys in blocked attention, for causal attention the
+    mean over the blocks of queries. Sliding windows would reduce the numbers, but are not considered."""
+    return {CAUSAL_BLOCKS: lambda around: (around + 1) / 2, ALL_BLOCKS: float(math.ceil(plan.widths[0] / BLOCK))}
+
+
+def _packed(plan: Plan, most: int) -> Packed:
+    """Packs the completions of the first `most` prompts of a step (`training/packing.py`)."""
+    prompts, group = plan.group
+    layout = choose_layout(group, most, plan.widths, plan.estimate.micro_batch, prompt_parts(plan.mesh))
+    first = np.zeros((prompts, group), bool)
+    first[:most] = True
+    return pack(plan.lengths[1].astype(np.int32), first, plan.widths[1], layout, most)
+
+
+def _batch(plan: Plan) -> GroupBatch:
+    """Returns a rollout batch with shapes instead of arrays."""
+    (prompts, group), (width, steps) = plan.group, plan.widths
+
+    def shape(*axes: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(axes, dtype)
+
+    batch = GroupBatch(
+        prompt_tokens=shape(prompts, width),
+        prompt_lengths=shape(prompts),
+        completion_tokens=shape(prompts, group, steps),
+        completion_lengths=shape(prompts, group),
+        rollout_logprobs=shape(prompts, group, steps, dtype=jnp.float32),
+        rewards=shape(prompts, group, dtype=jnp.float32),
+        scored=shape(prompts, group, dtype=jnp.bool_),
+        trained=shape(prompts, group, dtype=jnp.bool_),
+        estimator_ids=shape(prompts),
+        token_mask=shape(prompts, group, steps, dtype=jnp.bool_),
+        segment_start=shape(prompts, group, steps) if plan.config.environment.history == "template" else None,
+    )
+    return replicated_shapes(batch, plan.mesh)
+
+
+def _step_inputs(plan: Plan, objective: Objective, packed: Packed) -> StepInputs:
+    batch = _batch(plan)
+    in_update = replicated_shapes(jax.ShapeDtypeStruct(plan.group[:1], jnp.bool_), plan.mesh)
+    old = batch.rollout_logprobs if updates_per_batch(plan.config) > 1 else None
+    ref = batch.rollout_logprobs if objective.reference_in_loss else None
+    return StepInputs(batch, in_update, packed_shapes(packed, plan.mesh), old, ref)
+
+
+def _slots(plan: Plan) -> tuple[int, int]:
+    """Returns the number of slots of the sampler, and the number of completions per slot."""
+    return slot_shape(*plan.group, plan.estimate.rows, *plan.widths)
+
+
+def _prompt_inputs(plan: Plan, prompts: int) -> tuple[Any, Any]:
+    inputs = jax.ShapeDtypeStruct((prompts, plan.widths[0]), jnp.int32), jax.ShapeDtypeStruct((prompts,), jnp.int32)
+    return slot_shapes(inputs, plan.sampling_mesh)
+
+
+def reshard_program(plan: Plan) -> Program | None:
+    """Describes the program that converts the weights to the layout for sampling; a single device needs none."""
+    if plan.sampling_mesh is None or not plan.lays_out:
+        return None
+    graphdef, params = plan.split
+    lower = functools.partial(jit_place(graphdef, params, plan.sampling_mesh).lower, graphdef, params)
+    return Program("reshard", lower, plan.mesh, 0.0, 1, {})
+
+
+def prefill_program(plan: Plan) -> Program:
+    """Describes the program that prefills the first prompts of a step (`rollout/schedule.py`)."""
+    prompts, shape = prefilled_prompts(_slots(plan), plan.group[1]), _slots(plan)
+    if shape[1] < plan.group[1]:  # the sampler pads the prompts to a multiple of the shards
+        prompts += -prompts % prompt_parts(plan.sampling_mesh)
+    lower = functools.partial(decoding.prefill.lower, plan.split[0], plan.sampled, *_prompt_inputs(plan, prompts))
+    calls = math.ceil(plan.group[0] / prompts)
+    return Program("prefill", lower, plan.sampling_mesh, _prompt_operations(plan), calls, _block_trips(plan))
+
+
+def _prompt_operations(plan: Plan) -> float:
+    first = np.ones((plan.group[0], 1), np.int32)  # a prompt predicts one token
+    return forward_operations(plan.model.config, plan.lengths[0], first)
+
+
+def decode_program(plan: Plan) -> Program:
+    """Describes the decoding program (`rollout/sampler.py`) with all completions active and a cache of full size."""
+    graphdef, params, (prompts, group), steps = plan.split[0], plan.sampled, plan.group, plan.widths[1]
+    slots, size = _slots(plan)
+    rollout = plan.config.rollout
+    made = jax.eval_shape(functools.partial(decoding.prefill, graphdef), params, *_prompt_inputs(plan, slots))
+    made = slot_shapes(made, plan.sampling_mesh)
+    words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape[-1]
+    empty = functools.partial(decoding.empty_rows, size=size, max_tokens=steps, room=steps, key_words=words)
+    rows = slot_shapes(jax.eval_shape(empty, made), plan.sampling_mesh)
+    sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
+    ends = tuple(rollout.eos_tokens or (0,))
+    lower = functools.partial(decoding.advance.lower, graphdef, params, made, rows, np.int32(0), sampling, ends)
+    operations = forward_operations(plan.model.config, *plan.lengths) - _prompt_operations(plan)
+    trips = {decoding.TOKENS: float(steps * math.ceil(prompts * group / (slots * size)))}
+    rollout_phase = plan.phase("rollout")
+    weights = {} if plan.lays_out else {"weights": rollout_phase.parts["weights"]}
+    phase = Phase("decode", weights | rollout_phase.decode)
+    return Program("decode", lower, plan.sampling_mesh, operations, 1, trips, phase, decoding.TOKENS)
+
+
+def programs_of(plan: Plan) -> list[Program]:
+    """Describes all programs of a run, in the order of the report."""
+    found = update_program, logprobs_program, reshard_program, prefill_program, decode_program
+    return [program for describe in found if (program := describe(plan)) is not None]

@@ -1,0 +1,97 @@
+"""Reads the requests of a harness of `verifiers`, and writes the answers, in the format of OpenAI's chat completions.
+
+A harness is the code of an environment that sends chat requests to the model.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tunix_like.environments.chat_messages import RequestError, checked_messages, checked_tools, parsed_calls
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1), "stop": (None, [], ""), "logprobs": (None, False), "top_logprobs": (None, 0),
+    "tool_choice": (None, "auto", "none"), "response_format": (None, {"type": "text"}), "logit_bias": (None, {}),
+}  # fmt: skip
+"""Fields of a chat request that are not supported in training, and the only values that a request may give them. Other
+sampling parameters of a request are ignored, because the settings in `rollout` apply."""
+
+
+class Call(NamedTuple):
+    """A chat request that an environment of the package `verifiers` sends to the model.
+
+    Attributes:
+      id: number of the request in the process of the environment.
+      variables: variables of the chat template, including `tools`.
+      stream: whether the answer is sent as a stream of events.
+    """
+
+    id: int
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any]
+    stream: bool
+
+    @staticmethod
+    def of(id: int, body: Mapping[str, Any]) -> Call:
+        """Makes a `Call` from the JSON body of a chat request. Raises RequestError if the request is not supported in
+        training."""
+        for name, values in NEUTRAL.items():
+            if body.get(name) not in values:
+                raise RequestError(f"{name}: got {str(body[name])[:80]}; it is not supported in training", name)
+        tools = [] if body.get("tool_choice") == "none" else checked_tools(body.get("tools"))
+        variables = body.get("chat_template_kwargs") or {}
+        if not isinstance(variables, dict):
+            raise RequestError("chat_template_kwargs: it must be an object", "chat_template_kwargs")
+        variables = {**variables, **({"tools": [dict(tool) for tool in tools]} if tools else {})}
+        return Call(id, checked_messages(body.get("messages")), variables, bool(body.get("stream")))
+
+    @property
+    def latest(self) -> list[dict[str, Any]]:
+        """The messages of the request after its last message with the role assistant."""
+        turns = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+        return self.messages[turns[-1] + 1 if turns else 0 :]
+
+
+def answer_of(call: Call, text: str, reason: str, tokens: tuple[int, int]) -> dict[str, Any]:
+    """Returns the message that tells the process of the environment to answer the chat request `call` with a turn of
+    the policy.
+
+    Args:
+      text: the turn. Tool calls in this text are parsed if the request has tools.
+      reason: "stop", or "length" if the token limit ended the turn.
+      tokens: number of tokens of the prompt and of the turn.
+    """
+    content, calls = parsed_calls(text) if "tools" in call.variables else (text, [])
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = calls
+        reason = "tool_calls" if reason == "stop" else reason
+    usage = dict(zip(("prompt_tokens", "completion_tokens", "total_tokens"), (*tokens, sum(tokens)), strict=True))
+    head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": "policy"}
+    if not call.stream:
+        choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+        body: Any = {**head, "object": "chat.completion", "choices": [choice], "usage": usage}
+        return _message(call.id, 200, body)
+    if calls:
+        message["tool_calls"] = [{"index": index, **each} for index, each in enumerate(calls)]
+    chunks: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": message, "finish_reason": None}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]},
+        {"choices": [], "usage": usage},
+    ]
+    lines = [json.dumps({**head, "object": "chat.completion.chunk", **chunk}) for chunk in chunks]
+    return _message(call.id, 200, "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]), stream=True)
+
+
+def refusal_of(call: int, status: int, reason: str) -> dict[str, Any]:
+    """Returns the message that tells the process of the environment to refuse the chat request with the number `call`.
+    `status` is the HTTP status of the refusal."""
+    return _message(call, status, {"error": {"message": reason, "type": "invalid_request_error", "code": status}})
+
+
+def _message(call: int, status: int, body: Any, stream: bool = False) -> dict[str, Any]:
+    return {"kind": "answer", "call": call, "status": status, "body": body, "stream": stream}

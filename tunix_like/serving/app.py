@@ -1,0 +1,233 @@
+"""Implements the HTTP interface of the server: routes, limits, the API key, and errors in the format of OpenAI."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as Http
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.environments.chat_messages import RequestError
+from tunix_like.serving import requests
+from tunix_like.serving.answers import Answer, ChatAnswer, CompletionAnswer, GenerateAnswer, event
+from tunix_like.serving.requests import Request, Settings
+from tunix_like.serving.server import Failed, Server
+
+MOST_BYTES = 8 << 20
+"""Maximum size of the body of a request."""
+
+DISCONNECTED = 499
+"""HTTP status that the metrics record for a request whose client disconnected."""
+
+_LOG = logging.getLogger(__name__)
+
+Parse = Callable[[bytes, Settings, Tokenizer], Request]
+MakeAnswer = Callable[[Request, Settings, Tokenizer], Answer]
+
+
+def make_app(server: Server, key: str | None) -> ASGIApp:
+    """Builds the ASGI application of the server. If `key` is not None, all requests except those of `/health` must send
+    it as a bearer token."""
+    settings = server.settings
+    card = {
+        "id": settings.name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "tunix_like",
+        "max_model_len": settings.longest,
+    }
+
+    def sampling(path: str, parse: Parse, answer: MakeAnswer) -> Route:
+        async def endpoint(http: Http) -> Response:
+            return await _sample(server, http, parse, answer)
+
+        return Route(path, endpoint, methods=["POST"])
+
+    async def models(http: Http) -> Response:
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def health(http: Http) -> Response:
+        return Response()
+
+    async def metrics(http: Http) -> Response:
+        return Response(generate_latest(server.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    routes = [
+        Route("/v1/models", models),
+        sampling("/v1/completions", requests.completion_request, CompletionAnswer),
+        sampling("/v1/chat/completions", requests.chat_request, ChatAnswer),
+        sampling("/inference/v1/generate", requests.generate_request, GenerateAnswer),
+        Route("/health", health),
+        Route("/metrics", metrics),
+    ]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+    return _Guard(app, server, key, {route.path for route in routes})
+
+
+async def _http_error(http: Http, error: Exception) -> Response:
+    """Returns the error response to a request with an unknown route or method."""
+    assert isinstance(error, HTTPException)
+    message = f"{http.method} {http.url.path[:200]}: {error.detail}"
+    return error_response(RequestError(message, http=error.status_code, kind="not_found_error"), error.headers)
+
+
+def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+    """Returns a response with the error in the format of OpenAI."""
+    return JSONResponse(_content(error), error.http, headers)
+
+
+def _content(error: RequestError) -> dict[str, dict[str, str | int | None]]:
+    message = str(error).encode(errors="replace").decode()  # a text of the request may contain half a surrogate pair
+    return {"error": {"message": message, "type": error.kind, "param": error.param, "code": error.http}}
+
+
+class _Guard:
+    """Checks the API key, counts the requests, and measures the duration of the successful requests that sample."""
+
+    def __init__(self, app: ASGIApp, server: Server, key: str | None, paths: set[str]):
+        self._app, self._metrics, self._paths = app, server.metrics, paths
+        self._expected = None if key is None else f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, began = DISCONNECTED, time.monotonic()
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        path = scope["path"]
+        try:
+            if self._refused(scope):
+                error = RequestError("the API key is missing or wrong", http=401, kind="authentication_error")
+                await error_response(error, {"www-authenticate": "Bearer"})(scope, receive, counted)
+            else:
+                await self._app(scope, receive, counted)
+        except ClientDisconnect:
+            status = DISCONNECTED
+        finally:
+            known = path if path in self._paths else "other"
+            self._metrics.requests.labels(known, str(status)).inc()
+            if status == 200 and scope["method"] == "POST":
+                self._metrics.latency.observe(time.monotonic() - began)
+
+    def _refused(self, scope: Scope) -> bool:
+        if self._expected is None or scope["path"] == "/health":
+            return False
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return not hmac.compare_digest(given, self._expected)
+
+
+class _Events(StreamingResponse):
+    """A streamed response. Its generator of events is closed at once when the client disconnects."""
+
+    def __init__(self, events: AsyncGenerator[str, None]):
+        super().__init__(events, media_type="text/event-stream")
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+
+
+async def _sample(server: Server, http: Http, parse: Parse, make: MakeAnswer) -> Response:
+    """Answers a request that samples completions."""
+    began = time.monotonic()
+    try:
+        body = await _body(http)
+        server.check_room()
+        # The request is parsed in a thread, because long texts take milliseconds to encode and a chat template can take
+        # seconds.
+        request = await run_in_threadpool(parse, body, server.settings, server.tokenizer)
+        server.check_room()
+        answer = make(request, server.settings, server.tokenizer)
+        if request.stream:
+            return _Events(_events(server, answer, began))
+        return await _whole(server, http, answer, began)
+    except RequestError as error:
+        headers = {"retry-after": str(server.retry_after())} if error.http == 429 else None
+        return error_response(error, headers)
+    except ClientDisconnect:
+        return Response(status_code=DISCONNECTED)
+    except Exception as error:
+        return error_response(_failure(error))
+
+
+def _failure(error: Exception) -> RequestError:
+    if not isinstance(error, Failed):  # the batcher has logged the reason
+        _LOG.error("a request failed", exc_info=error)
+    return RequestError("the server failed; its log says why", http=500, kind="internal_server_error")
+
+
+async def _body(http: Http) -> bytes:
+    """Reads the body of a request. Raises RequestError if the body is too large or the content type is not JSON."""
+    # This check prevents cross-site requests: a web page cannot send JSON to another origin unless the server allows
+    # it.
+    if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise RequestError("the content type must be application/json", http=415)
+    parts, size = [], 0
+    async for part in http.stream():
+        parts.append(part)
+        size += len(part)
+        if size > MOST_BYTES:
+            raise RequestError(f"the body has more than {MOST_BYTES} bytes", http=413)
+    return b"".join(parts)
+
+
+async def _whole(server: Server, http: Http, answer: Answer, began: float) -> Response:
+    """Samples all completions and returns the whole answer. If the client disconnects, cancels the sampling and raises
+    ClientDisconnect."""
+    sampling = asyncio.ensure_future(_collect(server, answer, began))
+    gone = asyncio.ensure_future(_disconnected(http))
+    try:
+        await asyncio.wait((sampling, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not sampling.done():
+            raise ClientDisconnect
+        sampling.result()
+        return JSONResponse(answer.whole())
+    finally:
+        for task in (sampling, gone):
+            task.cancel()
+        await asyncio.gather(sampling, gone, return_exceptions=True)
+
+
+async def _disconnected(http: Http) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _collect(server: Server, answer: Answer, began: float) -> None:
+    async for _ in server.sample(answer, began):
+        pass
+
+
+async def _events(server: Server, answer: Answer, began: float) -> AsyncGenerator[str, None]:
+    """Yields the events of a streamed answer. The response closes this generator when the client disconnects."""
+    try:
+        async with contextlib.aclosing(server.sample(answer, began)) as parts:
+            async for choice, text, tokens in parts:
+                for line in answer.events(choice, text, tokens):
+                    yield line
+        for line in answer.last_events():
+            yield line
+    except Exception as error:
+        yield event(_content(_failure(error)))
