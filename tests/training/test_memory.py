@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from typing import Any
 
@@ -41,7 +42,6 @@ from tunix_like.training import sizes
 from tunix_like.training.forward import ForwardOptions
 from tunix_like.training.learners import GRPOConfig
 from tunix_like.training.memory import (
-    FIRST_CACHE,
     Work,
     amount,
     rollout_phase,
@@ -218,26 +218,20 @@ ROLLOUTS = {
 
 @pytest.mark.parametrize("name", ROLLOUTS)
 def test_estimate_of_a_rollout_equals_the_compiled_programs(name):
-    """The estimate is the maximum of prefill, sampling at full cache size, and the growth of the cache, each with all
-    other arrays held at that time."""
+    """The estimate is the maximum of prefill, sampling at full cache size, and the replacement of a layer of the cache,
+    each with all other arrays held at that time."""
     changes, count, slots = ROLLOUTS[name]
     work = changed(**changes)
     (width, steps), (graphdef, params) = work.widths, abstract_of(work)
     prefill = decoding.prefill.lower(graphdef, params, shape(slots, width), shape(slots)).compile()
     run = functools.partial(decoding.prefill, graphdef)
     prompts = jax.eval_shape(run, params, shape(slots, width), shape(slots))
-    room = min(steps, FIRST_CACHE)
-    rows = [
-        jax.eval_shape(lambda p, room=room: decoding.empty_rows(p, count // slots, steps, room, 2), prompts)
-        for room in (room, steps)
-    ]
+    rows = jax.eval_shape(lambda p: decoding.empty_rows(p, count // slots, steps, steps, 2), prompts)
     sampling = SamplingParams(1.0, 0.9 if work.filtered else 1.0)
-    advance = decoding.advance.lower(graphdef, params, prompts, rows[1], shape(), sampling, (1,)).compile()
-    moments = [held_by(prefill), held_by(advance)]
-    if room < steps:
-        moments.append(held_by(decoding.grow.lower(rows[0], room=steps).compile()) + nbytes((params, prompts)))
+    advance = decoding.advance.lower(graphdef, params, prompts, rows, shape(), sampling, (1,)).compile()
+    growth = nbytes((params, prompts, rows, rows.cache[0]))
     foreseen = rollout_phase(work, count, slots, {"weights": work.weights}).bytes
-    assert_estimate(name, foreseen, max(moments), rel=0.2)
+    assert_estimate(name, foreseen, max(held_by(prefill), held_by(advance), growth), rel=0.2)
 
 
 @pytest.mark.parametrize(("backend", "compiled"), [("tpu", 6.97), ("gpu", 6.2)])
@@ -433,23 +427,23 @@ def test_chunk_size_on_a_cpu(memory):
 
 def test_number_of_rows_is_the_largest_that_fits(memory):
     rollout = RolloutConfig(max_prompt_length=32, max_tokens_to_generate=64)
-    work = changed(prompts=1, group=1, reference=True)
+    work, many = changed(prompts=1, group=1, reference=True), (1000, 8)
 
     def need(rows, held=None):
-        shape = slot_shape(sizes.MOST_ROWS, 8, rows, 32, 64)
-        return rollout_phase(work, rows, shape[0], held, sizes.prefilled_prompts(shape, 8)).bytes
+        shape = slot_shape(*many, rows, 32, 64)
+        return rollout_phase(work, math.prod(shape), shape[0], held, sizes.prefilled_prompts(shape, 8)).bytes
 
     alone = {"weights": work.weights}
     for rows in (1, 7, 100):
         memory(need(rows) + 1)
-        assert sizes.concurrent_rows(decoder(), rollout) == rows
+        assert sizes.concurrent_rows(decoder(), rollout, *many) == rows
     memory(need(1) - 1)  # training does not fit, but an evaluation does
-    found = sizes.concurrent_rows(decoder(), rollout)
+    found = sizes.concurrent_rows(decoder(), rollout, *many)
     assert need(found, alone) <= need(1) - 1 < need(found + 1, alone)
     memory(need(1, alone) - 1)
     with pytest.raises(UserError, match=r"max_concurrent_rows: one .* Lower rollout\.max_prompt_length or"):
-        sizes.concurrent_rows(decoder(), rollout)
-    assert sizes.concurrent_rows(decoder(), dataclasses.replace(rollout, max_concurrent_rows=9)) == 9
+        sizes.concurrent_rows(decoder(), rollout, *many)
+    assert sizes.concurrent_rows(decoder(), dataclasses.replace(rollout, max_concurrent_rows=9), *many) == 9
 
 
 def foreseen() -> sizes.MemoryEstimate:

@@ -278,7 +278,7 @@ def _step_inputs(plan: Plan, objective: Objective, packed: Packed) -> StepInputs
 
 def _slots(plan: Plan) -> tuple[int, int]:
     """Returns the number of slots of the sampler, and the number of completions per slot."""
-    return slot_shape(*plan.group, plan.estimate.rows, *plan.widths)
+    return slot_shape(*plan.group, plan.estimate.rows, *plan.widths, prompt_parts(plan.sampling_mesh))
 
 
 def _prompt_inputs(plan: Plan, prompts: int) -> tuple[Any, Any]:

@@ -15,10 +15,12 @@ directly. `schedule.py` and `turns.py` call the programs of this file.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
@@ -184,9 +186,9 @@ def without_columns(rows: Rows, chosen: Bool[Array, "A g"]) -> Rows:
 
 
 @jax.jit
-def pick_prompts(prompts: Prompts, source: Int[Array, "B"]) -> Prompts:
-    """Copies prefilled prompts: prompt `b` of the result is prompt `source[b]` of `prompts`."""
-    return jax.tree.map(lambda x: x[source], prompts)
+def pick(tree: Any, source: Int[Array, "B"]) -> Any:
+    """Copies entries of arrays, e.g. prefilled prompts: entry `b` of the result is entry `source[b]` of `tree`."""
+    return jax.tree.map(lambda x: x[source], tree)
 
 
 @functools.partial(jax.jit, donate_argnames=("prompts",))
@@ -309,18 +311,34 @@ def _row_index(rows: Rows) -> tuple[Int[Array, "A 1"], Int[Array, "1 g"]]:
     return jnp.arange(slots)[:, None], jnp.arange(size)[None]
 
 
-@functools.partial(jax.jit, static_argnames=("room",))
 def grow(rows: Rows, room: int) -> Rows:
     """Enlarges the cache of keys and values, a ring buffer, to `room` columns: moves the oldest column to the front and
-    appends empty columns."""
+    appends empty columns. The cache arrays of `rows` are deleted."""
+    cache = _by_layer(lambda layer: _grown_layer(*layer, rows.column, room), rows.cache)
+    positions = _wider(rows.positions, rows.column, room, axis=2, empty=-1)
+    return rows._replace(column=jnp.full_like(rows.column, rows.room), positions=positions, cache=cache)
 
-    def wider(x: Array, axis: int, empty: int = 0) -> Array:
-        width = [(0, 0)] * x.ndim
-        width[axis] = (0, room - rows.room)
-        return jnp.pad(jnp.roll(x, -rows.column, axis=axis), width, constant_values=empty)
 
-    cache = [(wider(k, 3), wider(v, 2)) for k, v in rows.cache]
-    return rows._replace(column=jnp.int32(rows.room), positions=wider(rows.positions, 2, empty=-1), cache=cache)
+def _by_layer(change: Callable[[KeyValue], KeyValue], cache: list[KeyValue]) -> list[KeyValue]:
+    """Replaces the arrays of each layer and deletes the old ones, so that memory never holds two caches."""
+    changed = []
+    for layer in cache:
+        changed.append(jax.block_until_ready(change(layer)))
+        for x in layer:
+            x.delete()
+    return changed
+
+
+@functools.partial(jax.jit, static_argnames=("room",))
+def _grown_layer(k: Float[Array, "R K h U"], v: Float[Array, "R K U h"], column: Array, room: int) -> KeyValue:
+    return _wider(k, column, room, axis=3), _wider(v, column, room, axis=2)
+
+
+@functools.partial(jax.jit, static_argnames=("room", "axis", "empty"))
+def _wider(x: Array, column: Int[Array, ""], room: int, axis: int, empty: int = 0) -> Array:
+    width = [(0, 0)] * x.ndim
+    width[axis] = (0, room - x.shape[axis])
+    return jnp.pad(jnp.roll(x, -column, axis=axis), width, constant_values=empty)
 
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
@@ -333,25 +351,37 @@ def restart(rows: Rows, prompts: Prompts, chosen: Bool[Array, "A g"]) -> Rows:
     )
 
 
-@jax.jit
 def regroup(
-    prompts: Prompts, rows: Rows, source: Int[Array, "B"], picked: Int[Array, "B c"], real: Bool[Array, "B c"]
+    prompts: Prompts,
+    rows: Rows,
+    source: Int[np.ndarray, "B"],
+    picked: Int[np.ndarray, "B c"],
+    real: Bool[np.ndarray, "B c"],
 ) -> tuple[Prompts, Rows]:
     """Copies completions and their prompts to new arrays. A slot holds one prompt and several rows, and a row holds one
     completion of this prompt.
 
     New slot `b` gets the prompt of old slot `source[b]`, and the old rows with the indices `picked[b]`. Row `i` of old
     slot `a` has the index `a * g + i`, where `g` is the number of rows per old slot. A new row for which `real` is
-    False is padding and is not sampled. Several new slots can get the same prompt.
+    False is padding and is not sampled. Several new slots can get the same prompt. The old caches are deleted.
     """
+    moved, of_rows = _regrouped(rows._replace(cache=[]), picked, real), picked.reshape(-1)
+    kept = pick(prompts._replace(cache=[]), source)
+    return (
+        kept._replace(cache=_by_layer(lambda layer: pick(layer, source), prompts.cache)),
+        moved._replace(cache=_by_layer(lambda layer: pick(layer, of_rows), rows.cache)),
+    )
+
+
+@jax.jit
+def _regrouped(rows: Rows, picked: Int[Array, "B c"], real: Bool[Array, "B c"]) -> Rows:
     moved = {
         name: (x := getattr(rows, name)).reshape(-1, *x.shape[2:])[picked]
         for name in Rows._fields
         if name not in ("column", "steps", "cache")
     }
-    moved["cache"] = jax.tree.map(lambda x: x[picked.reshape(-1)], rows.cache)
     moved["live"] &= real
-    return pick_prompts(prompts, source), rows._replace(**moved)
+    return rows._replace(**moved)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef",), donate_argnames=("rows",))

@@ -16,7 +16,7 @@ mesh, `place` converts the weights to the layout of the sampler once for several
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -62,7 +62,8 @@ class Sampler:
       eos_ids: end-of-sequence token ids. A completion ends with the first sampled end-of-sequence token; this token is
         part of the completion.
       max_prompt_length, max_tokens: maximum length of a prompt and of a completion, in tokens.
-      max_concurrent_rows: maximum number of completions that are sampled at the same time; None means no limit.
+      max_concurrent_rows: maximum number of completions that are sampled at the same time, or a function that returns
+        it for a number of prompts and a number of completions per prompt; None means no limit.
       mesh: the device mesh. Prompts are sharded over the axes `data` and `fsdp`, attention heads over the axis `tp`.
         None means a single device.
 
@@ -79,7 +80,7 @@ class Sampler:
         *,
         max_prompt_length: int,
         max_tokens: int,
-        max_concurrent_rows: int | None = None,
+        max_concurrent_rows: int | Callable[[int, int], int] | None = None,
         mesh: Mesh | None = None,
     ):
         self.graphdef = graphdef

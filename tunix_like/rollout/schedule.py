@@ -61,17 +61,16 @@ class Schedule:
         self.lengths = np.array([len(p) for p in prompts], np.int32)
         self.numbers, self.size = np.array([request.number for request in requests], np.uint32), size
         total, limit = len(prompts), sampler.max_tokens
-        at_once = total * size if sampler.max_concurrent_rows is None else sampler.max_concurrent_rows
-        slots, width = slot_shape(total, size, at_once, self.tokens.shape[1], limit)
-        if slots * width < total * size:  # completions wait: use the same number of slots on each device
-            slots = max(slots - slots % prompt_parts(sampler.mesh), 1)
+        at_once = total * size if (most := sampler.max_concurrent_rows) is None else most
+        at_once = at_once if isinstance(at_once, int) else at_once(total, size)
+        slots, width = slot_shape(total, size, at_once, self.tokens.shape[1], limit, prompt_parts(sampler.mesh))
         self.slot_prompt = np.repeat(np.arange(total), -(-size // width))[:slots]
         self.row_sample, self.ages = np.full((slots, width), -1), np.zeros((slots, width), int)
         self.next_sample, self.steps = np.zeros(total, int), 0
         chosen = np.unique(self.slot_prompt)
-        self.prompts = self._prefill(chosen if width == size else self._divisible(chosen))
-        if width < size:
-            self.prompts = self._placed(decoding.pick_prompts(self.prompts, self.slot_prompt))
+        self.prompts = self._prefill(chosen if len(chosen) == slots else self._divisible(chosen))
+        if len(chosen) < slots:
+            self.prompts = self._placed(decoding.pick(self.prompts, self.slot_prompt))
         words = jax.random.key_data(key).shape[-1]
         rows = decoding.empty_rows(self.prompts, width, limit, min(FIRST_CACHE, limit), words)
         self.rows = self._placed(rows)

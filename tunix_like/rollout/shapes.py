@@ -44,25 +44,34 @@ def pad_tokens(rows: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "N 
     return out
 
 
-def slot_shape(prompts: int, size: int, at_once: int, prompt_length: int, max_tokens: int) -> tuple[int, int]:
+def slot_shape(
+    prompts: int, size: int, at_once: int, prompt_length: int, max_tokens: int, parts: int = 1
+) -> tuple[int, int]:
     """Chooses the number of slots and the number of rows per slot, with at most `at_once` rows in total. A slot holds
     one prompt, and each of its rows holds one completion of this prompt.
 
-    If `at_once` rows suffice for all completions, each slot has `size` rows: one for each completion of its prompt.
-    Otherwise the shape with the lowest estimated cost is chosen. Few rows per slot are good, because a slot takes the
-    next prompt only when all of its rows have ended. If lengths are distributed exponentially, `w` rows need
-    `1 + 1/2 + ... + 1/w` times the mean length until all have ended. Many rows per slot are good, because the rows of
-    a slot share the reads of the prompt's keys and values.
+    If `at_once` rows suffice, each prompt has one slot, whose rows sample its `size` completions in as few turns of
+    equal size as possible. Otherwise the shape with the lowest estimated cost is chosen. Few rows per slot are good,
+    because a slot takes the next prompt only when all of its rows have ended. If lengths are distributed exponentially,
+    `w` rows need `1 + 1/2 + ... + 1/w` times the mean length until all have ended. Many rows per slot are good, because
+    the rows of a slot share the reads of the prompt's keys and values.
+
+    Args:
+      parts: number of devices over which slots are sharded. If completions wait, it divides the number of slots.
     """
     if at_once >= prompts * size:
         return prompts, size
+    if at_once >= prompts and prompts % parts == 0:
+        turns = -(-size // (at_once // prompts))
+        return prompts, -(-size // turns)
 
     def cost(width: int) -> float:
         waiting = sum(1 / i for i in range(1, width + 1))
         return (max_tokens / 2 + prompt_length / width) * min(waiting, 2.5)  # at most 2.5: lengths are limited
 
     width = min((w for w in {*(1 << i for i in range(size.bit_length())), size} if w <= at_once), key=cost)
-    return min(prompts * -(-size // width), at_once // width), width
+    slots = min(prompts * -(-size // width), at_once // width)
+    return max(slots - slots % parts, 1), width
 
 
 def rounded(numbers: Int[np.ndarray, "N"], most: int, fill: int | None = None) -> Int[np.ndarray, "M"]:

@@ -36,12 +36,17 @@ def make_engine(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mes
     """
     model = nnx.merge(graphdef, [None] * graphdef.num_leaves)  # a module without weights
     sampling_mesh = rollout_mesh(model, rollout, mesh)
+
+    def rows(prompts: int, group: int) -> int:
+        return concurrent_rows(model, rollout, prompts, group, mesh, sampling_mesh)
+
+    rows(1, 1)  # checks that one completion fits, before anything is compiled
     return Sampler(
         graphdef,
         rollout.eos_tokens or tokenizer.eos_ids,
         max_prompt_length=rollout.max_prompt_length,
         max_tokens=rollout.max_tokens_to_generate,
-        max_concurrent_rows=concurrent_rows(model, rollout, mesh, sampling_mesh),
+        max_concurrent_rows=rows,
         mesh=sampling_mesh,
     )
 

@@ -18,7 +18,6 @@ from tunix_like.models.attention_blocked import BLOCK
 from tunix_like.models.config import Adapters, DecoderConfig
 from tunix_like.models.counts import Share, layer_count
 from tunix_like.models.layer_stack import longest_period
-from tunix_like.rollout.shapes import FIRST_CACHE
 from tunix_like.training.packing import choose_layout
 
 KEPT_PER_TOKEN = {"inner": 5, "hidden": 6, "query": 5, "key": 3}
@@ -284,7 +283,8 @@ def rollout_phase(
     """Estimates the peak memory of sampling with `rows` concurrent completions in `slots` slots.
 
     The peak is the largest of four estimates: the weights while they are laid out for sampling; the forward pass of the
-    prompts; a decode step with caches of full size; the old and the new cache, when the cache grows or is halved.
+    prompts; a decode step with caches of full size; the caches while the last layer is replaced, when the cache grows
+    or is halved.
 
     Args:
       held: number of bytes, by component, of the arrays that are always in memory; defaults to those of a trainer.
@@ -298,16 +298,15 @@ def rollout_phase(
     logits = SAMPLED_LOGITS_COPIES[work.filtered] * rows * model.vocab_size * 4 // tp
     scores = rows * model.num_heads * (prompt_width + width) * 4 // tp
     copy = 0 if work.rollout_share is None else _in_compute_dtype(work, work.rollout_share)
-    cast, dequantized, old = _sampled_weights(work), _dequantized(work, backward=False), _room_before(width)
-    grown = rows * _key_values(work, old) * (model.num_layers + 1) * (old < width) // tp
-    moved = max(grown, cache // 2 + prompt_cache // (1 if slots < rows else 2))  # compaction halves rows or slots
+    cast, dequantized = _sampled_weights(work), _dequantized(work, backward=False)
+    layer = max(cache, prompt_cache) // model.num_layers
     forward = _prompt_forward(work, slots if prefilled is None else -(-prefilled // parts))
     prefill_weights = max(copy, cast * (work.size < 4)) + dequantized
     buffers = rows * (8 * width + 16) + (rows + slots) * model.hidden_size * work.size
     kept = {"prompt cache": prompt_cache, "buffers": buffers}
     moments = [
         kept | {"cast weights": cast + dequantized, "logits": logits + scores, "completion cache": cache},
-        kept | {"cast weights": copy, "completion cache": cache, "cache before growing": moved},
+        kept | {"cast weights": copy, "completion cache": cache, "a layer of the old cache": layer},
         kept | {"cast weights": prefill_weights, "prompts": forward},
         {"laying out the weights": int(LAID_OUT.get(work.backend, max(LAID_OUT.values())) * copy)},
     ]
@@ -413,11 +412,3 @@ def _batch(work: Work) -> int:
     """Returns the bytes of prompts, and of completions with up to three log-probabilities per token."""
     prompt_width, width = work.widths
     return 4 * (work.prompts * prompt_width + work.rows * width * (3 + work.reference) + 8 * work.rows)
-
-
-def _room_before(width: int) -> int:
-    """Returns the columns of the sampler's cache before it grows for the last time, to `width`."""
-    room = min(FIRST_CACHE, width)
-    while 2 * room < width:
-        room *= 2
-    return room

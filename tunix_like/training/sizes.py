@@ -50,9 +50,6 @@ per byte are enough to use the arithmetic units fully, so larger chunks are not 
 USUAL_GROUP = 8
 """Assumed number of completions per prompt if the group size is not known."""
 
-MOST_ROWS = 1 << 16
-"""Maximum number of concurrent completions with `rollout.max_concurrent_rows: auto`."""
-
 ROWS_PER_DEVICE = 16
 """Number of completions per device that must fit into memory if `rollout.mesh` and `rollout.max_concurrent_rows` are
 `auto`."""
@@ -300,8 +297,13 @@ def _needed(model: Decoder, rollout: RolloutConfig, mesh: Mesh, chosen: Mesh, de
 
 def _sampling(work: Work, prompts: int, group: int, rows: int, held: dict[str, int] | None = None) -> Phase:
     """Estimates the memory of sampling `group` completions of each of `prompts` prompts, at most `rows` at once."""
-    shape = slot_shape(prompts, group, rows, *work.widths)
-    return rollout_phase(work, rows, shape[0], held, prefilled_prompts(shape, group))
+    shape = _slot_shape(work, prompts, group, rows)
+    return rollout_phase(work, math.prod(shape), shape[0], held, prefilled_prompts(shape, group))
+
+
+def _slot_shape(work: Work, prompts: int, group: int, rows: int) -> tuple[int, int]:
+    parts, _ = work.rollout_parts or (work.parts, 1)
+    return slot_shape(prompts, group, rows, *work.widths, parts)
 
 
 def prefilled_prompts(shape: tuple[int, int], group: int) -> int:
@@ -332,11 +334,14 @@ def _for_sampling(work: Work, model: Decoder, rollout: RolloutConfig, chosen: Me
 def concurrent_rows(
     model: Decoder,
     rollout: RolloutConfig,
+    prompts: int,
+    group: int,
     mesh: Mesh | None = None,
     sampling_mesh: Mesh | None = None,
     device: Device | None = None,
 ) -> int:
-    """Returns the maximum number of completions that are sampled at the same time.
+    """Returns the maximum number of completions that are sampled at the same time, of `group` completions of each of
+    `prompts` prompts.
 
     With `rollout.max_concurrent_rows: auto`, the result is the largest number for which sampling fits into memory
     together with a trainer's weights, moments and reference model. If not even one completion fits together with these
@@ -355,12 +360,12 @@ def concurrent_rows(
     work = _rollout_work(model, rollout, mesh, sampling_mesh, device)
 
     def needed(rows: int, held: dict[str, int] | None) -> int:
-        return _sampling(work, MOST_ROWS, USUAL_GROUP, rows, held).bytes
+        return _sampling(work, prompts, group, rows, held).bytes
 
     alone = {"weights": work.weights}
     for held in (None, alone):
-        if rows := _most_that_fits(MOST_ROWS, functools.partial(needed, held=held), device.usable):
-            return rows
+        if rows := _most_that_fits(prompts * group, functools.partial(needed, held=held), device.usable):
+            return math.prod(_slot_shape(work, prompts, group, rows))
     raise _too_large("rollout.max_concurrent_rows", needed(1, alone), device, "sampling")
 
 
@@ -455,19 +460,24 @@ def estimate_memory(
     size = chosen(lambda: chunk_size(setting, update, device))
     update = dataclasses.replace(update, prompts=data.batch_size, update_prompts=most)
     sampling_mesh = rollout_mesh(model, rollout, mesh, device)
-    limit, phases = data.batch_size * group, []
+    rows, phases = data.batch_size * group, []
     if find_engine(rollout.engine).make is None:
-        limit = chosen(lambda: concurrent_rows(model, rollout, mesh, sampling_mesh, device))
+
+        def sampled_at_once(prompts: int, samples: int) -> int:
+            return chosen(lambda: concurrent_rows(model, rollout, prompts, samples, mesh, sampling_mesh, device))
+
         work = _for_sampling(update, model, rollout, sampling_mesh)
-        of_eval = "evaluation", config.eval.batch_size, config.eval.samples
-        for name, prompts, samples in (("rollout", data.batch_size, group), of_eval):
-            phase = _sampling(work, prompts, samples, min(limit, prompts * samples))
-            phases.append(dataclasses.replace(phase, name=name))
+        rows = min(sampled_at_once(data.batch_size, group), rows)
+        evaluated = config.eval.batch_size, config.eval.samples
+        for name, shape, at_once in (
+            ("rollout", (data.batch_size, group), rows),
+            ("evaluation", evaluated, sampled_at_once(*evaluated)),
+        ):
+            phases.append(dataclasses.replace(_sampling(work, *shape, at_once), name=name))
     phases += update_phases(update, size)
     if config.sft.max_steps:
         single = update_work(training, model, (config.sft.batch_size, 1), widths, False, mesh, device)
         sft = update_phases(single, chosen(lambda: chunk_size(setting, single, device)))[0]
         phases.append(dataclasses.replace(sft, name="sft"))
     auto = (not isinstance(setting, int), not isinstance(rollout.max_concurrent_rows, int))
-    rows = min(limit, data.batch_size * group)
     return MemoryEstimate(size, rows, auto, tuple(phases), device, tuple(refused))
