@@ -224,6 +224,30 @@ def test_a_ring_that_has_wrapped_grows_in_order(monkeypatch):
     assert [name for name, _ in seen].count("grow") >= 2
 
 
+def test_memory_never_holds_two_caches(monkeypatch):
+    """Before a layer of the cache is replaced, the earlier layers of the old cache are deleted."""
+    prompts = decoding.prefill(GRAPHDEF, PARAMS, jnp.asarray([A]), jnp.asarray([len(A)]))
+    rows = decoding.empty_rows(prompts, 2, 16, 8, 2)
+    old, replaced = [jax.tree.leaves(rows.cache), jax.tree.leaves(prompts.cache)], []
+    assert len(rows.cache) > 1
+
+    def spied(name):
+        original = getattr(decoding, name)
+
+        def call(*given, **named):
+            replaced.append([x.is_deleted() for x in old[0]])
+            return original(*given, **named)
+
+        monkeypatch.setattr(decoding, name, call)
+
+    spied("_grown_layer")
+    rows = decoding.grow(rows, 16)
+    assert [sum(each) for each in replaced] == [2 * layer for layer in range(len(rows.cache))]
+    old[0] = jax.tree.leaves(rows.cache)
+    decoding.regroup(prompts, rows, np.array([0]), np.array([[1]]), np.array([[True]]))
+    assert all(x.is_deleted() for x in (*old[0], *old[1]))
+
+
 def test_random_numbers_depend_on_number_sample_position_and_key(endless):
     """The prompts are equal, so equal random numbers would give equal rows."""
     same = sample(prompts=(A, A, A), numbers=(0, 1, 3))
