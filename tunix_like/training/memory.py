@@ -18,6 +18,7 @@ from tunix_like.models.attention_blocked import BLOCK
 from tunix_like.models.config import Adapters, DecoderConfig
 from tunix_like.models.counts import Share, layer_count
 from tunix_like.models.layer_stack import longest_period
+from tunix_like.rollout.shapes import FIRST_CACHE
 from tunix_like.training.packing import choose_layout
 
 KEPT_PER_TOKEN = {"inner": 5, "hidden": 6, "query": 5, "key": 3}
@@ -299,14 +300,15 @@ def rollout_phase(
     scores = rows * model.num_heads * (prompt_width + width) * 4 // tp
     copy = 0 if work.rollout_share is None else _in_compute_dtype(work, work.rollout_share)
     cast, dequantized = _sampled_weights(work), _dequantized(work, backward=False)
-    layer = max(cache, prompt_cache) // model.num_layers
+    # A larger cache replaces the old one, or the old one a cache with half as many rows or slots.
+    layer = max(cache * _room_before(width) // width, cache // 2, prompt_cache) // model.num_layers
     forward = _prompt_forward(work, slots if prefilled is None else -(-prefilled // parts))
     prefill_weights = max(copy, cast * (work.size < 4)) + dequantized
     buffers = rows * (8 * width + 16) + (rows + slots) * model.hidden_size * work.size
     kept = {"prompt cache": prompt_cache, "buffers": buffers}
     moments = [
         kept | {"cast weights": cast + dequantized, "logits": logits + scores, "completion cache": cache},
-        kept | {"cast weights": copy, "completion cache": cache, "a layer of the old cache": layer},
+        kept | {"cast weights": copy, "completion cache": cache, "a layer of another cache": layer},
         kept | {"cast weights": prefill_weights, "prompts": forward},
         {"laying out the weights": int(LAID_OUT.get(work.backend, max(LAID_OUT.values())) * copy)},
     ]
@@ -412,3 +414,11 @@ def _batch(work: Work) -> int:
     """Returns the bytes of prompts, and of completions with up to three log-probabilities per token."""
     prompt_width, width = work.widths
     return 4 * (work.prompts * prompt_width + work.rows * width * (3 + work.reference) + 8 * work.rows)
+
+
+def _room_before(width: int) -> int:
+    """Returns the columns of the sampler's cache before it grows for the last time, to `width`."""
+    room = min(FIRST_CACHE, width)
+    while 2 * room < width:
+        room *= 2
+    return room if room < width else 0
