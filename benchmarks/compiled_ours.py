@@ -33,7 +33,7 @@ def plan_of(work: Work, prompts: int) -> Plan:
         "training.remat=true",
     ]
     kind, _ = work.target
-    return make_plan(load(None, overrides), Device(kind.backend, kind.memory), work.described())
+    return make_plan(load(None, overrides), Device(kind.backend, kind.memory, kind), work.described())
 
 
 def update(work: Work) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 import bisect
 import dataclasses
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +31,13 @@ from tunix_like.models.sharding import (
     shardings_of,
 )
 from tunix_like.rollout import decoding, sampler, schedule
+from tunix_like.runtime.accelerators import KINDS, Accelerator
 from tunix_like.training.engine import make_engine
 from tunix_like.training.forward import ForwardOptions, place_packed
+from tunix_like.training.memory import COLLECTIVE_SECONDS, decode_seconds
 from tunix_like.training.packing import Layout, pack
 from tunix_like.training.sft import _Likelihood
-from tunix_like.training.sizes import Device, rollout_mesh
+from tunix_like.training.sizes import Device, SamplingLayout, rollout_layout, update_work
 from tunix_like.training.train_step import StepSpec, TrainState, gradient, step_inputs
 from tunix_like.types import GroupBatch, SamplingParams
 
@@ -117,7 +121,7 @@ def test_weights_are_replicated_while_sampling_where_they_fit():
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24, max_concurrent_rows=8)
 
     def chosen(memory: int) -> list[int]:
-        layout = rollout_mesh(model, rollout, mesh, Device("cpu", memory))
+        layout = rollout_layout(model, rollout, mesh, Device("cpu", memory)).mesh
         return list(layout.shape.values())
 
     assert chosen(10**9) == [8, 1, 1]
@@ -126,6 +130,48 @@ def test_weights_are_replicated_while_sampling_where_they_fit():
     whole, split = (sizes[bisect.bisect_left(sizes, -tp, key=lambda memory: -chosen(memory)[2])] for tp in (1, 2))
     assert split < whole and chosen(split) == [4, 1, 2]
     assert chosen(1000) == [1, 1, 8]
+
+
+def test_layout_with_the_shortest_predicted_decode_step_is_chosen():
+    """With many weights per completion it is worth sending, with few it is not."""
+    mesh = build_mesh(MeshConfig(shape=[1, 8, 1], axis_names=AXES))
+    rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24)
+
+    def chosen(memory: int, width: int, kind: Accelerator | None) -> SamplingLayout:
+        model = Decoder(dataclasses.replace(CONFIG, intermediate_size=width), rngs=nnx.Rngs(0))
+        return rollout_layout(model, rollout, mesh, Device("tpu", memory, kind))
+
+    slow = dataclasses.replace(KINDS["v5e"], memory_bytes=1e9, network_bytes=1e9)
+    layout = chosen(10**9, 4096, slow)
+    assert layout.mesh.shape["tp"] > 1 and "ms with tp 1, " in layout.reason
+    assert chosen(10**9, 4096, KINDS["v5e"]).mesh.shape["tp"] == 1  # the sums take longer than the weights
+    assert chosen(10**9, 4096, None).mesh.shape["tp"] == 1
+    assert chosen(10**9, 16, dataclasses.replace(slow, network_bytes=1e6)).mesh.shape["tp"] == 1
+    sizes = range(10**5, 10**7, 10**4)
+    enough = bisect.bisect_left(sizes, True, key=lambda size: "predicted" in chosen(size, 4096, slow).reason)
+    few = chosen(sizes[enough], 4096, dataclasses.replace(slow, network_bytes=1e3))
+    assert few.mesh.shape["tp"] > 1 and "with tp 1" not in few.reason, "layouts that do not fit are left out"
+
+
+def test_bytes_of_a_decode_step_are_those_of_the_arrays():
+    """At 1 byte per second: weights without the embedding that only looks up rows, prompts, half of the columns."""
+    model = Decoder(dataclasses.replace(CONFIG, tie_embeddings=False), rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split(model)
+    tokens, lengths = jnp.zeros((4, 8), jnp.int32), jnp.full(4, 8)
+    prompts = jax.eval_shape(functools.partial(decoding.prefill, graphdef), nnx.to_pure_dict(state), tokens, lengths)
+    rows = jax.eval_shape(lambda given: decoding.empty_rows(given, 3, 24, 24, 2), prompts)
+    held = {name: sum(x.size * 4 for x in jax.tree.leaves(tree)) for name, tree in {
+        "weights": nnx.to_pure_dict(state), "embedding": model.embed_tokens.embedding[...],
+        "prompts": prompts.cache, "rows": rows.cache,
+    }.items()}  # fmt: skip
+    kind = dataclasses.replace(KINDS["v5e"], memory_bytes=1.0)
+    work = update_work(RLTrainingConfig(), model, (4, 3), (8, 24))
+    expected = held["weights"] - held["embedding"] + held["prompts"] + held["rows"] / 2
+    assert decode_seconds(work, 12, 4, kind) == expected
+    split = dataclasses.replace(work, rollout_share=work.share, rollout_parts=(2, 2))
+    network = dataclasses.replace(kind, memory_bytes=math.inf, network_bytes=1.0)
+    layers, sent = 2 * CONFIG.num_layers, 6 * CONFIG.hidden_size * 4  # an all-reduce of two devices receives all once
+    assert decode_seconds(split, 12, 4, network) == pytest.approx(layers * (sent + COLLECTIVE_SECONDS))
 
 
 @pytest.mark.parametrize("kinds", [{"param_dtype": jnp.bfloat16}, {"quantize": "int8"}], ids=str)
@@ -147,7 +193,7 @@ def test_a_layout_that_does_not_divide_the_model_is_not_chosen():
     mesh = build_mesh(MeshConfig(shape=[1, 8, 1], axis_names=AXES))
     model = Decoder(dataclasses.replace(CONFIG, vocab_size=33), rngs=nnx.Rngs(0))
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24)
-    layout = rollout_mesh(model, rollout, mesh, Device("cpu", 1000))
+    layout = rollout_layout(model, rollout, mesh, Device("cpu", 1000)).mesh
     assert list(layout.shape.values()) == [1, 8, 1]
 
 

@@ -55,7 +55,6 @@ from tunix_like.training.sizes import (
     device_memory,
     estimate_memory,
     prefilled_prompts,
-    rollout_mesh,
 )
 from tunix_like.training.train_step import StepInputs, StepSpec, TrainState, jit_train_step
 from tunix_like.types import GroupBatch
@@ -166,7 +165,7 @@ def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | No
     check_batches(config, mesh)
     device = device or Device("cpu", device_memory())
     estimate = estimate_memory(config, model, mesh, device=device, refuse=False)
-    sampling_mesh = rollout_mesh(model, config.rollout, mesh, device)
+    sampling_mesh = None if estimate.layout is None else estimate.layout.mesh
     return Plan(config, device, model, mesh, sampling_mesh, estimate)
 
 

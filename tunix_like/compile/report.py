@@ -206,13 +206,11 @@ def print_report(config: Config, devices: str, file: str | None = None) -> int:
         raise UserError(f"--json {file}: the folder {Path(file).resolve().parent} does not exist; create it.")
     target = find_target(devices)
     kind = target.kind
-    device = None if kind is None else Device(kind.backend, kind.memory)
+    device = None if kind is None else Device(kind.backend, kind.memory, kind)
     plan = make_plan(config, device, target.described)
     check_size(plan, target)
     mesh, dtype = describe_devices(plan.mesh), plan.model.dtype
     console.print_text(f"{devices}: {mesh}; {amount(plan.device.memory)} per device; {dtype} matrix products")
-    if plan.sampling_mesh is not None:
-        console.print_text(f"while sampling: {describe_devices(plan.sampling_mesh)}")
     model = f"{describe_model(plan.model)}, {plan.config.model.path or 'inline'}"
     console.print_text(f"{model}; attention {plan.model.attention}")
     for name, value in plan.estimate.lines():

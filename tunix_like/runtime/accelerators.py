@@ -90,6 +90,12 @@ PEAK_FLOPS = {kind.jax_name: kind.operations for kind in KINDS.values()} | {
 values are not needed here."""
 
 
+def find_kind(device_kind: str) -> Accelerator | None:
+    """Returns the accelerator with jax's name `device_kind`; None if its values are not in `KINDS`."""
+    found = [kind for kind in KINDS.values() if device_kind.startswith(kind.jax_name)]
+    return max(found, key=lambda kind: len(kind.jax_name), default=None)
+
+
 def known_name(device_kind: str) -> str | None:
     """Returns the longest key of `PEAK_FLOPS` with which jax's name of a device begins; None if there is none."""
     return max((name for name in PEAK_FLOPS if device_kind.startswith(name)), key=len, default=None)

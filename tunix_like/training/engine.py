@@ -18,7 +18,7 @@ from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.rollout.rollouts import Task
 from tunix_like.rollout.sampler import Sampler
-from tunix_like.training.sizes import concurrent_rows, rollout_mesh
+from tunix_like.training.sizes import concurrent_rows, rollout_layout
 from tunix_like.types import Engine, Request, Responder, Sample, SamplingParams
 
 logger = logging.getLogger("tunix_like")
@@ -35,7 +35,8 @@ def make_engine(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mes
         the model.
     """
     model = nnx.merge(graphdef, [None] * graphdef.num_leaves)  # a module without weights
-    sampling_mesh = rollout_mesh(model, rollout, mesh)
+    layout = rollout_layout(model, rollout, mesh)
+    sampling_mesh = None if layout is None else layout.mesh
 
     def rows(prompts: int, group: int) -> int:
         return concurrent_rows(model, rollout, prompts, group, mesh, sampling_mesh)

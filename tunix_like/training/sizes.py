@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,9 @@ from tunix_like.models.counts import Share, parameter_shapes, share_of
 from tunix_like.models.sharding import AXES, check_model, layout_mesh, prompt_parts
 from tunix_like.rollout.engines.registry import find_engine
 from tunix_like.rollout.shapes import slot_shape
+from tunix_like.runtime.accelerators import Accelerator, find_kind
 from tunix_like.runtime.processes import gather
-from tunix_like.training.memory import Phase, Work, amount, rollout_phase, update_phases
+from tunix_like.training.memory import Phase, Work, amount, decode_seconds, rollout_phase, update_phases
 
 if TYPE_CHECKING:
     from tunix_like.models.config import Adapters, DecoderConfig
@@ -54,6 +55,9 @@ ROWS_PER_DEVICE = 16
 """Number of completions per device that must fit into memory if `rollout.mesh` and `rollout.max_concurrent_rows` are
 `auto`."""
 
+USUAL_ROWS_PER_DEVICE = 64
+"""Number of completions per device for which `rollout.mesh: auto` compares layouts."""
+
 LOWER = {
     "sampling": "rollout.max_concurrent_rows, rollout.max_prompt_length or rollout.max_tokens_to_generate",
     "training": "training.train_micro_batch_size, training.logprob_chunk_size, rollout.max_prompt_length or "
@@ -69,11 +73,13 @@ class Device:
     Attributes:
       backend: name of the JAX backend.
       memory: memory of one device in bytes.
+      kind: the peak rates of the device; None if they are not known.
       known: False if an accelerator does not report its memory. `memory` is then computed from the memory of the host.
     """
 
     backend: str
     memory: int
+    kind: Accelerator | None = None
     known: bool = True
 
     @property
@@ -110,9 +116,9 @@ def _reported_memory() -> int | None:
 
 
 def this_device() -> Device:
-    """Returns the backend and the memory of the current device."""
-    backend = jax.default_backend()
-    return Device(backend, device_memory(), known=backend == "cpu" or _reported_memory() is not None)
+    """Returns the backend, the memory and the kind of the current device."""
+    backend, kind = jax.default_backend(), find_kind(jax.devices()[0].device_kind)
+    return Device(backend, device_memory(), kind, known=backend == "cpu" or _reported_memory() is not None)
 
 
 def _work(
@@ -227,15 +233,26 @@ def _most_that_fits(top: int, needed: Callable[[int], int], limit: float) -> int
     return low
 
 
-def rollout_mesh(
-    model: Decoder, rollout: RolloutConfig, mesh: Mesh | None, device: Device | None = None
-) -> Mesh | None:
-    """Returns the mesh of the sampler, with axes `data`, `fsdp` and `tp`; None if `mesh` and `rollout.devices` are
-    None. The sampler has the devices of `mesh`, or those that `rollout.devices` reserves for sampling.
+class SamplingLayout(NamedTuple):
+    """The mesh of the sampler, with axes `data`, `fsdp` and `tp`, and why it was chosen."""
 
-    With `rollout.mesh: auto`, the weights are replicated if they fit into memory together with the trainer's arrays and
-    the cache of keys and values. Sampling then needs no communication. Otherwise the weights are split along `tp` over
-    the smallest number of devices for which they fit. If they fit for no size of `tp`, the weights are also split along
+    mesh: Mesh
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{', '.join(f'{name} {size}' for name, size in self.mesh.shape.items())} ({self.reason})"
+
+
+def rollout_layout(
+    model: Decoder, rollout: RolloutConfig, mesh: Mesh | None, device: Device | None = None
+) -> SamplingLayout | None:
+    """Returns the layout of the sampler; None if `mesh` and `rollout.devices` are None. The sampler has the devices of
+    `mesh`, or those that `rollout.devices` reserves for sampling.
+
+    With `rollout.mesh: auto`, the weights are split along `tp` over as many devices of a host as gives the shortest
+    predicted decode step, among the layouts that fit into memory together with the trainer's arrays and the cache of
+    keys and values. A larger `tp` reads fewer weights per device, but sends more. If the rates of the device are not
+    known, the smallest `tp` that fits is used. If the weights fit for no size of `tp`, they are also split along
     `fsdp`.
 
     Raises:
@@ -255,18 +272,26 @@ def rollout_mesh(
                 f"must be {size}, e.g. [{size}, 1, 1], or set auto."
             )
         try:
-            return _dividing(mesh, rollout.mesh, model)
+            return SamplingLayout(_dividing(mesh, rollout.mesh, model), "as set")
         except UserError as error:
             raise UserError(str(error).replace("mesh.shape", "rollout.mesh", 1)) from None
-    device, layouts = device or this_device(), list[Mesh]()
+    device = device or this_device()
     per_process = size // jax.process_count()
-    for tp in (tp for tp in range(1, per_process + 1) if per_process % tp == 0):
-        if (layout := _possible(mesh, (size // tp, 1, tp), model)) is not None:
-            if _needed(model, rollout, mesh, layout, device) <= device.usable:
-                return layout
-            layouts.append(layout)
-    tp = layouts[-1].shape["tp"]
-    return _possible(mesh, (1, size // tp, tp), model) or mesh
+    splits = [tp for tp in range(1, per_process + 1) if per_process % tp == 0]
+    possible = [layout for tp in splits if (layout := _possible(mesh, (size // tp, 1, tp), model)) is not None]
+    works = [_rollout_work(model, rollout, mesh, layout, device) for layout in possible]
+    rows = rollout.max_concurrent_rows
+    least, usual = (rows if isinstance(rows, int) else each * size for each in (ROWS_PER_DEVICE, USUAL_ROWS_PER_DEVICE))
+    fitting = [i for i, work in enumerate(works) if _sampling(work, least, USUAL_GROUP, least).bytes <= device.usable]
+    if not fitting:
+        tp = possible[-1].shape["tp"]
+        return SamplingLayout(_possible(mesh, (1, size // tp, tp), model) or mesh, "the weights fit for no tp alone")
+    if (kind := device.kind) is None:
+        return SamplingLayout(possible[fitting[0]], "the smallest tp that fits")
+    seconds = {i: decode_seconds(works[i], usual, -(-usual // USUAL_GROUP), kind) for i in fitting}
+    each = ", ".join(f"{1e3 * seconds[i]:.3g} ms with tp {possible[i].shape['tp']}" for i in fitting)
+    reason = f"predicted for a token of {usual} completions at peak rates: {each}"
+    return SamplingLayout(possible[min(seconds, key=lambda i: seconds[i])], reason)
 
 
 def _dividing(mesh: Mesh, shape: Sequence[int], model: Decoder) -> Mesh:
@@ -286,13 +311,6 @@ def _possible(mesh: Mesh, shape: Sequence[int], model: Decoder) -> Mesh | None:
 
 def _shapes(model: Decoder) -> Any:
     return parameter_shapes(model.config, model.param_dtype, model.adapters, model.quantized)
-
-
-def _needed(model: Decoder, rollout: RolloutConfig, mesh: Mesh, chosen: Mesh, device: Device) -> int:
-    """Returns the estimated bytes that each device needs while sampling on the mesh `chosen`."""
-    rows = rollout.max_concurrent_rows
-    rows = rows if isinstance(rows, int) else ROWS_PER_DEVICE * mesh.size
-    return _sampling(_rollout_work(model, rollout, mesh, chosen, device), rows, USUAL_GROUP, rows).bytes
 
 
 def _sampling(work: Work, prompts: int, group: int, rows: int, held: dict[str, int] | None = None) -> Phase:
@@ -378,6 +396,7 @@ class MemoryEstimate:
       rows: maximum number of completions that are sampled at the same time.
       chosen: whether `auto` has chosen `micro_batch`, and whether `auto` has chosen `rows`.
       phases: the peak memory of each phase of the run.
+      layout: the layout of the sampler; None if it has one device.
       refused: error messages on sizes that could not be chosen, because not even one completion fits into memory.
     """
 
@@ -386,6 +405,7 @@ class MemoryEstimate:
     chosen: tuple[bool, bool]
     phases: tuple[Phase, ...]
     device: Device
+    layout: SamplingLayout | None = None
     refused: tuple[str, ...] = ()
 
     @property
@@ -400,7 +420,10 @@ class MemoryEstimate:
         update_bytes = max(phase.bytes for phase in self.phases if phase.name == "update")
         shown = [phase for phase in self.phases if phase.name != "optimizer" or phase.bytes > update_bytes]
         phases = [(phase.name, str(phase)) for phase in shown]
-        return [("sizes", sizes), ("memory", self.peak_line()), *phases, *(("warning", x) for x in self.problems())]
+        inside = any(phase.name == "rollout" for phase in self.phases)  # not in an engine outside
+        layout = [("sampling", str(self.layout))] if inside and self.layout is not None else []
+        warnings = [("warning", problem) for problem in self.problems()]
+        return [("sizes", sizes), *layout, ("memory", self.peak_line()), *phases, *warnings]
 
     def peak_line(self) -> str:
         """Returns a text with the estimated peak and the memory of the device."""
@@ -459,7 +482,8 @@ def estimate_memory(
     update = update_work(training, model, (most, group), widths, config.algorithm.beta > 0, mesh, device)
     size = chosen(lambda: chunk_size(setting, update, device))
     update = dataclasses.replace(update, prompts=data.batch_size, update_prompts=most)
-    sampling_mesh = rollout_mesh(model, rollout, mesh, device)
+    layout = rollout_layout(model, rollout, mesh, device)
+    sampling_mesh = None if layout is None else layout.mesh
     rows, phases = data.batch_size * group, []
     if find_engine(rollout.engine).make is None:
 
@@ -480,4 +504,4 @@ def estimate_memory(
         sft = update_phases(single, chosen(lambda: chunk_size(setting, single, device)))[0]
         phases.append(dataclasses.replace(sft, name="sft"))
     auto = (not isinstance(setting, int), not isinstance(rollout.max_concurrent_rows, int))
-    return MemoryEstimate(size, rows, auto, tuple(phases), device, tuple(refused))
+    return MemoryEstimate(size, rows, auto, tuple(phases), device, layout, tuple(refused))
