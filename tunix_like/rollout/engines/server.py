@@ -176,9 +176,9 @@ class Server:
     async def _load_adapter(self, folder: str, version: str, rank: int) -> None:
         """Loads the adapter in `folder` under the name `version`, and unloads those of earlier versions of the run.
 
-        A new name for each version keeps the key-value caches of the versions apart. A request that still runs would
-        make vLLM read the folder of its adapter again, which may be gone by then and would end the server. So requests
-        of earlier versions are aborted.
+        The names differ because vLLM keeps key-value caches by the name and the path of an adapter, and keeps those of
+        an adapter that is loaded again from the same path. Requests of earlier versions are aborted because vLLM, which
+        has replaced their adapter, would read its folder again, and ends if the folder is gone.
         """
         held = [str(model["id"]) for model in (await self._get("/v1/models"))["data"] if model.get("parent")]
         if version not in held:
@@ -189,12 +189,13 @@ class Server:
                 if why := await self._lora_problem(rank):
                     raise self._unfit(why)
                 raise Unavailable(f"it cannot load the adapter in {folder}: status {status}: {_beginning(content)}")
-        await self._post("/update_weight_version", {"new_version": version})
-        await self._post("/resume", {})
-        self._adapter, run = version, version.rpartition("-")[0]
+        run = version.rpartition("-")[0]
         for name in held:
             if name != version and name.rpartition("-")[0] == run:
                 await self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name}, _QUICK_SECONDS)
+        self._adapter = version
+        await self._post("/update_weight_version", {"new_version": version})
+        await self._post("/resume", {})
 
     async def is_healthy(self) -> bool:
         """Returns whether the route `/health` of the server answers with status 200."""
