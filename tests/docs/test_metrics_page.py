@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.rollout.engines.stand_in import StandIn
 from tests.training import test_environments, test_staleness
 from tests.training.small_learner import ROWS, TOKENIZER, collect, make, make_model
 from tunix_like import AlgorithmConfig, EvalConfig, GRPOLearner, RolloutConfig, SFTConfig, SFTTrainer
+from tunix_like.models.loading import export_model
+from tunix_like.rollout.engines.vllm import VLLMEngine
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +37,17 @@ def rewards(prompts, completions, **columns):
     return [float(len(completion) % 2) for completion in completions]
 
 
-def all_rows():
+def rows_of_servers(folder):
+    export_model(make_model(), TOKENIZER, folder / "model")
+    server = StandIn(folder / "model", TOKENIZER)
+    rollout = RolloutConfig(engine="vllm", urls=[server.url], max_prompt_length=8, max_tokens_to_generate=4)
+    engine = VLLMEngine(make_model(), TOKENIZER, rollout, folder / "weights")
+    yield from collect(make(engine=engine))
+    engine.close()
+    server.stop()
+
+
+def all_rows(folder):
     yield from collect(
         make(
             AlgorithmConfig(
@@ -48,15 +61,17 @@ def all_rows():
     )  # fmt: skip
     yield from collect(test_environments.learner(eval_config=SAMPLES), eval_ds=ROWS[:2])
     yield from collect(test_staleness.stale())
+    yield from rows_of_servers(folder)
 
 
-def test_every_metric_of_training_and_evaluation_is_on_the_page():
-    rows = list(all_rows())
+def test_every_metric_of_training_and_evaluation_is_on_the_page(tmp_path):
+    rows = list(all_rows(tmp_path))
     assert unknown(rows, "train/", documented()) == []
     assert unknown(rows, "eval/", documented("Evaluation")) == []
     names = set().union(*rows)
     assert {"train/kl", "train/staleness", "train/environment/good", "train/dynamic_sampling/extra_batches"} <= names
     assert {"train/sampler_is/ess", "train/overlong/masked_frac", "train/pass@1/a", "eval/low/pass@1"} <= names
+    assert {"train/perf/weights_sent_bytes", "train/perf/weights_sent_sec"} <= names
     assert "new" not in names and unknown([{"train/new": 1}], "train/", documented()) == ["new"]
 
 

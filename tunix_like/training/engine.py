@@ -105,6 +105,12 @@ class WrappedEngine:
     def row_steps(self) -> int:
         return self.engine.row_steps
 
+    @property
+    def transfer_metrics(self) -> dict[str, float]:
+        """Bytes and seconds of the newest transfer of weights to servers; empty for an engine without servers."""
+        found: dict[str, float] = getattr(self.engine, "transfer_metrics", {})
+        return found
+
     def place(self, params: Any) -> Any:
         return self.engine.place(params)
 

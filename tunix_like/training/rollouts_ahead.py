@@ -101,6 +101,7 @@ class RolloutsAhead:
             self._position, placed, sampler = self._here(), self._placed(params, clock), Clock()
             self._ahead = self._executor.submit(self._collect, step + 1, placed, sampler), sampler
         rollout, metrics = collected
+        metrics |= getattr(self.engine, "transfer_metrics", {})  # the in-process sampler has none
         return rollout, metrics | ({} if self._executor is None else times) | clock.seconds
 
     def get_state(self) -> Any:

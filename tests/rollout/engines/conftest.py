@@ -37,13 +37,13 @@ def connect(tmp_path):
     """Builds engines from servers and closes them after the test."""
     engines = []
 
-    def build(*servers, max_gap=1e-4, **settings):
+    def build(*servers, max_gap=1e-4, model=None, **settings):
         lengths = {"max_prompt_length": 8, "max_tokens_to_generate": 4} | settings
         urls = [server if isinstance(server, str) else server.url for server in servers]
         rollout = RolloutConfig(
             engine="vllm", urls=urls, **{"wait_for_servers_seconds": 60.0, "request_timeout_seconds": 10.0} | lengths
         )
-        engines.append(VLLMEngine(make_model(), TOKENIZER, rollout, tmp_path / "weights", max_gap=max_gap))
+        engines.append(VLLMEngine(model or make_model(), TOKENIZER, rollout, tmp_path / "weights", max_gap=max_gap))
         return engines[-1]
 
     yield build

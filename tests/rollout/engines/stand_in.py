@@ -12,7 +12,9 @@ import numpy as np
 from aiohttp import web
 from flax import nnx
 
+from tunix_like.errors import UserError
 from tunix_like.models.loading import load_model
+from tunix_like.models.lora import load_adapter
 
 WIDTH = 32
 
@@ -30,12 +32,16 @@ class StandIn:
         A returned number is the status of the answer, a returned text its body.
       clients: the connection of each request.
       asked: the bodies of the requests for tokens.
-      versions: the weight versions of their answers.
+      adapters: the loaded adapters by name.
+      lora_rank: the value of `--max-lora-rank`; None: started without `--enable-lora`.
     """
 
-    def __init__(self, folder, tokenizer, version="0.32.0", missing=(), key=None, max_model_len=512):
+    def __init__(
+        self, folder, tokenizer, version="0.32.0", missing=(), key=None, max_model_len=512, lora_rank=None, updates=True
+    ):
         self.folder, self.tokenizer, self.vllm, self.key = str(folder), tokenizer, version, key
         self.missing, self.limit = missing, max_model_len
+        self.lora_rank, self.updates = lora_rank, updates
         self.faults, self.asked, self.routes, self.delay = [], [], [], 0.0
         self.clients = []
         self.rng, self.port = np.random.default_rng(0), 0
@@ -46,7 +52,7 @@ class StandIn:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self):
-        self.model, self.version = None, "default"
+        self.version, self.adapters = "default", {}
         self._load(self.folder)
         self._loop, ready = asyncio.new_event_loop(), threading.Event()
 
@@ -80,9 +86,27 @@ class StandIn:
         return [token for token in self.tokenizer.encode(text) if token != self.tokenizer.bos_id]
 
     def _load(self, folder):
-        model = load_model(folder)[0]
-        self.graphdef, state = nnx.split(model)
-        self.params = nnx.to_pure_dict(state)
+        self.model = load_model(folder)[0]
+
+    def _load_adapter(self, body):
+        if self.lora_rank is None or body["lora_name"] in self.adapters:
+            return 500 if self.lora_rank is None else 400
+        try:
+            self.adapters[body["lora_name"]] = load_adapter(self.model, body["lora_path"])
+        except UserError:
+            return 404
+        return 200
+
+    def _models(self):
+        base = {"id": "model", "max_model_len": self.limit, "parent": None}
+        return {"data": [base, *({"id": name, "parent": "model"} for name in self.adapters)]}
+
+    def _server_info(self):
+        lora = None if self.lora_rank is None else {"max_lora_rank": self.lora_rank}
+        return {
+            "vllm_config": {"lora_config": lora},
+            "vllm_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": self.updates},
+        }
 
     async def _handle(self, request):
         route = f"/{request.match_info['route']}"
@@ -95,11 +119,15 @@ class StandIn:
         body = await request.json() if request.method == "POST" and request.can_read_body else {}
         if route == "/inference/v1/generate":
             return await self._generate(request, body)
+        if route == "/v1/load_lora_adapter":
+            return web.Response(text="Success, or an error", status=self._load_adapter(body))
         answers = {
             "/health": lambda: None,
             "/version": lambda: {"version": self.vllm},
             "/weight_info": lambda: {"weight_version": self.version},
-            "/v1/models": lambda: {"data": [{"id": "model", "max_model_len": self.limit}]},
+            "/v1/models": self._models,
+            "/server_info": self._server_info,
+            "/v1/unload_lora_adapter": lambda: self.adapters.pop(body["lora_name"], None) and None,
             "/tokenize": lambda: {"tokens": self.tokens_of(body["prompt"])},
             "/update_weight_version": lambda: setattr(self, "version", body["new_version"]),
             "/collective_rpc": lambda: self._load(body["kwargs"]["weights_path"]),
@@ -109,6 +137,8 @@ class StandIn:
     async def _generate(self, request, body):
         if "token_ids" not in body:
             return web.json_response({"error": "Field required"}, status=400)
+        if body.get("model", "model") not in ("model", *self.adapters):
+            return web.json_response({"error": "The model does not exist"}, status=404)
         self.asked.append(body)
         await asyncio.sleep(self.delay)
         loop = asyncio.get_running_loop()
@@ -125,10 +155,12 @@ class StandIn:
 
     def _sample(self, body):
         given, tokens, content = body["sampling_params"], list(body["token_ids"]), []
+        graphdef, state = nnx.split(self.adapters.get(body.get("model"), self.model))
+        params = nnx.to_pure_dict(state)
         start = len(tokens)
         while True:
             padded = jnp.asarray(tokens + [0] * (WIDTH - len(tokens)))
-            logprobs = np.asarray(_logprobs(self.graphdef, self.params, padded, given["temperature"]))[len(tokens) - 1]
+            logprobs = np.asarray(_logprobs(graphdef, params, padded, given["temperature"]))[len(tokens) - 1]
             token = int(self.rng.choice(len(logprobs), p=np.exp(logprobs) / np.exp(logprobs).sum()))
             best = np.argsort(-logprobs)[: given["logprobs"]]
             top = [{"token_id": int(i), "logprob": float(logprobs[i])} for i in {token, *best.tolist()}]

@@ -1,6 +1,7 @@
 """Tests the engine with a real vLLM server, which is installed separately from this library
 (`docs/contributing.md`)."""
 
+import asyncio
 import os
 import shutil
 import signal
@@ -10,12 +11,18 @@ import threading
 import time
 import urllib.request
 
+import jax
+import numpy as np
 import pytest
+from flax import nnx
 
 from tests.training.small_learner import ROWS, TOKENIZER, collect, make, varied
-from tunix_like import EnvironmentConfig, RolloutConfig, load_model
+from tunix_like import EnvironmentConfig, LoraConfig, RolloutConfig, add_lora, load_model
 from tunix_like.models.loading import export_model
+from tunix_like.models.lora import join_params, part_params
+from tunix_like.rollout.engines.server import WrongAnswer
 from tunix_like.rollout.engines.vllm import VLLMEngine
+from tunix_like.types import Request, SamplingParams
 
 VLLM = os.environ.get("TUNIX_LIKE_VLLM") or shutil.which("vllm")
 HF = {
@@ -26,7 +33,7 @@ HF = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,  # a head dimension of 32 is the smallest that vLLM supports on a CPU
     "num_key_value_heads": 1,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 1024,
     "tie_word_embeddings": False,  # vLLM on a CPU does not reload a tied matrix
 }
 GAP = 1e-4
@@ -37,15 +44,16 @@ pytestmark = [
 ]
 
 
-def model():
-    return load_model(HF, init="random", seed=0)[0]
+def model(adapters=False):
+    made = load_model(HF, init="random", seed=0)[0]
+    return add_lora(made, LoraConfig(rank=4)) if adapters else made
 
 
 class Real:
-    """A vLLM server; `kill` ends all of its processes."""
+    """A vLLM server, with `adapters` one that can load adapters; `kill` ends all of its processes."""
 
-    def __init__(self, folder, log):
-        self.folder, self.log = folder, log
+    def __init__(self, folder, log, adapters):
+        self.folder, self.log, self.adapters = folder, log, adapters
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -54,7 +62,11 @@ class Real:
 
     def start(self, wait=True):
         settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-        options = ["--dtype", "float32", "--max-model-len", "128", "--enforce-eager", "--enable-scale-out"]
+        options = ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--enable-scale-out"]
+        options += ["--block-size", "32"]  # the prefix cache has whole blocks only
+        if self.adapters:
+            settings["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
+            options += ["--enable-lora", "--max-lora-rank", "8"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA"))}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -82,11 +94,11 @@ class Real:
         self.process.wait()
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
+@pytest.fixture(scope="module", params=[False, True], ids=["whole weights", "adapters"])
+def server(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("vllm")
     export_model(model(), TOKENIZER, folder / "model")
-    made = Real(folder / "model", folder / "log")
+    made = Real(folder / "model", folder / "log", request.param)
     yield made
     made.kill()
 
@@ -96,12 +108,12 @@ def engine(server, tmp_path):
     rollout = RolloutConfig(
         engine="vllm",
         urls=[server.url],
-        max_prompt_length=16,
+        max_prompt_length=48,
         max_tokens_to_generate=24,
         request_timeout_seconds=60.0,
         wait_for_servers_seconds=300.0,
     )
-    made = VLLMEngine(model(), TOKENIZER, rollout, tmp_path / "weights", max_gap=GAP)
+    made = VLLMEngine(model(server.adapters), TOKENIZER, rollout, tmp_path / "weights", max_gap=GAP)
     yield made
     made.close()
 
@@ -109,7 +121,7 @@ def engine(server, tmp_path):
 def learner(engine, **settings):
     rollout = RolloutConfig(max_prompt_length=16, max_tokens_to_generate=24)
     return make(
-        model=model(),
+        model=model(engine._adapters_only),
         reward=varied,
         rollout=rollout,
         engine=engine,
@@ -122,6 +134,44 @@ def test_each_step_is_sampled_with_its_own_weights(engine):
     rows = collect(learner(engine), batch_size=4)
     assert len(rows) == 3 and all(row["train/logprob_gap/max"] < GAP for row in rows)
     assert rows[0]["train/loss"] != rows[2]["train/loss"]
+
+
+def test_no_cache_of_earlier_weights_is_used(engine, server):
+    """A prompt of more than one block is sampled with several versions. Requests that run during an update are aborted
+    if they name an adapter, whose folder is removed; otherwise they report several versions."""
+    prompt, key = list(range(3, 13)) * 4, jax.random.key(0)
+    graphdef, state = nnx.split(model(server.adapters))
+    logprobs = jax.jit(lambda params, tokens: jax.nn.log_softmax(nnx.merge(graphdef, params)(tokens[None])[0]))
+    running, connection = [], engine._fleet.servers[0]
+    reload = connection.reload
+
+    async def reload_while_busy(folder, version):
+        if not version.endswith("-1"):
+            running.extend(asyncio.create_task(_versions(connection)) for _ in range(16))
+            await asyncio.sleep(0.1)
+        await reload(folder, version)
+
+    connection.reload = reload_while_busy
+    for number in range(3):
+        trained, frozen = part_params(nnx.to_pure_dict(state))
+        params = join_params(jax.tree.map(lambda leaf, n=number: leaf + 0.05 * n, trained), frozen)
+        version = engine.place(params)
+        (sample,) = engine.generate(version, [Request(prompt, 0, 1)], key, SamplingParams())
+        tokens = np.array([*prompt, *sample.tokens])
+        expected = np.asarray(logprobs(params, tokens))[np.arange(len(prompt) - 1, len(tokens) - 1), sample.tokens]
+        np.testing.assert_allclose(sample.logprobs, expected, atol=GAP)
+    engine._wait(asyncio.wait(running))
+    versions = [len(task.result()) for task in running]
+    assert len(versions) == 32 and all(number == 0 if server.adapters else number > 1 for number in versions)
+
+
+async def _versions(connection):
+    """Returns the versions with which a long completion was sampled; none if it was aborted."""
+    try:
+        parameters = {"max_tokens": 800, "stop_token_ids": [], "ignore_eos": True, "logprobs": 0}
+        return (await connection.sample([5, 6], parameters)).versions
+    except WrongAnswer:
+        return []
 
 
 class Asks:
@@ -137,7 +187,8 @@ class Asks:
 
 def test_logprobs_of_several_turns_match_the_trainer(engine):
     made = make(
-        model=model(), reward=(), rollout=RolloutConfig(max_prompt_length=16, max_tokens_to_generate=24), engine=engine,
+        model=model(engine._adapters_only), reward=(), engine=engine,
+        rollout=RolloutConfig(max_prompt_length=16, max_tokens_to_generate=24),
         environment=Asks, environment_config=EnvironmentConfig(max_turns=2), max_steps=2, max_logprob_gap=GAP,
     )  # fmt: skip
     rows = collect(made, batch_size=4)
@@ -182,9 +233,9 @@ def test_server_with_stale_weights_raises(engine, monkeypatch):
     made = learner(engine)
     writes, save = [], engine._publish
 
-    def stale(config, weights, expected):
-        writes.append(weights)
-        save(config, writes[0], expected)
+    def stale(write, expected):
+        writes.append(write)
+        return save(writes[0], expected)
 
     monkeypatch.setattr(engine, "_publish", stale)
     with pytest.raises(UserError, match="other log-probabilities"):

@@ -5,22 +5,36 @@ import asyncio
 import contextlib
 import threading
 
-import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests.parameters import others_slow
 from tests.rollout.engines.stand_in import until
-from tests.training.small_learner import ROWS, TOKENIZER, collect, make, make_model, params_of, varied
+from tests.tiny_model import HF
+from tests.training.small_learner import ROWS, TOKENIZER, collect, differ, make, make_model, params_of, varied
 from tests.training.test_environments import Vowels
-from tunix_like import EnvironmentConfig, EvalConfig, LoraConfig, RolloutConfig, UserError
+from tunix_like import EnvironmentConfig, EvalConfig, LoraConfig, RolloutConfig, UserError, load_model
 from tunix_like.config.load import load
 from tunix_like.errors import EngineLost
 from tunix_like.models.lora import add_lora
 from tunix_like.rollout.engines import fleet
-from tunix_like.rollout.engines.registry import check_engine
+from tunix_like.rollout.engines.registry import EngineSetup, check_engine
 from tunix_like.rollout.engines.server import MOST_BYTES, Server, WrongAnswer
-from tunix_like.rollout.engines.vllm import VLLMEngine
+from tunix_like.rollout.engines.vllm import ask_servers
+
+START_WITH_LORA = (
+    "start it with VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-scale-out "
+    "--enable-lora --max-lora-rank 8"
+)
+
+
+def adapted(model=None):
+    return add_lora(make_model() if model is None else model, LoraConfig(rank=2), 0)
+
+
+def quantized():
+    return load_model(HF, init="random", seed=0, quantize="int8")[0]
 
 
 def test_each_step_is_sampled_with_its_own_weights(serve, connect, tmp_path):
@@ -368,18 +382,119 @@ def test_server_that_is_not_vllm_is_rejected(serve, connect, monkeypatch):
 
 
 @pytest.mark.slow
-def test_lora_weights_are_merged_for_the_server(serve, tmp_path):
-    """The engine sends the merged weights."""
-    server = serve()
-    model = add_lora(make_model(), LoraConfig(rank=2), 0)
-    rollout = RolloutConfig(engine="vllm", urls=[server.url], max_prompt_length=8, max_tokens_to_generate=4)
-    engine = VLLMEngine(model, TOKENIZER, rollout, tmp_path / "weights", max_gap=1e-4)
-    learner = make(model=model, reward=varied, engine=engine, max_steps=2, max_logprob_gap=1e-4)
-    before = params_of(model)
+@pytest.mark.parametrize("lora_rank", [8, None])
+def test_adapters_are_sent_alone_or_merged(serve, connect, tmp_path, caplog, lora_rank):
+    """A server that can load adapters gets only these. Another server gets the merged weights, and one line says so."""
+    server = serve(lora_rank=lora_rank)
+    model = adapted()
+    learner = make(model=model, reward=varied, engine=connect(server, model=model), max_steps=3, max_logprob_gap=1e-4)
+    before, rows = params_of(model), collect(learner, batch_size=4)
+    assert differ(before, params_of(model)) and all(row["train/logprob_gap/max"] < 1e-4 for row in rows)
+    (folder,) = (tmp_path / "weights").iterdir()
+    assert folder.name == server.version and server.version.endswith("-3")
+    assert {row["train/perf/weights_sent_bytes"] for row in rows} == {sum(f.stat().st_size for f in folder.iterdir())}
+    assert all(row["train/perf/weights_sent_sec"] > 0 for row in rows)
+    if lora_rank:
+        assert "/collective_rpc" not in server.routes and list(server.adapters) == [server.version]
+        assert {file.name for file in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+        assert {body["model"].rpartition("-")[2] for body in server.asked} == {"1", "2", "3"} and not caplog.text
+    else:
+        assert server.routes.count("/collective_rpc") == 3 and not any("model" in body for body in server.asked)
+        assert [record.message for record in caplog.records] == [
+            "rollout.urls: each step sends the whole weights and not only the adapters, because of the server "
+            f"{server.url}: it was started without --enable-lora; {START_WITH_LORA}"
+        ]
+
+
+@pytest.mark.parametrize("model", [make_model, lambda: adapted(quantized())], ids=["whole model", "quantised base"])
+def test_whole_weights_are_sent_to_a_server_that_can_load_adapters(serve, connect, caplog, model):
+    """Without adapters, or if the base on the server is not that of the trainer, which is quantised."""
+    server, model = serve(lora_rank=8), model()
+    engine = connect(server, model=model)
+    version = engine.place(nnx.to_pure_dict(nnx.split(model)[1]))
+    assert server.version == version and "/collective_rpc" in server.routes and not server.adapters
+    assert not caplog.text
+
+
+UNABLE = {
+    "rank": ({"lora_rank": 1}, "it was started with --max-lora-rank 1, and lora.rank is 2"),
+    "no updates": (
+        {"lora_rank": 8, "updates": False},
+        "it was started without VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "why"), UNABLE.values(), ids=UNABLE)
+def test_one_server_that_cannot_load_adapters_makes_all_get_whole_weights(serve, connect, caplog, settings, why):
+    able, unable = serve(lora_rank=8), serve(**settings)
+    model = adapted()
+    engine = connect(able, unable, model=model)
+    version = engine.place(params_of(model))
+    assert able.version == unable.version == version and not able.adapters and not unable.adapters
+    assert f"because of the server {unable.url}: {why}; {START_WITH_LORA}" in caplog.text
+
+
+def test_base_that_is_not_that_of_the_run_raises(serve, connect):
+    server, model = serve(lora_rank=8), adapted(make_model(seed=1))
+    learner = make(model=model, reward=varied, engine=connect(server, model=model), max_steps=1)
+    with pytest.raises(UserError, match="other log-probabilities .* must hold the weights on which they are trained"):
+        learner.train(ROWS, batch_size=4)
+
+
+@pytest.mark.slow
+def test_restarted_server_gets_the_adapters_of_the_step(serve, connect, caplog):
+    """A request that names an adapter that the server lost is not an error of the run, and is not sampled without the
+    adapter."""
+    servers, model = [serve(lora_rank=8), serve(lora_rank=8)], adapted()
+    engine = connect(*servers, model=model)
+    learner = make(model=model, reward=varied, engine=engine, max_steps=3, max_logprob_gap=1e-4)
+    place = engine.place
+
+    def then_restart(params):
+        version = place(params)
+        if version.endswith("-2"):
+            servers[0].stop()
+            servers[0].start()
+        return version
+
+    engine.place = then_restart
     rows = collect(learner, batch_size=4)
-    engine.close()
-    assert all(row["train/logprob_gap/max"] < 1e-4 for row in rows)
-    assert any(not np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (before, params_of(model))), strict=True))
+    assert len(rows) == 3 and all(row["train/logprob_gap/max"] < 1e-4 for row in rows)
+    assert "it does not have the adapter" in caplog.text
+    assert all(list(server.adapters) == [server.version] for server in servers)
+
+
+def test_server_restarted_without_lora_raises(serve, connect):
+    server, model = serve(lora_rank=8), adapted()
+    engine = connect(server, model=model)
+    engine.place(params_of(model))
+    server.stop()
+    server.lora_rank = None
+    server.start()
+    with pytest.raises(UserError, match=f"cannot be used: it was started without --enable-lora; {START_WITH_LORA}"):
+        engine.place(params_of(model))
+
+
+@pytest.mark.slow
+def test_server_that_does_not_see_the_adapter_folder_raises(serve, connect):
+    """The server is asked again until the time limit, because a shared disk can show the folder late."""
+    server, model = serve(lora_rank=8), adapted()
+    engine, attempts = connect(server, model=model, wait_for_servers_seconds=2.0), []
+    server._load_adapter = lambda body: attempts.append(body) or 404
+    with pytest.raises(EngineLost, match=r"it cannot load the adapter in .*weights/.*-1: status 404"):
+        engine.place(params_of(model))
+    assert len(attempts) > 1
+
+
+def test_dry_run_says_whether_adapters_are_sent_alone(serve, tmp_path):
+    servers, model = [serve(lora_rank=8), serve()], adapted()
+    rollout = RolloutConfig(
+        engine="vllm", urls=[server.url for server in servers], max_prompt_length=8, max_tokens_to_generate=4
+    )
+    answers = dict(ask_servers(EngineSetup(model, TOKENIZER, rollout, tmp_path)))
+    assert answers[servers[0].url] == "vLLM 0.32.0, model model, up to 512 tokens"
+    assert "; whole weights, not only adapters: it was started without --enable-lora" in answers[servers[1].url]
 
 
 UNFIT = {

@@ -28,6 +28,12 @@ _TIED = (
 )
 
 
+_BASE = (
+    " It gets adapters only, so it must hold the weights on which they are trained: restart it if another run has "
+    "changed them, or start it without --enable-lora to send whole weights."
+)
+
+
 class Probe:
     """Computes the log-probabilities of the next token after a few random prompts, and compares these log-probabilities
     with those of a server.
@@ -84,7 +90,7 @@ class Probe:
                 f"trainer: they differ by {gap:.3g} nats on average (training.max_logprob_gap: {self.max_gap:g}). The "
                 "server has another model or dtype, or another run uses it. Start it with the folder of this model and "
                 "the same --dtype. If rollout.temperature is not 1, it also needs --logprobs-mode processed_logprobs."
-                + (_TIED if self.tied else "")
+                + (_BASE if server.adapter_rank is not None else _TIED if self.tied else "")
             )
 
 

@@ -29,6 +29,9 @@ _LEAST, _ROUNDING = -3e38, 1e-3
 
 _START = "start it with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out"
 
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM accepts for `--max-lora-rank`."""
+
 
 class Unavailable(Exception):
     """The server cannot be reached, has failed or does not answer in time. The same request to another server may
@@ -63,6 +66,8 @@ class Server:
       url: the address of the server, without a slash at the end.
       version: the version of the weights that the server has; None if the server must load weights before it can be
         used.
+      without_lora: why the server cannot load the adapters of the run; None if it can.
+      adapter_rank: rank of the adapters, if the server gets adapters only; None if it gets whole weights.
       alive: False if the last health check of the server or the last update of its weights failed.
       running: number of unanswered requests to the server.
     """
@@ -70,23 +75,29 @@ class Server:
     def __init__(self, url: str, request_seconds: float):
         self.url, self.request_seconds = url.rstrip("/"), request_seconds
         self.version: str | None = None
+        self.without_lora: str | None = None
+        self.adapter_rank: int | None = None
+        self._adapter: str | None = None  # the adapter that requests for tokens name
         self.alive, self.running = True, 0
         self._session: aiohttp.ClientSession | None = None
 
-    async def check(self, least_length: int, text: str, tokens: Sequence[int]) -> str:
+    async def check(self, least_length: int, text: str, tokens: Sequence[int], rank: int | None = None) -> str:
         """Checks version, routes, length limit and tokenizer of the server. Returns a text with the version, the model
-        and the length limit.
+        and the length limit. Sets `without_lora`.
 
         Args:
           least_length: the server must accept sequences of this many tokens: the sum of the maximum lengths of prompt
             and completion.
           text, tokens: a text, and its token ids by the tokenizer of this process.
+          rank: the rank of the adapters that the server should load; None if there are none.
 
         Raises:
           UserError: the server cannot be reached or used; the error message says why.
         """
         try:
-            return await self._check(least_length, text, tokens)
+            found = await self._check(least_length, text, tokens)
+            self.without_lora = None if rank is None else await self._lora_problem(rank)
+            return found
         except (Unavailable, WrongAnswer) as error:
             raise self._unfit(f"{error}. Start it, or remove it from the list") from None
         except (KeyError, IndexError, TypeError, AttributeError) as error:
@@ -118,23 +129,73 @@ class Server:
         length = "a length limit that it does not report" if limit is None else f"up to {limit} tokens"
         return f"vLLM {version}, model {models[0]['id']}, {length}"
 
+    async def _lora_problem(self, rank: int) -> str | None:
+        """Returns why the server cannot load adapters of this rank, and the remedy; None if it can."""
+        if rank > _RANKS[-1]:
+            return f"vLLM loads adapters up to rank {_RANKS[-1]}, and lora.rank is {rank}"
+        info = await self._get("/server_info?config_format=json", missing={})
+        lora = info.get("vllm_config", {}).get("lora_config")
+        if lora is None:
+            why = "it was started without --enable-lora"
+        elif lora["max_lora_rank"] < rank:
+            why = f"it was started with --max-lora-rank {lora['max_lora_rank']}, and lora.rank is {rank}"
+        elif not info["vllm_env"].get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+            why = "it was started without VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+        else:
+            return None
+        least = next(each for each in _RANKS if each >= rank)
+        return (
+            f"{why}; start it with VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL "
+            f"--enable-scale-out --enable-lora --max-lora-rank {least}"
+        )
+
     async def reload(self, folder: str, version: str) -> None:
-        """Makes the server load the weights in a folder and label these weights with `version`.
+        """Makes the server load the weights or the adapter in a folder and label them with `version`.
 
         Raises:
           Unavailable: the server failed or did not answer in time.
           WrongAnswer: the server reports another version afterwards.
-          UserError: the server refused a request.
+          UserError: the server refused a request, or was started again without adapters.
         """
+        if self.adapter_rank is None:
+            await self._load_weights(folder, version)
+        else:
+            await self._load_adapter(folder, version, self.adapter_rank)
+        held = (await self._get("/weight_info")).get("weight_version")
+        if held != version:
+            raise WrongAnswer(f"its weights have the version {held!r} after an update to {version!r}")
+
+    async def _load_weights(self, folder: str, version: str) -> None:
         await self._post("/pause?mode=keep", {})
         body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         await self._post("/collective_rpc", body, seconds=self.request_seconds)
         await self._post("/update_weight_version", {"new_version": version})
         await self._post("/reset_prefix_cache", {})
         await self._post("/resume", {})
-        held = (await self._get("/weight_info")).get("weight_version")
-        if held != version:
-            raise WrongAnswer(f"its weights have the version {held!r} after an update to {version!r}")
+
+    async def _load_adapter(self, folder: str, version: str, rank: int) -> None:
+        """Loads the adapter in `folder` under the name `version`, and unloads those of earlier versions of the run.
+
+        The names differ because vLLM keeps key-value caches by the name and the path of an adapter, and keeps those of
+        an adapter that is loaded again from the same path. Requests of earlier versions are aborted because vLLM, which
+        has replaced their adapter, would read its folder again, and ends if the folder is gone.
+        """
+        held = [str(model["id"]) for model in (await self._get("/v1/models"))["data"] if model.get("parent")]
+        if version not in held:
+            await self._post("/pause?mode=abort", {})
+            route, body = "/v1/load_lora_adapter", {"lora_name": version, "lora_path": folder}
+            status, content = await self._request("POST", route, body, self.request_seconds)
+            if status != 200:
+                if why := await self._lora_problem(rank):
+                    raise self._unfit(why)
+                raise Unavailable(f"it cannot load the adapter in {folder}: status {status}: {_beginning(content)}")
+        run = version.rpartition("-")[0]
+        for name in held:
+            if name != version and name.rpartition("-")[0] == run:
+                await self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name}, _QUICK_SECONDS)
+        self._adapter = version
+        await self._post("/update_weight_version", {"new_version": version})
+        await self._post("/resume", {})
 
     async def is_healthy(self) -> bool:
         """Returns whether the route `/health` of the server answers with status 200."""
@@ -158,8 +219,13 @@ class Server:
         """
         self.running += 1
         try:
-            body = {"token_ids": list(tokens), "sampling_params": dict(parameters)}
-            return _read(await self._post("/inference/v1/generate", body, seconds=self.request_seconds), parameters)
+            route, body = "/inference/v1/generate", {"token_ids": list(tokens), "sampling_params": dict(parameters)}
+            if self._adapter is not None:
+                body["model"] = self._adapter
+            status, content = await self._request("POST", route, body, self.request_seconds)
+            if self._adapter is not None and status == 404:  # it was started again
+                raise Unavailable(f"it does not have the adapter {self._adapter}")
+            return _read(self._content(route, None, status, content), parameters)
         finally:
             self.running -= 1
 
@@ -188,7 +254,7 @@ class Server:
         405 or 501) and `missing` is not None, returns `missing`."""
         if missing is not None and status in (404, 405, 501):
             return missing
-        said = content[:300].decode(errors="replace").replace("\n", " ")
+        said = _beginning(content)
         if status >= 500 or status in (408, 429):
             raise Unavailable(f"{route} answered with status {status}: {said}")
         if status == 401:
@@ -223,6 +289,10 @@ class Server:
             raise Unavailable(f"cannot connect ({one_line(error.os_error)})") from error
         except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
             raise Unavailable(one_line(error)) from error
+
+
+def _beginning(content: bytes) -> str:
+    return content[:300].decode(errors="replace").replace("\n", " ")
 
 
 def _read(content: Any, parameters: Mapping[str, Any]) -> Answer:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import queue
 import shutil
 import threading
+import time
 import uuid
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import save_model
-from tunix_like.models.lora import merge_lora
+from tunix_like.models.lora import join_params, merge_lora, part_params, save_adapter
 from tunix_like.models.sharding import fetch, scope
 from tunix_like.rollout.decoding import cast_params
 from tunix_like.rollout.engines.fleet import Fleet
@@ -35,6 +37,8 @@ from tunix_like.runtime import progress
 from tunix_like.runtime.processes import by_first, is_first
 from tunix_like.types import Request, Responder, Sample, SamplingParams
 
+logger = logging.getLogger("tunix_like")
+
 _TEXT = "Tokens in, tokens out: 12 + 34 = 46."
 """A text that the tokenizer of each server must encode to the same ids as the tokenizer of the run."""
 
@@ -43,9 +47,10 @@ class VLLMEngine:
     """An `Engine` whose completions are sampled by vLLM servers.
 
     The servers must be started with the folder of the model that is trained, with `VLLM_SERVER_DEV_MODE=1` and
-    `--enable-scale-out`. Before each rollout the weights are written to a folder that the servers read. The engine
-    checks that every sample comes from these weights only. The servers use random numbers of their own, so a run cannot
-    be repeated bit for bit.
+    `--enable-scale-out`. Before each rollout the weights are written to a folder that the servers read: only the
+    adapters, if adapters are trained on a base that is not quantised and all servers can load them
+    (`Server.without_lora`), otherwise whole weights with merged adapters. The engine checks that every sample comes
+    from these weights only. The servers use random numbers of their own, so a run cannot be repeated bit for bit.
 
     Args:
       model: the model that is trained. The engine keeps the structure of the model and not the weights.
@@ -54,6 +59,9 @@ class VLLMEngine:
         subfolder, and the subfolder of the previous version is removed.
       max_gap: largest allowed mean difference between the log-probabilities of a server and of this process, in nats.
         If `max_gap` is None, nothing is compared.
+
+    Attributes:
+      transfer_metrics: bytes that the newest transfer of weights wrote, and its seconds, by the names of metrics.
 
     Raises:
       UserError: a server cannot be reached or used, or vLLM does not support the sampling parameters. The error message
@@ -78,13 +86,15 @@ class VLLMEngine:
         self.graphdef = nnx.split(model)[0]
         self.folder = Path(weights_folder).absolute()
         self.eos_ids = list(rollout.eos_tokens or tokenizer.eos_ids)
+        self._rank = _adapter_rank(model)
         self.probe = Probe(self.graphdef, rollout, self.eos_ids, max_gap, mesh)
         self._run, self._number = uuid.uuid4().hex[:8], 0
         self._placed: list[Any] = []
+        self.transfer_metrics: dict[str, float] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._fleet: Fleet | None = None
-        by_first(self._open)
+        self._adapters_only = by_first(self._open)
 
     def place(self, params: Any) -> str:
         """Makes the servers load the weights `params`, and returns the version of these weights. Sends nothing if the
@@ -98,15 +108,16 @@ class VLLMEngine:
         leaves = jax.tree.leaves(params)
         if len(leaves) == len(self._placed) and all(a is b for a, b in zip(leaves, self._placed, strict=True)):
             return self._version
+        began = time.perf_counter()
         with scope(self.mesh):
             expected = self.probe.logprobs(params)
-            model = merge_lora(nnx.merge(self.graphdef, params))
-            graphdef, state = nnx.split(model)
-            weights = jax.jit(cast_params, static_argnums=0)(graphdef, nnx.to_pure_dict(state))
-        if jax.process_count() > 1:
-            weights = fetch(weights, self.mesh)
+            save = self._adapter_writer(params) if self._adapters_only else self._weights_writer(params)
         self._number, self._placed = self._number + 1, []
-        by_first(functools.partial(self._publish, model.config, weights, expected))
+        size = by_first(functools.partial(self._publish, save, expected))
+        self.transfer_metrics = {
+            "perf/weights_sent_bytes": float(size),
+            "perf/weights_sent_sec": time.perf_counter() - began,
+        }
         self._placed = leaves
         return self._version
 
@@ -162,14 +173,31 @@ class VLLMEngine:
     def _version(self) -> str:
         return f"{self._run}-{self._number}"
 
-    def _open(self) -> None:
-        """Starts the thread for the connections to the servers, and checks all servers."""
+    def _adapter_writer(self, params: Any) -> Callable[[Path], None]:
+        """Returns a function that writes the adapters to a folder."""
+        trained, frozen = part_params(params)
+        model = nnx.merge(self.graphdef, join_params(fetch(trained, self.mesh), frozen))
+        return functools.partial(save_adapter, model)
+
+    def _weights_writer(self, params: Any) -> Callable[[Path], None]:
+        """Returns a function that writes the whole weights to a folder, in the compute dtype and with merged
+        adapters."""
+        model = merge_lora(nnx.merge(self.graphdef, params))
+        graphdef, state = nnx.split(model)
+        weights = jax.jit(cast_params, static_argnums=0)(graphdef, nnx.to_pure_dict(state))
+        if jax.process_count() > 1:
+            weights = fetch(weights, self.mesh)
+        return functools.partial(save_model, weights, model.config, self.tokenizer)
+
+    def _open(self) -> bool:
+        """Starts the thread for the connections to the servers, and checks all servers. Returns whether only adapters
+        are sent."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
         self._fleet = self._wait(self._make_fleet())
         try:
-            self._wait(self._check())
+            return bool(self._wait(self._check()))
         except BaseException:
             self.close()
             raise
@@ -179,27 +207,39 @@ class VLLMEngine:
         config = nnx.merge(self.graphdef, [None] * self.graphdef.num_leaves).config
         return Fleet(servers, self.rollout.wait_for_servers_seconds, config.vocab_size)
 
-    async def _check(self) -> None:
+    async def _check(self) -> bool:
+        """Checks all servers. Returns whether only adapters are sent, and prepares the servers for them."""
         assert self._fleet is not None
-        expected = _expected(self.rollout, self.tokenizer)
-        await asyncio.gather(*(server.check(*expected) for server in self._fleet.servers))
+        servers, expected = self._fleet.servers, _expected(self.rollout, self.tokenizer, self._rank)
+        await asyncio.gather(*(server.check(*expected) for server in servers))
+        unable = [server for server in servers if server.without_lora]
+        if unable:
+            logger.warning(
+                "rollout.urls: each step sends the whole weights and not only the adapters, because of the server "
+                "%s: %s", unable[0].url, unable[0].without_lora,
+            )  # fmt: skip
+        elif self._rank is not None:
+            for server in servers:
+                server.adapter_rank = self._rank
+        return self._rank is not None and not unable
 
-    def _publish(self, config: Any, weights: Any, expected: Any) -> None:
+    def _publish(self, save: Callable[[Path], None], expected: Any) -> int:
         """Writes the weights to a folder, makes the servers load these weights, and compares the log-probabilities of
         the servers with `expected`, the log-probabilities that this process computed.
 
-        Afterwards removes the folder of the previous weights.
+        Afterwards removes the folder of the previous weights. Returns the number of bytes written.
         """
         assert self._fleet is not None
         folder = self.folder / self._version
         try:
-            save_model(weights, config, self.tokenizer, folder)
+            save(folder)
             check = functools.partial(self.probe.check, expected)
             self._wait(self._fleet.update(str(folder), self._version, check))
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         self._remove_weights(but=self._version)
+        return sum(file.stat().st_size for file in folder.iterdir())
 
     def _remove_weights(self, but: str = "") -> None:
         """Removes all folders of weights that this engine wrote, except the folder `but`. Folders of other runs are
@@ -240,10 +280,16 @@ class VLLMEngine:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()
 
 
-def _expected(rollout: RolloutConfig, tokenizer: Tokenizer) -> tuple[int, str, list[int]]:
+def _adapter_rank(model: Decoder) -> int | None:
+    """Returns the rank of the adapters if they can be sent alone; None without adapters. The base on the servers is not
+    quantised, so with a quantised base the sum of base and adapters is sent."""
+    return None if model.adapters is None or model.quantized else model.adapters.rank
+
+
+def _expected(rollout: RolloutConfig, tokenizer: Tokenizer, rank: int | None) -> tuple[int, str, list[int], int | None]:
     """Returns the arguments of `Server.check`."""
     tokens = [token for token in tokenizer.encode(_TEXT) if token != tokenizer.bos_id]
-    return rollout.max_prompt_length + rollout.max_tokens_to_generate, _TEXT, tokens
+    return rollout.max_prompt_length + rollout.max_tokens_to_generate, _TEXT, tokens, rank
 
 
 def make(setup: EngineSetup) -> VLLMEngine:
@@ -269,7 +315,8 @@ def ask_servers(setup: EngineSetup) -> list[tuple[str, str | UserError]]:
     async def ask(url: str) -> str | UserError:
         server = Server(url, rollout.request_timeout_seconds)
         try:
-            return await server.check(*_expected(rollout, setup.tokenizer))
+            found = await server.check(*_expected(rollout, setup.tokenizer, _adapter_rank(setup.model)))
+            return found + (f"; whole weights, not only adapters: {server.without_lora}" if server.without_lora else "")
         except UserError as error:
             return error
         finally:
