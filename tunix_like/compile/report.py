@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from tunix_like.compile.costs import Costs, Counter, Times, times
+from tunix_like.compile.costs import KERNEL_BANDWIDTH, Costs, Counter, Times, times
 from tunix_like.compile.devices import EXTRAS, at_least, compiler_of, described_devices, parse_devices
 from tunix_like.compile.programs import Plan, Program, make_plan, programs_of
 from tunix_like.config.schema import Config
@@ -301,7 +301,8 @@ def notes_of(done: Sequence[Compiled], target: Target, config: Config) -> list[s
     else:
         lines.append(
             "times: arithmetic, memory and network are each computed alone, at the peak rate of the data sheet. Cycles "
-            "are the estimate of the compiler, without collectives and kernels; a program with kernels takes longer. "
+            "are the estimate of the compiler without collectives. The compiler has none for kernels (Pallas, cuDNN): they "
+            f"are added with their bytes at {KERNEL_BANDWIDTH:.0%} of the peak bandwidth. "
             "The predicted time is the largest of these times. It assumes that network and device work at the same "
             "time. The percentage is the predicted time divided by the time without this overlap."
         )
