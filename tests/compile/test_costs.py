@@ -186,6 +186,44 @@ def test_memory_and_products():
     assert costs.memory_bytes == pytest.approx(4 * 8 * 4 + 4 + (8 * 16 + 4 * 16) * 4, abs=4)
 
 
+NESTED = """
+%inner (stack: f32[28,4,8], index: s32[]) -> f32[4,8] {
+  %stack = f32[28,4,8]{2,1,0} parameter(0)
+  %index = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %one = f32[1,4,8]{2,1,0} dynamic-slice(%stack, %index, %zero, %zero), dynamic_slice_sizes={1,4,8}
+  ROOT %flat = f32[4,8]{1,0} bitcast(%one)
+}
+
+%update (cache: f32[28,4,8], new: f32[1,4,8], at: s32[]) -> f32[28,4,8] {
+  %cache = f32[28,4,8]{2,1,0} parameter(0)
+  %new = f32[1,4,8]{2,1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %none = s32[] constant(0)
+  ROOT %put = f32[28,4,8]{2,1,0} dynamic-update-slice(%cache, %new, %at, %none, %none)
+}
+
+%outer (whole: f32[28,4,8], number: s32[]) -> f32[28,4,8] {
+  %whole = f32[28,4,8]{2,1,0} parameter(0)
+  %number = s32[] parameter(1)
+  %taken = f32[4,8]{1,0} fusion(%whole, %number), kind=kLoop, calls=%inner
+  %wide = f32[1,4,8]{2,1,0} bitcast(%taken)
+  ROOT %set = f32[28,4,8]{2,1,0} fusion(%whole, %wide, %number), kind=kLoop, calls=%update
+}
+
+ENTRY %main (a: f32[28,4,8], i: s32[]) -> f32[28,4,8] {
+  %a = f32[28,4,8]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %y = f32[28,4,8]{2,1,0} fusion(%a, %i), kind=kLoop, calls=%outer
+}
+"""
+
+
+def test_memory_of_fusions_inside_a_fusion():
+    """Reads one slice of a stack and an index, and writes the slice."""
+    assert Counter(NESTED, {}).total().memory_bytes == 4 * 8 * 4 + 4 + 4 * 8 * 4
+
+
 def test_a_product_that_is_written_as_a_convolution():
     """The batch of eight is a spatial axis, dilated so that each output meets one pair."""
     text = (
@@ -281,3 +319,35 @@ def test_bytes_of_a_kernel_of_the_tpu_compiler(tmp_path):
     done = python("-c", KERNEL, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[3, 3 * 2 * 131072 * 512 * 4], [3, 3 * 777]]
+
+
+STREAMED = """
+import json
+from tunix_like.compile import devices
+devices.prepare()
+import jax, jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from tunix_like.compile.costs import Counter
+
+kind, number = devices.parse_devices("v5e-1")
+on_device = SingleDeviceSharding(devices.described_devices(kind, number)[0])
+
+def f(n, x, stack):
+    with jax.named_scope("tokens"):
+        return jax.lax.fori_loop(0, n, lambda _, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)[0], x)
+
+shapes = (jax.ShapeDtypeStruct(size, kind, sharding=on_device) for size, kind in
+          (((), jnp.int32), ((8, 8192), jnp.bfloat16), ((4, 8192, 8192), jnp.bfloat16)))
+counter = Counter(jax.jit(f).lower(*shapes).compile().as_text(), {"tokens": 5})
+print(json.dumps([counter.total().memory_bytes, counter.one_trip("tokens").memory_bytes]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed")
+def test_memory_traffic_of_a_loop_over_matrices(tmp_path):
+    """Each of five tokens reads four matrices of 134 MB, more than fit on the chip; its activations stay there."""
+    done = python("-c", STREAMED, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    matrices = 4 * 8192 * 8192 * 2
+    assert json.loads(done.stdout) == pytest.approx([5 * matrices, matrices], rel=0.005)

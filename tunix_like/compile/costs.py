@@ -181,7 +181,7 @@ class Counter:
         if _is_kernel(instruction) and (estimate := _KERNEL_BYTES.search(instruction.attributes)):
             return float(estimate[1])
         if opcode == "fusion":
-            return _fusion_memory(self.module[instruction.called[0]], inputs, shapes)
+            return _fusion_memory(self.module, self.module[instruction.called[0]], inputs, shapes)
         if opcode in ("dynamic-slice", "slice", "gather"):
             return _main(shapes) + (_main(inputs[0].shapes) > 0) * instruction.bytes
         if opcode in ("dynamic-update-slice", "scatter"):
@@ -197,27 +197,32 @@ def _main(shapes: Iterable[Shape]) -> float:
     return sum(shape.bytes for shape in shapes if not shape.on_chip)
 
 
-def _fusion_memory(called: Computation, inputs: list[Instruction], results: list[Shape]) -> float:
+def _fusion_memory(module: Module, called: Computation, inputs: list[Instruction], results: list[Shape]) -> float:
     """Returns the number of bytes that a fusion reads from its operands and writes to its results in main memory."""
     total = 0.0
     for index, operand in enumerate(inputs):
         if index in called.parameters and (size := _main(operand.shapes)):
-            total += min(size, _read(called, called.parameters[index]))
+            total += min(size, _read(module, called, called.parameters[index]))
     roots = [called[name] for name in called.root.operands] if called.root.opcode == "tuple" else [called.root]
     return total + sum(
-        min(shape.bytes, _written(called, root))
+        min(shape.bytes, _written(module, called, root))
         for root, shape in zip(roots, results, strict=False)
         if not shape.on_chip
     )
 
 
-def _read(called: Computation, value: Instruction) -> float:
-    """Returns how many bytes of its parameter `value` a fusion reads: only those of slices if it reads only slices."""
+def _read(module: Module, called: Computation, value: Instruction) -> float:
+    """Returns how many bytes of its parameter `value` a fusion reads: only those of slices if it reads only slices,
+    also in fusions inside it."""
     read = 0.0
     for user in called.users.get(value.name, []):
         first = user.operands[0] == value.name
         if user.opcode == "bitcast":
-            read += _read(called, user)
+            read += _read(module, called, user)
+        elif user.opcode == "fusion":
+            inner = module[user.called[0]]
+            indices = [index for index, name in enumerate(user.operands) if name == value.name]
+            read += sum(_read(module, inner, inner.parameters[index]) for index in indices)
         elif user.opcode in ("dynamic-slice", "slice", "gather") and first:
             read += user.bytes
         elif user.opcode == "dynamic-update-slice" and first:
@@ -227,10 +232,15 @@ def _read(called: Computation, value: Instruction) -> float:
     return read
 
 
-def _written(called: Computation, value: Instruction) -> float:
-    """Returns how many bytes a fusion writes for its result `value`: only those of the update if it updates a part."""
-    while value.opcode == "bitcast":
-        value = called[value.operands[0]]
+def _written(module: Module, called: Computation, value: Instruction) -> float:
+    """Returns how many bytes a fusion writes for its result `value`: only those of the update if it updates a part,
+    also in a fusion inside it."""
+    while value.opcode in ("bitcast", "fusion"):
+        if value.opcode == "bitcast":
+            value = called[value.operands[0]]
+        else:
+            called = module[value.called[0]]
+            value = called.root
     if value.opcode == "dynamic-update-slice":
         return called[value.operands[1]].bytes
     return 0.0 if value.opcode == "parameter" or _is_async_collective(value) else value.bytes
@@ -344,7 +354,7 @@ class Times(NamedTuple):
         return max(self.device, self.network)
 
     @property
-    def bound(self) -> str:
+    def limit(self) -> str:
         """Name of the longest time."""
         return max(self._fields, key=lambda name: getattr(self, name) or 0.0)
 
