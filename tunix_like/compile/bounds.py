@@ -82,7 +82,7 @@ def decode_bytes(
         window = model.config.window(layer) or width + steps
         own += np.minimum(filled, window - 1).sum() + steps
         of_prompt += np.clip(window - 1 - filled, 0, width).sum()
-    return weights + _position_bytes(model, mesh) * (prompts * size * own + prompts * of_prompt) / parts
+    return float(weights + _position_bytes(model, mesh) * (prompts * size * own + prompts * of_prompt) / parts)
 
 
 def update_bytes(model: Decoder, mesh: Mesh | None, tokens: int, state: Any) -> float:
