@@ -256,7 +256,7 @@ def predicted(case: Case, described: Callable[[programs.Plan], programs.Program]
     found: dict[str, Any] = {"compiled_bytes": compiled.bytes, "compile_seconds": compiled.seconds}
     if times is None:
         return found | {"error": compiled.refusal}
-    return found | {"predicted_seconds": times.predicted, "bound": times.bound, **_parts(times)}
+    return found | {"predicted_seconds": times.predicted, "limit": times.limit, **_parts(times)}
 
 
 def _parts(times: Any) -> dict[str, float]:

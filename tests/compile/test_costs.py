@@ -9,8 +9,9 @@ import json
 import pytest
 
 from tests.process import python
-from tunix_like.compile.costs import Counter, _convolution, _group_size, _pairs
+from tunix_like.compile.costs import Costs, Counter, _convolution, _group_size, _pairs, times
 from tunix_like.compile.hlo import Module, shapes_of
+from tunix_like.runtime.accelerators import KINDS
 
 COUNTED = """HloModule jit_f, is_scheduled=true
 
@@ -123,9 +124,34 @@ def test_attributes_over_several_lines():
     assert text != COUNTED and Counter(text, {}).total() == Counter(COUNTED, {}).total()
 
 
-def test_kernels_are_counted():
-    text = COUNTED.replace("negate(%x)", 'custom-call(%x), custom_call_target="tpu_custom_call"')
-    assert Counter(text, {}).total().kernels == 4 and Counter(COUNTED, {}).total().kernels == 0
+@pytest.mark.parametrize("target", ["tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu_v2", "__cudnn$fmhaSoftmax"])
+def test_kernels_are_counted(target):
+    """Without an estimate of its own, a kernel reads its operands and writes its results: 2 x 128 bytes in main
+    memory."""
+    text = COUNTED.replace("negate(%x)", f'custom-call(%x), custom_call_target="{target}"')
+    costs = Counter(text, {}).total()
+    assert (costs.kernels, costs.kernel_bytes) == (4, 4 * 2 * 4 * 8 * 4)
+    none = Counter(COUNTED, {}).total()
+    assert (none.kernels, none.kernel_bytes, none.memory_bytes) == (0, 0, costs.memory_bytes)
+
+
+def test_bytes_of_a_kernel_with_an_estimate():
+    """The compiler copies a kernel's `pl.CostEstimate`; another custom call has no such estimate."""
+    estimate = '"custom_call_config":{"body":"TUzv","cost_estimate":{"flops":"123","bytes_accessed":"777"}}'
+    text = COUNTED.replace('"estimated_cycles":"100"', estimate)
+    kernel = text.replace("negate(%x)", 'custom-call(%x), custom_call_target="tpu_custom_call"')
+    other = text.replace("negate(%x)", 'custom-call(%x), custom_call_target="Sharding"')
+    assert Counter(kernel, {}).total().kernel_bytes == 4 * 777
+    assert Counter(other, {}).total().kernel_bytes == 0
+    assert Counter(other, {}).total().memory_bytes - Counter(kernel, {}).total().memory_bytes == 4 * (256 - 777)
+
+
+def test_the_time_of_kernels():
+    """They take 1 / 0.7 of the time of other memory traffic, and are added to the cycles, which do not contain them."""
+    kind = KINDS["v5e"]
+    found = times(Costs(memory_bytes=10e9, kernel_bytes=7e9, cycles=3e9), 0.0, kind, 1)
+    assert found.memory == pytest.approx((3e9 + 10e9) / 819e9)
+    assert found.cycles == pytest.approx(3e9 / 1.5e9 + 10e9 / 819e9)
 
 
 def test_bytes_of_collectives():
@@ -158,6 +184,44 @@ def test_memory_and_products():
     costs = Counter(SLICED, {}).total()
     assert costs.operations == 2 * 4 * 8 * 16
     assert costs.memory_bytes == pytest.approx(4 * 8 * 4 + 4 + (8 * 16 + 4 * 16) * 4, abs=4)
+
+
+NESTED = """
+%inner (stack: f32[28,4,8], index: s32[]) -> f32[4,8] {
+  %stack = f32[28,4,8]{2,1,0} parameter(0)
+  %index = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %one = f32[1,4,8]{2,1,0} dynamic-slice(%stack, %index, %zero, %zero), dynamic_slice_sizes={1,4,8}
+  ROOT %flat = f32[4,8]{1,0} bitcast(%one)
+}
+
+%update (cache: f32[28,4,8], new: f32[1,4,8], at: s32[]) -> f32[28,4,8] {
+  %cache = f32[28,4,8]{2,1,0} parameter(0)
+  %new = f32[1,4,8]{2,1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %none = s32[] constant(0)
+  ROOT %put = f32[28,4,8]{2,1,0} dynamic-update-slice(%cache, %new, %at, %none, %none)
+}
+
+%outer (whole: f32[28,4,8], number: s32[]) -> f32[28,4,8] {
+  %whole = f32[28,4,8]{2,1,0} parameter(0)
+  %number = s32[] parameter(1)
+  %taken = f32[4,8]{1,0} fusion(%whole, %number), kind=kLoop, calls=%inner
+  %wide = f32[1,4,8]{2,1,0} bitcast(%taken)
+  ROOT %set = f32[28,4,8]{2,1,0} fusion(%whole, %wide, %number), kind=kLoop, calls=%update
+}
+
+ENTRY %main (a: f32[28,4,8], i: s32[]) -> f32[28,4,8] {
+  %a = f32[28,4,8]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %y = f32[28,4,8]{2,1,0} fusion(%a, %i), kind=kLoop, calls=%outer
+}
+"""
+
+
+def test_memory_of_fusions_inside_a_fusion():
+    """Reads one slice of a stack and an index, and writes the slice."""
+    assert Counter(NESTED, {}).total().memory_bytes == 4 * 8 * 4 + 4 + 4 * 8 * 4
 
 
 def test_a_product_that_is_written_as_a_convolution():
@@ -216,3 +280,74 @@ def test_a_program_of_the_tpu_compiler(tmp_path):
     assert one[1] > 0 and three[1] > 2.5 * one[1] * 0.9
     layer = 512 * 512 * 2 * 7 / 8  # the received bytes of a layer's weights, hoisted or not
     assert 6 * layer <= one[2] <= three[2] <= 18 * layer
+
+
+KERNEL = """
+import json, sys
+from tunix_like.compile import devices
+devices.prepare()
+import jax, jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.sharding import SingleDeviceSharding
+from tunix_like.compile.costs import Counter
+
+kind, number = devices.parse_devices("v5e-1")
+on_device = SingleDeviceSharding(devices.described_devices(kind, number)[0])
+block = pl.BlockSpec((512, 512), lambda i: (i, 0))
+
+def double(x, out):
+    out[...] = 2 * x[...]
+
+found = []
+for cost in (None, pl.CostEstimate(flops=1, transcendentals=0, bytes_accessed=777)):
+    def f(n, x):
+        call = pl.pallas_call(double, x, grid=256, in_specs=[block], out_specs=block, cost_estimate=cost)
+        with jax.named_scope("loop"):
+            return jax.lax.fori_loop(0, n, lambda _, x: call(x), x)
+    shapes = (jax.ShapeDtypeStruct(size, kind, sharding=on_device) for size, kind in
+              (((), jnp.int32), ((131072, 512), jnp.float32)))
+    costs = Counter(jax.jit(f, donate_argnums=1).lower(*shapes).compile().as_text(), {"loop": 3}).total()
+    found.append([costs.kernels, costs.kernel_bytes])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed")
+def test_bytes_of_a_kernel_of_the_tpu_compiler(tmp_path):
+    """Three calls of a kernel on 268 MB, more than the memory on the chip, without and with an estimate of its own."""
+    done = python("-c", KERNEL, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[3, 3 * 2 * 131072 * 512 * 4], [3, 3 * 777]]
+
+
+STREAMED = """
+import json
+from tunix_like.compile import devices
+devices.prepare()
+import jax, jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from tunix_like.compile.costs import Counter
+
+kind, number = devices.parse_devices("v5e-1")
+on_device = SingleDeviceSharding(devices.described_devices(kind, number)[0])
+
+def f(n, x, stack):
+    with jax.named_scope("tokens"):
+        return jax.lax.fori_loop(0, n, lambda _, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)[0], x)
+
+shapes = (jax.ShapeDtypeStruct(size, kind, sharding=on_device) for size, kind in
+          (((), jnp.int32), ((8, 8192), jnp.bfloat16), ((4, 8192, 8192), jnp.bfloat16)))
+counter = Counter(jax.jit(f).lower(*shapes).compile().as_text(), {"tokens": 5})
+print(json.dumps([counter.total().memory_bytes, counter.one_trip("tokens").memory_bytes]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed")
+def test_memory_traffic_of_a_loop_over_matrices(tmp_path):
+    """Each of five tokens reads four matrices of 134 MB, more than fit on the chip; its activations stay there."""
+    done = python("-c", STREAMED, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    matrices = 4 * 8192 * 8192 * 2
+    assert json.loads(done.stdout) == pytest.approx([5 * matrices, matrices], rel=0.005)

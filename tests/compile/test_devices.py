@@ -72,13 +72,13 @@ def test_times_and_the_lower_bound():
     costs = Costs(operations=197e12, memory_bytes=2 * 819e9, cycles=4.5e9, collectives={"all-gather": 200e9})
     found = times(costs, 0.0, KINDS["v5e"], 8)
     assert found == pytest.approx((1.0, 2.0, 1.0, 3.0))
-    assert (found.bound, found.predicted, found.share) == ("cycles", pytest.approx(3.0), pytest.approx(0.75))
-    assert times(costs, 4 * 197e12, KINDS["v5e"], 8).bound == "arithmetic", "kernels whose products are not seen"
+    assert (found.limit, found.predicted, found.share) == ("cycles", pytest.approx(3.0), pytest.approx(0.75))
+    assert times(costs, 4 * 197e12, KINDS["v5e"], 8).limit == "arithmetic", "kernels whose products are not seen"
 
 
 def test_gpus_of_several_nodes_have_the_slower_network():
     costs = Costs(memory_bytes=3350e9, collectives={"all-reduce": 100e9})
     inside, across = (times(costs, 0.0, KINDS["h100"], number) for number in (8, 16))
-    assert (inside.bound, across.bound, inside.cycles) == ("memory", "network", None)
+    assert (inside.limit, across.limit, inside.cycles) == ("memory", "network", None)
     assert across.network == pytest.approx(2.0) and across.predicted == pytest.approx(2.0)
     assert Times(0.0, 0.0, 0.0, None).share == 1.0

@@ -168,11 +168,12 @@ def test_report_of_simulated_devices(tmp_path):
     said = done.stdout
     assert "pip install 'tunix-like[tpu]'" in said and "simulated CPU devices" in said
     assert "v5e-8: fsdp 8, tp 1; 16.9 GB per device; bfloat16" in said
-    for name in ("arguments", "temporaries", "sum", "estimated", "operations needed", "network a token", "seconds"):
+    names = ("arguments", "temporaries", "sum", "estimated", "operations needed", "bytes needed", "network a token")
+    for name in (*names, "seconds"):
         assert re.search(rf"{name}.*\d", said), name
     for name in ("update", "reshard", "prefill", "decode"):
         assert re.search(rf"{name}: compiled, \d+\.\d s\n", said), name
-    assert "upper bound" in said and "bound  " not in said
+    assert "upper bound" in said and "of the bound" not in said
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["devices"] == "v5e-8" and report["compiler"].startswith("XLA:CPU")
     assert [program["name"] for program in report["programs"]] == ["update", "reshard", "prefill", "decode"]
@@ -206,6 +207,7 @@ def test_the_report_of_the_tpu_compiler(tmp_path):
         assert program["argument_bytes"] > 0 and program["hbm_bytes"] > 0
         assert (program["flops"] > 0) == (program["name"] != "reshard")
         assert program["collective_bytes"] > 0 or program["name"] not in ("update", "reshard")
+        assert program["needed_bytes"] > 0 and 0 < program["bound_seconds"] < program["typical_seconds"][0]
 
 
 class Timed(programs.Compiled):
@@ -216,6 +218,9 @@ class Timed(programs.Compiled):
 
     def times(self, target):
         return self.found
+
+    def bound(self, target, shares=(1.0, 1.0)):
+        return None
 
 
 def test_the_time_of_a_run_is_that_of_its_steps():

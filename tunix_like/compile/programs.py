@@ -21,6 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tunix_like.algorithms.objective import Objective, build_objective
+from tunix_like.compile.bounds import decode_bytes, held_bytes, prefill_bytes, update_bytes, weight_bytes
 from tunix_like.compile.costs import Trips
 from tunix_like.config.schema import Config, OptimizerConfig
 from tunix_like.data import load_source, source_estimators
@@ -70,6 +71,7 @@ class Program:
       lower: returns a `jax.stages.Lowered`.
       operations: number of multiplications and additions of this program in a training step, summed over all devices,
         without recomputation and padding.
+      needed_bytes: number of bytes that each device must read and write in a training step (`bounds.py`).
       calls: number of times that the program runs in a training step.
       trips: number of iterations of the loops whose length is an input of the program.
       estimate: the estimated memory of the part of a training step in which the program runs; None if there is none.
@@ -80,6 +82,7 @@ class Program:
     lower: Callable[[], Any]
     mesh: Mesh | None
     operations: float
+    needed_bytes: float
     calls: float
     trips: Trips
     estimate: Phase | None = None
@@ -195,8 +198,8 @@ def update_program(plan: Plan) -> Program:
         optimizer = build_optimizer(optimizer, training.max_steps or 1, segments is not None)
     state = TrainState(params, state_shapes(optimizer, params, segments))
     step = jit_train_step(StepSpec(graphdef, objective, optimizer, options, shardings_of(state, plan.mesh), segments))
-    prompts = plan.group[0]
-    packed = _packed(plan, min(config.training.mini_batch_size or prompts, prompts))
+    most = min(config.training.mini_batch_size or plan.group[0], plan.group[0])
+    packed, calls = _packed(plan, most), updates_per_batch(config)
     lower = functools.partial(step.lower, state, _step_inputs(plan, objective, packed), frozen)
     done = update_operations(plan.model.config, *plan.lengths, frozen=plan.model.adapters is not None)
     return Program(
@@ -204,7 +207,8 @@ def update_program(plan: Plan) -> Program:
         lower,
         plan.mesh,
         done * config.algorithm.num_iterations,
-        updates_per_batch(config),
+        calls * update_bytes(plan.model, plan.mesh, _tokens(plan, most), state),
+        calls,
         _packed_trips(plan, packed),
         plan.phase("update", "optimizer"),
     )
@@ -222,7 +226,13 @@ def logprobs_program(plan: Plan) -> Program | None:
     program = jax.jit(functools.partial(batch_logprobs, options=options), static_argnums=0)
     lower = functools.partial(program.lower, *plan.split, _batch(plan), packed_shapes(packed, plan.mesh))
     operations = calls * forward_operations(plan.model.config, *plan.lengths)
-    return Program("logprobs", lower, plan.mesh, operations, calls, _packed_trips(plan, packed))
+    needed = calls * weight_bytes(plan.model, plan.mesh, _tokens(plan, plan.group[0]) / prompt_parts(plan.mesh))
+    return Program("logprobs", lower, plan.mesh, operations, needed, calls, _packed_trips(plan, packed))
+
+
+def _tokens(plan: Plan, prompts: int) -> int:
+    """Returns the number of tokens of `prompts` prompts and their completions."""
+    return prompts * (plan.widths[0] + plan.group[1] * plan.widths[1])
 
 
 def _packed_trips(plan: Plan, packed: Packed) -> Trips:
@@ -291,7 +301,7 @@ def reshard_program(plan: Plan) -> Program | None:
         return None
     graphdef, params = plan.split
     lower = functools.partial(jit_place(graphdef, params, plan.sampling_mesh).lower, graphdef, params)
-    return Program("reshard", lower, plan.mesh, 0.0, 1, {})
+    return Program("reshard", lower, plan.mesh, 0.0, held_bytes(params) + held_bytes(plan.sampled), 1, {})
 
 
 def prefill_program(plan: Plan) -> Program:
@@ -301,7 +311,8 @@ def prefill_program(plan: Plan) -> Program:
         prompts += -prompts % prompt_parts(plan.sampling_mesh)
     lower = functools.partial(decoding.prefill.lower, plan.split[0], plan.sampled, *_prompt_inputs(plan, prompts))
     calls = math.ceil(plan.group[0] / prompts)
-    return Program("prefill", lower, plan.sampling_mesh, _prompt_operations(plan), calls, _block_trips(plan))
+    needed = prefill_bytes(plan.model, plan.sampling_mesh, plan.group[0], plan.widths[0], calls)
+    return Program("prefill", lower, plan.sampling_mesh, _prompt_operations(plan), needed, calls, _block_trips(plan))
 
 
 def _prompt_operations(plan: Plan) -> float:
@@ -323,11 +334,13 @@ def decode_program(plan: Plan) -> Program:
     ends = tuple(rollout.eos_tokens or (0,))
     lower = functools.partial(decoding.advance.lower, graphdef, params, made, rows, np.int32(0), sampling, ends)
     operations = forward_operations(plan.model.config, *plan.lengths) - _prompt_operations(plan)
-    trips = {decoding.TOKENS: float(steps * math.ceil(prompts * group / (slots * size)))}
+    rounds = math.ceil(prompts * group / (slots * size))
+    needed = decode_bytes(plan.model, plan.sampling_mesh, plan.group, plan.widths, rounds)
     rollout_phase = plan.phase("rollout")
     weights = {} if plan.lays_out else {"weights": rollout_phase.parts["weights"]}
     phase = Phase("decode", weights | rollout_phase.decode)
-    return Program("decode", lower, plan.sampling_mesh, operations, 1, trips, phase, decoding.TOKENS)
+    trips = {decoding.TOKENS: float(steps * rounds)}
+    return Program("decode", lower, plan.sampling_mesh, operations, needed, 1, trips, phase, decoding.TOKENS)
 
 
 def programs_of(plan: Plan) -> list[Program]:

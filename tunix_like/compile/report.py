@@ -13,13 +13,14 @@ import functools
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from tunix_like.compile.costs import Costs, Counter, Times, times
+from tunix_like.compile.bounds import PEAK, TYPICAL, bound_seconds
+from tunix_like.compile.costs import KERNEL_BANDWIDTH, Costs, Counter, Times, times
 from tunix_like.compile.devices import EXTRAS, at_least, compiler_of, described_devices, parse_devices
 from tunix_like.compile.programs import Plan, Program, make_plan, programs_of
 from tunix_like.config.schema import Config
@@ -94,6 +95,13 @@ class Compiled:
         if target.kind is None or target.described is None or self.refusal:
             return None
         return times(self.costs, self.program.operations / target.number, target.kind, target.number)
+
+    def bound(self, target: Target, shares: tuple[float, float] = PEAK) -> float | None:
+        """Returns the lower bound of the seconds of a training step, at `shares` of the peak arithmetic and memory
+        bandwidth; None if there are no predicted times."""
+        if target.kind is None or self.times(target) is None:
+            return None
+        return bound_seconds(self.program.operations / target.number, self.program.needed_bytes, target.kind, shares)
 
     def problem(self, target: Target) -> str | None:
         """Returns why the program does not fit into a device; None if it fits or the devices are simulated. The GPU
@@ -247,12 +255,18 @@ def rows_of(done: Sequence[Compiled], target: Target) -> list[tuple[str, ...]]:
         return f"{amount(compiled.costs.collectives[kind])} ({number:,.0f})" if number else "-"
 
     def seconds(compiled: Compiled, name: str) -> str:
-        value = getattr(predicted[compiled.program.name], name, None)
-        return "-" if value is None else f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+        return duration(getattr(predicted[compiled.program.name], name, None))
 
-    def bound(compiled: Compiled) -> str:
+    def limit(compiled: Compiled) -> str:
         found = predicted[compiled.program.name]
-        return "-" if found is None else f"{found.bound} ({found.share:.0%})"
+        return "-" if found is None else f"{found.limit} ({found.share:.0%})"
+
+    def of_the_bound(compiled: Compiled) -> str:
+        found, bound = predicted[compiled.program.name], compiled.bound(target)
+        return "-" if found is None or bound is None else f"{bound / found.predicted:.0%}"
+
+    def duration(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
 
     estimates = [compiled.program.estimate for compiled in done]
     rows = [
@@ -267,12 +281,15 @@ def rows_of(done: Sequence[Compiled], target: Target) -> list[tuple[str, ...]]:
     ]
     if any(compiled.costs.kernels for compiled in done):
         rows.append(row("kernels a step", lambda each: f"{each.costs.kernels:,.0f}"))
+    rows.append(row("bytes needed a step", lambda each: amount(each.program.needed_bytes)))
     if any(predicted.values()):
         rows += [
             row("memory traffic a step", lambda each: amount(each.costs.memory_bytes)),
             *(row(f"time by {name}", functools.partial(seconds, name=name)) for name in Times._fields),
-            row("bound", bound),
+            row("limited by", limit),
             row("predicted time of a step", functools.partial(seconds, name="predicted")),
+            row("bound of a step", lambda each: duration(each.bound(target))),
+            row("of the bound", of_the_bound),
         ]
     rows.append(("seconds to compile", *(f"{compiled.seconds:.1f}" for compiled in done)))
     return rows
@@ -284,9 +301,13 @@ def notes_of(done: Sequence[Compiled], target: Target, config: Config) -> list[s
         "step: all completions have full length. Operations needed: arithmetic without recomputation and padding. "
         "Operations compiled: the matrix products of the compiled program, without those inside kernels.",
         "collectives: the bytes that a device receives; a device sends as many.",
+        "bytes needed: what a device must read and write. Decoding: its weights once per token, in the compute dtype "
+        "or quantised; keys and values of the filled positions, on average half of those of a full completion; those "
+        "of a prompt once per group. Update: its weights twice, and the trained weights with their moments in and out. "
+        "Activations and logits are not counted.",
     ]
-    if (steps := config.training.max_steps) is not None and all(found := [each.times(target) for each in done]):
-        seconds = sum(each.predicted for each in found if each is not None)
+    seconds = _sum(found and found.predicted for found in (each.times(target) for each in done))
+    if (steps := config.training.max_steps) is not None and seconds is not None:
         lines.append(
             f"training.max_steps: {steps} steps x {seconds:.3g} s = {steps * seconds / 3600:.2g} hours, the sum of the "
             "predicted times above, without rewards, environments, evaluations and checkpoints."
@@ -299,13 +320,29 @@ def notes_of(done: Sequence[Compiled], target: Target, config: Config) -> list[s
     else:
         lines.append(
             "times: arithmetic, memory and network are each computed alone, at the peak rate of the data sheet. Cycles "
-            "are the estimate of the compiler, without collectives and kernels; a program with kernels takes longer. "
-            "The predicted time is the largest of these times. It assumes that network and device work at the same "
-            "time. The percentage is the predicted time divided by the time without this overlap."
+            "are the estimate of the compiler without collectives, plus the time of kernels (Pallas, cuDNN), for which "
+            f"the compiler has no cycles: their bytes at {KERNEL_BANDWIDTH:.0%} of the bandwidth. The predicted time "
+            "is the largest of these times, if network and device work at the same time. The percentage is "
+            "the predicted time divided by the time without this overlap."
+        )
+    least, best, worst = (_sum(each.bound(target, shares) for each in done) for shares in (PEAK, *TYPICAL))
+    if least is not None:
+        (arithmetic, bandwidth), (low, slow) = TYPICAL
+        lines.append(
+            "bound: the operations or the bytes needed at the peak rates, whichever take longer; of the bound: the "
+            f"bound divided by the predicted time. The bound of the whole step is {least:.3g} s; typical are "
+            f"{best:.3g} to {worst:.3g} s, at {low:.0%} to {arithmetic:.0%} of the peak arithmetic and {slow:.0%} to "
+            f"{bandwidth:.0%} of the bandwidth, which other libraries reach by published measurements."
         )
     if names := sorted({name for compiled in done for name in compiled.unknown}):
         lines.append(f"loops whose number of iterations depends on data, counted as one iteration: {', '.join(names)}")
     return lines
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    """Returns the sum of numbers; None if one of them is None."""
+    known = list(values)
+    return None if None in known else sum(value for value in known if value is not None)
 
 
 def write_json(file: Path, done: Sequence[Compiled], target: Target) -> None:
@@ -329,9 +366,12 @@ def _as_json(compiled: Compiled, target: Target) -> dict[str, Any]:
         "temporary_bytes": compiled.temporaries,
         "collective_bytes": costs.network_bytes,
         "flops": costs.operations,
+        "needed_bytes": program.needed_bytes,
         "hbm_bytes": None if found is None else costs.memory_bytes,
         "cycles": costs.cycles or None,
         "predicted_seconds": None if found is None else found.predicted,
+        "bound_seconds": compiled.bound(target),
+        "typical_seconds": None if found is None else [compiled.bound(target, shares) for shares in TYPICAL],
     }
     per_token = {"collective_bytes_per_token": None if token is None else token.network_bytes}
     return {

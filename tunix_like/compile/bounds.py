@@ -1,0 +1,104 @@
+"""Lower bounds of the programs of a run: the bytes that a device must read from and write to its main memory in a
+training step, and the time for these bytes and for the arithmetic of the model.
+
+What can stay on the chip is not counted: activations, attention scores, logits, and weights that are received from
+other devices. All sequences have full length.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.sharding import param_shapes, prompt_parts
+from tunix_like.rollout.decoding import cast_params
+from tunix_like.runtime.accelerators import Accelerator
+
+PEAK = 1.0, 1.0
+TYPICAL = (0.45, 0.85), (0.3, 0.4)
+"""The upper and the lower end of what other libraries reach by published measurements: shares of the peak arithmetic
+and of the peak memory bandwidth."""
+
+
+def held_bytes(tree: Any) -> float:
+    """Returns the bytes of the shards that one device holds of arrays or shapes."""
+    shapes = ((x, x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree))
+    return float(sum(math.prod(shape) * x.dtype.itemsize for x, shape in shapes))
+
+
+def weight_bytes(model: Decoder, mesh: Mesh | None, tokens: float, head: bool = True) -> float:
+    """Returns the bytes of weights that a device reads in a forward pass over `tokens` tokens.
+
+    These are its shards of all matrices, in the compute dtype or quantised, and one row of the embedding per token. A
+    mixture of experts reads at most `per_token` experts per token.
+
+    Args:
+      head: whether logits are computed, so that the output matrix (with tied embeddings, the embedding) is read too.
+    """
+    graphdef, state = nnx.split(model)
+    cast = jax.eval_shape(functools.partial(cast_params, graphdef), nnx.to_pure_dict(state))
+    params, config = param_shapes(cast, mesh), model.config
+    table = held_bytes(params["embed_tokens"])
+    total = held_bytes(params) - table * (not (head and config.tie_embeddings))
+    total -= 0 if head or config.tie_embeddings else held_bytes(params["lm_head"])
+    if config.experts is not None:
+        experts = [layer["mlp"]["experts"] for layer in params["layers"].values() if "experts" in layer["mlp"]]
+        total -= held_bytes(experts) * max(0.0, 1 - tokens * config.experts.per_token / config.experts.number)
+    return total + table * min(tokens / config.vocab_size, 1.0)
+
+
+def prefill_bytes(model: Decoder, mesh: Mesh | None, prompts: int, width: int, calls: int) -> float:
+    """Returns the needed bytes of the prefill of `prompts` prompts of `width` tokens in `calls` calls: the weights in
+    each call, and the written keys and values."""
+    tokens = prompts * width / prompt_parts(mesh)
+    weights = calls * weight_bytes(model, mesh, tokens / calls, head=False)
+    return weights + tokens * model.config.num_layers * _position_bytes(model, mesh)
+
+
+def decode_bytes(
+    model: Decoder, mesh: Mesh | None, group: tuple[int, int], widths: tuple[int, int], rounds: int
+) -> float:
+    """Returns the needed bytes of sampling `P` prompts x `G` completions (`group`) of `T` tokens after prompts of `S`
+    tokens (`widths`), in `rounds` rounds of `T` iterations:
+
+        rounds * T * weights + k * L * (P * G * (T * (T - 1) / 2 + T) + P * T * S)
+
+    `k` is the bytes of the keys and values of a position in one of `L` layers. In iteration `t`, a completion reads the
+    `t` positions that are filled (on average about half of its room) and writes one. The completions of a group read
+    their prompt together. In a layer with a window, only the positions in the window are read.
+    """
+    (prompts, size), (width, steps), parts = group, widths, prompt_parts(mesh)
+    weights = rounds * steps * weight_bytes(model, mesh, prompts * size / parts / rounds)
+    filled, own, of_prompt = np.arange(steps), 0.0, 0.0
+    for layer in range(model.config.num_layers):
+        window = model.config.window(layer) or width + steps
+        own += np.minimum(filled, window - 1).sum() + steps
+        of_prompt += np.clip(window - 1 - filled, 0, width).sum()
+    return float(weights + _position_bytes(model, mesh) * (prompts * size * own + prompts * of_prompt) / parts)
+
+
+def update_bytes(model: Decoder, mesh: Mesh | None, tokens: int, state: Any) -> float:
+    """Returns the needed bytes of an optimizer update with `tokens` tokens: the weights in the forward and in the
+    backward pass, and the trained weights and their moments (`state`), which are read and written once."""
+    return 2 * weight_bytes(model, mesh, tokens / prompt_parts(mesh)) + 2 * held_bytes(state)
+
+
+def _position_bytes(model: Decoder, mesh: Mesh | None) -> float:
+    """Returns the bytes of the keys and values of one position in one layer; `tp` splits the key heads."""
+    tp = 1 if mesh is None else mesh.shape.get("tp", 1)
+    return 2 * model.config.num_kv_heads * model.config.head_dim * jnp.dtype(model.dtype).itemsize / tp
+
+
+def bound_seconds(operations: float, needed: float, kind: Accelerator, shares: tuple[float, float] = PEAK) -> float:
+    """Returns the time of a number of operations or of `needed` bytes, whichever takes longer, at `shares` of the peak
+    arithmetic and of the peak memory bandwidth of a device."""
+    arithmetic, bandwidth = shares
+    return max(operations / (arithmetic * kind.operations), needed / (bandwidth * kind.memory_bytes))
