@@ -197,7 +197,7 @@ class RolloutConfig(Checked):
     )
     mesh: list[int] | str = key(
         "auto",
-        doc="devices along data, fsdp, tp while sampling, e.g. [8, 1, 1]; auto: the predicted fastest of those that fit",
+        doc="devices along data, fsdp, tp while sampling, e.g. [8, 1, 1]; auto: predicted fastest that fits",
     )
     eos_tokens: list[int] | None = key(doc="ids; unset: those of tokenizer and generation_config.json")
     max_staleness: int = key(
