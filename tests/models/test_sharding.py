@@ -2,7 +2,6 @@
 
 import bisect
 import dataclasses
-import functools
 import math
 
 import jax
@@ -32,12 +31,12 @@ from tunix_like.models.sharding import (
 )
 from tunix_like.rollout import decoding, sampler, schedule
 from tunix_like.runtime.accelerators import KINDS, Accelerator
+from tunix_like.training.bounds import decode_bytes
 from tunix_like.training.engine import make_engine
 from tunix_like.training.forward import ForwardOptions, place_packed
-from tunix_like.training.memory import COLLECTIVE_SECONDS, decode_seconds
 from tunix_like.training.packing import Layout, pack
 from tunix_like.training.sft import _Likelihood
-from tunix_like.training.sizes import Device, SamplingLayout, rollout_layout, update_work
+from tunix_like.training.sizes import Device, SamplingLayout, rollout_layout
 from tunix_like.training.train_step import StepSpec, TrainState, gradient, step_inputs
 from tunix_like.types import GroupBatch, SamplingParams
 
@@ -153,25 +152,18 @@ def test_layout_with_the_shortest_predicted_decode_step_is_chosen():
     assert few.mesh.shape["tp"] > 1 and "with tp 1" not in few.reason, "layouts that do not fit are left out"
 
 
-def test_bytes_of_a_decode_step_are_those_of_the_arrays():
-    """At 1 byte per second: weights without the embedding that only looks up rows, prompts, half of the columns."""
-    model = Decoder(dataclasses.replace(CONFIG, tie_embeddings=False), rngs=nnx.Rngs(0))
-    graphdef, state = nnx.split(model)
-    tokens, lengths = jnp.zeros((4, 8), jnp.int32), jnp.full(4, 8)
-    prompts = jax.eval_shape(functools.partial(decoding.prefill, graphdef), nnx.to_pure_dict(state), tokens, lengths)
-    rows = jax.eval_shape(lambda given: decoding.empty_rows(given, 3, 24, 24, 2), prompts)
-    held = {name: sum(x.size * 4 for x in jax.tree.leaves(tree)) for name, tree in {
-        "weights": nnx.to_pure_dict(state), "embedding": model.embed_tokens.embedding[...],
-        "prompts": prompts.cache, "rows": rows.cache,
-    }.items()}  # fmt: skip
-    kind = dataclasses.replace(KINDS["v5e"], memory_bytes=1.0)
-    work = update_work(RLTrainingConfig(), model, (4, 3), (8, 24))
-    expected = held["weights"] - held["embedding"] + held["prompts"] + held["rows"] / 2
-    assert decode_seconds(work, 12, 4, kind) == expected
-    split = dataclasses.replace(work, rollout_share=work.share, rollout_parts=(2, 2))
-    network = dataclasses.replace(kind, memory_bytes=math.inf, network_bytes=1.0)
-    layers, sent = 2 * CONFIG.num_layers, 6 * CONFIG.hidden_size * 4  # an all-reduce of two devices receives all once
-    assert decode_seconds(split, 12, 4, network) == pytest.approx(layers * (sent + COLLECTIVE_SECONDS))
+def test_predicted_time_of_a_decode_step():
+    """At 1 byte per second, from memory the needed bytes, and from the network two sums per layer."""
+    model, mesh = Decoder(CONFIG, rngs=nnx.Rngs(0)), build_mesh(MeshConfig(shape=[4, 1, 2], axis_names=AXES))
+    slow = dataclasses.replace(KINDS["v5e"], memory_bytes=1.0, network_bytes=math.inf)
+    needed = decode_bytes(model, mesh, (4, 8), (8, 24), rounds=1) / 24
+    sums = 2 * CONFIG.num_layers
+    assert decode_seconds(model, mesh, 32, (8, 24), slow) == pytest.approx(needed + sums * COLLECTIVE_SECONDS)
+    slow = dataclasses.replace(slow, memory_bytes=math.inf, network_bytes=1.0)
+    sent = 8 * CONFIG.hidden_size * 4  # an all-reduce of two devices receives its operand once
+    assert decode_seconds(model, mesh, 32, (8, 24), slow) == pytest.approx(sums * (sent + COLLECTIVE_SECONDS))
+    alone = build_mesh(MeshConfig(shape=[8, 1, 1], axis_names=AXES))
+    assert decode_seconds(model, alone, 32, (8, 24), slow) == 0
 
 
 @pytest.mark.parametrize("kinds", [{"param_dtype": jnp.bfloat16}, {"quantize": "int8"}], ids=str)

@@ -21,7 +21,6 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tunix_like.algorithms.objective import Objective, build_objective
-from tunix_like.compile.bounds import decode_bytes, held_bytes, prefill_bytes, update_bytes, weight_bytes
 from tunix_like.compile.costs import Trips
 from tunix_like.config.schema import Config, OptimizerConfig
 from tunix_like.data import load_source, source_estimators
@@ -46,6 +45,7 @@ from tunix_like.rollout.sampler import jit_place
 from tunix_like.rollout.shapes import slot_shape
 from tunix_like.runs.build import check_batches, check_config, chosen_tokenizer, named_model, updates_per_batch
 from tunix_like.training.arguments import forward_options
+from tunix_like.training.bounds import decode_bytes, held_bytes, prefill_bytes, update_bytes, weight_bytes
 from tunix_like.training.forward import CHUNKS, SETS, batch_logprobs, packed_shapes
 from tunix_like.training.memory import Phase
 from tunix_like.training.optimizer import build_optimizer, moment_segments, state_shapes

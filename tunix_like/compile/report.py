@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 
-from tunix_like.compile.bounds import PEAK, TYPICAL, bound_seconds
 from tunix_like.compile.costs import KERNEL_BANDWIDTH, Costs, Counter, Times, times
 from tunix_like.compile.devices import EXTRAS, at_least, compiler_of, described_devices, parse_devices
 from tunix_like.compile.programs import Plan, Program, make_plan, programs_of
@@ -29,6 +28,7 @@ from tunix_like.models.sharding import scope
 from tunix_like.runs.describe import describe_devices, describe_model
 from tunix_like.runtime import console
 from tunix_like.runtime.accelerators import KINDS, Accelerator
+from tunix_like.training.bounds import PEAK, TYPICAL, bound_seconds
 from tunix_like.training.memory import amount
 from tunix_like.training.sizes import Device
 

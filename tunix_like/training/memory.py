@@ -19,7 +19,6 @@ from tunix_like.models.config import Adapters, DecoderConfig
 from tunix_like.models.counts import Share, layer_count
 from tunix_like.models.layer_stack import longest_period
 from tunix_like.rollout.shapes import FIRST_CACHE
-from tunix_like.runtime.accelerators import Accelerator
 from tunix_like.training.packing import choose_layout
 
 KEPT_PER_TOKEN = {"inner": 5, "hidden": 6, "query": 5, "key": 3}
@@ -79,9 +78,6 @@ tokens whose logits are computed at once."""
 
 SAMPLED_LOGITS_COPIES = {False: 2, True: 3}
 """Number of float32 arrays `[rows, vocabulary]` while sampling, without (False) and with (True) top-p or top-k."""
-
-COLLECTIVE_SECONDS = 1e-5
-"""Assumed time of an all-reduce of few bytes."""
 
 LAID_OUT = {"tpu": 1.9, "gpu": 1.2}
 """Peak memory of the conversion of weights to the sampler's layout, relative to the size of the result. The peak
@@ -318,25 +314,6 @@ def rollout_phase(
     ]
     worst = max(moments, key=lambda parts: sum(parts.values()))
     return Phase("rollout", (_held(work) if held is None else held) | worst, moments[0])
-
-
-def decode_seconds(work: Work, rows: int, slots: int, kind: Accelerator) -> float:
-    """Predicts the time in which one token of each of `rows` completions in `slots` slots is sampled, at the peak rates
-    of the device.
-
-    Each device reads its weights, the keys and values of its prompts and, on average over a completion of full length,
-    half of the columns of its completions. With `tp`, two all-reduces per layer sum the outputs of attention and MLP;
-    each takes `COLLECTIVE_SECONDS` besides its bytes.
-    """
-    parts, tp = work.rollout_parts or (work.parts, 1)
-    share, model, (prompt_width, width) = work.rollout_share or work.share, work.model, work.widths
-    unread = 0 if model.tie_embeddings else share.embedding * work.size
-    columns = slots * prompt_width + rows * width // 2
-    cache = _key_values(work, columns) * model.num_layers // (parts * tp)
-    sums = 2 * model.num_layers * (tp > 1)
-    sent = sums * rows // parts * model.hidden_size * work.size * 2 * (tp - 1) / tp
-    read = _in_compute_dtype(work, share) - unread + cache
-    return read / kind.memory_bytes + sent / kind.network(tp) + sums * COLLECTIVE_SECONDS
 
 
 def _prompt_forward(work: Work, prompts: int) -> int:

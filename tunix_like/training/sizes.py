@@ -32,7 +32,8 @@ from tunix_like.rollout.engines.registry import find_engine
 from tunix_like.rollout.shapes import slot_shape
 from tunix_like.runtime.accelerators import Accelerator, find_kind
 from tunix_like.runtime.processes import gather
-from tunix_like.training.memory import Phase, Work, amount, decode_seconds, rollout_phase, update_phases
+from tunix_like.training.bounds import decode_bytes
+from tunix_like.training.memory import Phase, Work, amount, rollout_phase, update_phases
 
 if TYPE_CHECKING:
     from tunix_like.models.config import Adapters, DecoderConfig
@@ -54,6 +55,9 @@ USUAL_GROUP = 8
 ROWS_PER_DEVICE = 16
 """Number of completions per device that must fit into memory if `rollout.mesh` and `rollout.max_concurrent_rows` are
 `auto`."""
+
+COLLECTIVE_SECONDS = 1e-5
+"""Assumed time of an all-reduce of few bytes."""
 
 USUAL_ROWS_PER_DEVICE = 64
 """Number of completions per device for which `rollout.mesh: auto` compares layouts."""
@@ -288,10 +292,25 @@ def rollout_layout(
         return SamplingLayout(_possible(mesh, (1, size // tp, tp), model) or mesh, "the weights fit for no tp alone")
     if (kind := device.kind) is None:
         return SamplingLayout(possible[fitting[0]], "the smallest tp that fits")
-    seconds = {i: decode_seconds(works[i], usual, -(-usual // USUAL_GROUP), kind) for i in fitting}
+    widths = rollout.max_prompt_length, rollout.max_tokens_to_generate
+    seconds = {i: decode_seconds(model, possible[i], usual, widths, kind) for i in fitting}
     each = ", ".join(f"{1e3 * seconds[i]:.3g} ms with tp {possible[i].shape['tp']}" for i in fitting)
     reason = f"predicted for a token of {usual} completions at peak rates: {each}"
     return SamplingLayout(possible[min(seconds, key=lambda i: seconds[i])], reason)
+
+
+def decode_seconds(model: Decoder, mesh: Mesh, rows: int, widths: tuple[int, int], kind: Accelerator) -> float:
+    """Predicts the time in which one token of each of `rows` completions is sampled, at the peak rates of the device.
+
+    Each device reads `decode_bytes`. With `tp`, two all-reduces per layer sum the outputs of attention and MLP; each
+    takes `COLLECTIVE_SECONDS` besides its bytes.
+    """
+    read = decode_bytes(model, mesh, (-(-rows // USUAL_GROUP), USUAL_GROUP), widths, rounds=1) / widths[1]
+    tp, layers = mesh.shape["tp"], model.config.num_layers
+    sums = 2 * layers * (tp > 1)
+    hidden = rows / prompt_parts(mesh) * model.config.hidden_size * jnp.dtype(model.dtype).itemsize
+    sent = sums * hidden * 2 * (tp - 1) / tp
+    return read / kind.memory_bytes + sent / kind.network(tp) + sums * COLLECTIVE_SECONDS
 
 
 def _dividing(mesh: Mesh, shape: Sequence[int], model: Decoder) -> Mesh:

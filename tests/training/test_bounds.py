@@ -10,15 +10,6 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tunix_like.compile import report
-from tunix_like.compile.bounds import (
-    TYPICAL,
-    bound_seconds,
-    decode_bytes,
-    held_bytes,
-    prefill_bytes,
-    update_bytes,
-    weight_bytes,
-)
 from tunix_like.compile.costs import Costs
 from tunix_like.compile.programs import Program
 from tunix_like.config.load import load
@@ -29,6 +20,15 @@ from tunix_like.models.quantization import quantize_base
 from tunix_like.models.sharding import place_params
 from tunix_like.rollout.decoding import cast_params
 from tunix_like.runtime.accelerators import KINDS
+from tunix_like.training.bounds import (
+    TYPICAL,
+    bound_seconds,
+    decode_bytes,
+    held_bytes,
+    prefill_bytes,
+    update_bytes,
+    weight_bytes,
+)
 
 PROMPTS, GROUP, WIDTH, STEPS = 4, 2, 5, 6
 

@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from tunix_like.models.counts import parameter_shapes
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.sharding import param_shapes, prompt_parts
 from tunix_like.rollout.decoding import cast_params
@@ -43,8 +44,8 @@ def weight_bytes(model: Decoder, mesh: Mesh | None, tokens: float, head: bool = 
     Args:
       head: whether logits are computed, so that the output matrix (with tied embeddings, the embedding) is read too.
     """
-    graphdef, state = nnx.split(model)
-    cast = jax.eval_shape(functools.partial(cast_params, graphdef), nnx.to_pure_dict(state))
+    held = parameter_shapes(model.config, model.param_dtype, model.adapters, model.quantized)
+    cast = jax.eval_shape(functools.partial(cast_params, nnx.split(model)[0]), held)
     params, config = param_shapes(cast, mesh), model.config
     table = held_bytes(params["embed_tokens"])
     total = held_bytes(params) - table * (not (head and config.tie_embeddings))
