@@ -36,7 +36,7 @@ from tunix_like.training.engine import make_engine
 from tunix_like.training.forward import ForwardOptions, place_packed
 from tunix_like.training.packing import Layout, pack
 from tunix_like.training.sft import _Likelihood
-from tunix_like.training.sizes import Device, SamplingLayout, rollout_layout
+from tunix_like.training.sizes import COLLECTIVE_SECONDS, Device, SamplingLayout, decode_seconds, rollout_layout
 from tunix_like.training.train_step import StepSpec, TrainState, gradient, step_inputs
 from tunix_like.types import GroupBatch, SamplingParams
 
