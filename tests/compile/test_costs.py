@@ -224,6 +224,52 @@ def test_memory_of_fusions_inside_a_fusion():
     assert Counter(NESTED, {}).total().memory_bytes == 4 * 8 * 4 + 4 + 4 * 8 * 4
 
 
+PASSED_ON = """
+%same (given: f32[32,8]) -> f32[4,8,8] {
+  %given = f32[32,8]{1,0} parameter(0)
+  ROOT %cut = f32[4,8,8]{2,1,0} bitcast(%given)
+}
+
+%put (cache: f32[32,8], new: f32[1,8], at: s32[]) -> f32[32,8] {
+  %cache = f32[32,8]{1,0} parameter(0)
+  %new = f32[1,8]{1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %none = s32[] constant(0)
+  ROOT %set = f32[32,8]{1,0} dynamic-update-slice(%cache, %new, %at, %none)
+}
+
+%outer (matrix: f32[32,8], token: f32[1,8], column: s32[]) -> f32[] {
+  %matrix = f32[32,8]{1,0} parameter(0)
+  %token = f32[1,8]{1,0} parameter(1)
+  %column = s32[] parameter(2)
+  %first = CHANGED
+  %zero = f32[] constant(0)
+  ROOT %sum = f32[] reduce(%first, %zero), dimensions={0,1}, to_apply=%add
+}
+
+ENTRY %main (a: f32[32,8], b: f32[1,8], i: s32[]) -> f32[] {
+  %a = f32[32,8]{1,0} parameter(0)
+  %b = f32[1,8]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %y = f32[] fusion(%a, %b, %i), kind=kInput, calls=%outer
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("changed", "others"),
+    [
+        ("f32[4,8,8]{2,1,0} fusion(%matrix), kind=kLoop, calls=%same", 0),
+        ("f32[32,8]{1,0} fusion(%matrix, %token, %column), kind=kLoop, calls=%put", 4 * 8 + 4),
+        ("f32[32,8]{1,0} dynamic-update-slice(%matrix, %token, %column, %column)", 4 * 8 + 4),
+    ],
+    ids=["bitcast", "nested update", "update"],
+)
+def test_an_array_that_is_passed_on_and_then_read_is_read_whole(changed, others):
+    """The array, the written token and its index are read, and one number is written."""
+    assert Counter(PASSED_ON.replace("CHANGED", changed), {}).total().memory_bytes == 4 * 32 * 8 + others + 4
+
+
 def test_a_product_that_is_written_as_a_convolution():
     """The batch of eight is a spatial axis, dilated so that each output meets one pair."""
     text = (

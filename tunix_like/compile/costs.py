@@ -223,10 +223,12 @@ def _read(module: Module, called: Computation, value: Instruction) -> float:
             inner = module[user.called[0]]
             indices = [index for index, name in enumerate(user.operands) if name == value.name]
             read += sum(_read(module, inner, inner.parameters[index]) for index in indices)
+            if _result(module, inner, inner.root)[1].opcode in ("parameter", "dynamic-update-slice"):  # passed on
+                read += _read(module, called, user)
         elif user.opcode in ("dynamic-slice", "slice", "gather") and first:
             read += user.bytes
         elif user.opcode == "dynamic-update-slice" and first:
-            continue  # written in place
+            read += _read(module, called, user)  # written in place, and possibly read afterwards
         elif user.opcode != "tuple" and not _is_async_collective(user):
             return value.bytes
     return read
@@ -235,15 +237,21 @@ def _read(module: Module, called: Computation, value: Instruction) -> float:
 def _written(module: Module, called: Computation, value: Instruction) -> float:
     """Returns how many bytes a fusion writes for its result `value`: only those of the update if it updates a part,
     also in a fusion inside it."""
+    called, value = _result(module, called, value)
+    if value.opcode == "dynamic-update-slice":
+        return called[value.operands[1]].bytes
+    return 0.0 if value.opcode == "parameter" or _is_async_collective(value) else value.bytes
+
+
+def _result(module: Module, called: Computation, value: Instruction) -> tuple[Computation, Instruction]:
+    """Returns the instruction that computes `value`, also in a fusion inside the fusion, and its computation."""
     while value.opcode in ("bitcast", "fusion"):
         if value.opcode == "bitcast":
             value = called[value.operands[0]]
         else:
             called = module[value.called[0]]
             value = called.root
-    if value.opcode == "dynamic-update-slice":
-        return called[value.operands[1]].bytes
-    return 0.0 if value.opcode == "parameter" or _is_async_collective(value) else value.bytes
+    return called, value
 
 
 def _is_kernel(instruction: Instruction) -> bool:
