@@ -20,7 +20,7 @@ from tests.rollout.arrays import sample_groups
 from tunix_like.config.schema import RolloutConfig
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.models.config import DecoderConfig
-from tunix_like.models.decoder import Decoder, prompt_mask
+from tunix_like.models.decoder import Decoder
 from tunix_like.rollout import decoding, schedule
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.rollout.shapes import length_bucket, pad_tokens, slot_shape
@@ -112,14 +112,13 @@ def test_cached_decode_equals_the_full_forward_pass(endless, room):
             (jnp.full((3 * SIZE, *k.shape[1:3], room), 9.0), jnp.full((3 * SIZE, v.shape[1], room, v.shape[3]), 9.0))
             for k, v in prompt_cache
         ]
-        mask = prompt_mask(lengths, prompts.shape[1])
 
         def one(cache, step):
             column = (first_column + step) % room
             distance = ((column - jnp.arange(room)) % room)[None, None]
             positions = jnp.broadcast_to(lengths[:, None] + step, (3, SIZE))
             columns = jnp.where(distance <= step, positions[..., None] - distance, -1)
-            hidden, cache = model.decode(tokens[:, :, step], positions, mask, prompt_cache, cache, column, columns)
+            hidden, cache = model.decode(tokens[:, :, step], positions, lengths, prompt_cache, cache, column, columns)
             return cache, hidden
 
         _, hidden = jax.lax.scan(one, empty, jnp.arange(steps - 1))

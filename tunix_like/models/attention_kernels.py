@@ -97,7 +97,7 @@ def _splash_forward(causal: tuple[bool, ...], q: Float[Array, "B N H h"], keys: 
         out = sum(jnp.exp(lse - whole)[..., None] * out for out, lse in zip(outs, lses, strict=True)).astype(q.dtype)
         return out.swapaxes(1, 2)[:, :count], out, whole
 
-    result, out, lse = _over_mesh(forward, q, keys, ids, results=("queries", "heads", "heads"))
+    result, out, lse = over_mesh(forward, q, keys, ids, results=("queries", "heads", "heads"))
     return result, (q, keys, ids, out, lse)
 
 
@@ -127,7 +127,7 @@ def _splash_backward(causal: tuple[bool, ...], saved: Any, cotangent: Float[Arra
         return (total.swapaxes(1, 2)[:, :count] * scale).astype(q.dtype), tuple(gradients)
 
     arrays = q, keys, ids, out, lse, cotangent
-    return *_over_mesh(backward, *arrays, results=("queries", "heads")), jax.tree.map(lambda _: None, ids)
+    return *over_mesh(backward, *arrays, results=("queries", "heads")), jax.tree.map(lambda _: None, ids)
 
 
 _splash.defvjp(_splash_forward, _splash_backward)
@@ -175,7 +175,7 @@ def _splash_kernel(causal: bool, q: Float[Array, "B H M h"], width: int, residua
     )
 
 
-def _over_mesh(function: Any, q: Float[Array, "B N H h"], keys: Any, ids: Any, *more: Any, results: Any) -> Any:
+def over_mesh(function: Any, q: Float[Array, "B N H h"], keys: Any, ids: Any, *more: Any, results: Any) -> Any:
     """Calls `function(q, keys, ids, *more)`, which runs an attention kernel, on each device with the rows and heads of
     that device.
 

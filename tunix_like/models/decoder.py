@@ -13,16 +13,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from tunix_like.config.schema import LORA_TARGETS
 from tunix_like.errors import check_type
 from tunix_like.models.attention import attention, group_attention, resolve_attention
 from tunix_like.models.attention_blocked import capped
+from tunix_like.models.attention_decoding import decoding_attention, supports_decoding
 from tunix_like.models.attention_parts import Causal, Lengths, Part, Positions, laid_out, part_of
 from tunix_like.models.config import Adapters, DecoderConfig
 from tunix_like.models.layer_stack import Segment
-from tunix_like.models.layers import Attend, Embedding, KeyValue, Layer, Linear, Tables, norm_of, rope_tables
+from tunix_like.models.layers import Embedding, KeyValue, Layer, Linear, Tables, norm_of, rope_tables
 from tunix_like.models.sharding import gather_layer
 
 
@@ -36,7 +37,8 @@ class Decoder(nnx.Module):
         widths near 2,500, and is too small for tiny models that are trained from scratch.)
       dtype: compute dtype of matrix products; norms, softmax and logits are always float32.
       param_dtype: dtype of the stored weights.
-      attention: attention implementation, one of `schema.ATTENTIONS`; `decode` always uses the plain implementation.
+      attention: attention implementation, one of `schema.ATTENTIONS`; `decode` uses the plain implementation, or with
+        splash attention the kernel of `attention_decoding.py`.
 
     Attributes:
       adapters: rank, alpha and targets of the adapters that `lora.add_lora` added to the projections, or None.
@@ -216,7 +218,7 @@ class Decoder(nnx.Module):
         self,
         tokens: Int[Array, "P G"],
         positions: Int[Array, "P G"],
-        prompt_mask: Bool[Array, "P 1 S"],
+        prompt_lengths: Int[Array, "P"],
         prompt_cache: list[KeyValue],
         cache: list[KeyValue],
         column: Int[Array, ""],
@@ -227,6 +229,7 @@ class Decoder(nnx.Module):
         Args:
           positions: position of each token in its sequence, which begins with the prompt. The result of a completion
             with position -1 is undefined.
+          prompt_lengths: number of tokens of each prompt.
           prompt_cache: the keys and values that `prefill` returned, which all completions of a prompt share.
           cache: keys `[R K h U]` and values `[R K U h]` per layer: R completions, K key heads of width h, U columns.
           column: index of the column to which the keys and values of the new token are written; the same for all
@@ -239,16 +242,26 @@ class Decoder(nnx.Module):
           normalised hidden states that predict the next token, and the cache, which contains the new token at `column`.
         """
         ropes = self._ropes(positions[:, :, None])
-        masks: dict[int | None, tuple[Array, Array]] = {None: (prompt_mask, columns >= 0)}
-        prompt_positions = jnp.arange(prompt_mask.shape[-1])[None, None]
-        for window in {window for window in self.config.windows if window is not None}:
-            start = jnp.maximum(positions[..., None] - window + 1, 0)
-            masks[window] = prompt_mask & (prompt_positions >= start), columns >= start
         x = self.embed_tokens(tokens[:, :, None])
         filled: list[KeyValue] = []
         for index, (layer, prompt, own) in enumerate(zip(self.layers, prompt_cache, cache, strict=True)):
-            of_prompt, of_own = masks[self.config.window(index)]
-            attend = cached_attend(Part(*prompt, of_prompt), own, column, of_own, filled, self.config.attention_cap)
+            window = self.config.window(index)
+            starts = None if window is None else jnp.maximum(positions - window + 1, 0)
+            of_prompt = Part(*prompt, Lengths(prompt_lengths, starts))
+            seen = Positions(to_rows(columns), None if starts is None else starts.reshape(-1, 1))
+
+            def attend(
+                q: Array, k: Array, v: Array, prompt: Part = of_prompt, own: KeyValue = own, seen: Positions = seen
+            ) -> Array:
+                k, v = laid_out(to_rows(k), to_rows(v))
+                keys = jax.lax.dynamic_update_slice_in_dim(own[0], k, column, axis=3)
+                values = jax.lax.dynamic_update_slice_in_dim(own[1], v, column, axis=2)
+                filled.append((keys, values))
+                parts = prompt, Part(keys, values, seen)
+                if supports_decoding(self.attention, self.config.head_dim):
+                    return decoding_attention(q, *parts, cap=self.config.attention_cap)
+                return group_attention(q, *parts, kind="plain", cap=self.config.attention_cap)
+
             x, _ = layer(x, ropes[index], attend)
         return self.norm(x[:, :, 0]), filled
 
@@ -357,26 +370,5 @@ def check_decoder(name: str, value: Any) -> None:
     check_type(name, value, Decoder, "give a Decoder; tunix_like.load_model(folder) returns one, and its tokenizer")
 
 
-def prompt_mask(lengths: Int[Array, "P"], width: int) -> Bool[Array, "P 1 S"]:
-    return (jnp.arange(width)[None] < lengths[:, None])[:, None]
-
-
 def to_rows(x: Shaped[Array, "P G ..."]) -> Shaped[Array, "R ..."]:
     return x.reshape(-1, *x.shape[2:])
-
-
-def cached_attend(
-    prompt: Part, own: KeyValue, column: Array, seen: Array, filled: list[KeyValue], cap: float | None
-) -> Attend:
-    """Returns a function that writes the keys and values of one new token per completion to column `column` of the
-    cache `own`, and appends this cache to `filled`. The new token attends to the prompt and to the columns in `seen`.
-    """
-
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        k, v = laid_out(to_rows(k), to_rows(v))
-        keys = jax.lax.dynamic_update_slice_in_dim(own[0], k, column, axis=3)
-        values = jax.lax.dynamic_update_slice_in_dim(own[1], v, column, axis=2)
-        filled.append((keys, values))
-        return group_attention(q, prompt, Part(keys, values, to_rows(seen)[:, None]), cap=cap)
-
-    return attend

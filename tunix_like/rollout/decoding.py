@@ -24,7 +24,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from tunix_like.models.decoder import Decoder, KeyValue, prompt_mask, to_rows
+from tunix_like.models.decoder import Decoder, KeyValue, to_rows
 from tunix_like.models.quantization import LEAVES as QUANTIZED_LEAVES
 from tunix_like.rollout.logits import SamplingParams, choose, in_blocks, uniform_number
 
@@ -230,7 +230,6 @@ def advance(
     head = in_blocks(model.head())  # outside the loop, because a tied head must be transposed
     (slots, size), limit = rows.live.shape, rows.tokens.shape[-1]
     eos = jnp.array(eos_ids, jnp.int32)
-    mask = prompt_mask(prompts.lengths, prompts.cache[0][1].shape[2])
     row_index = _row_index(rows)
 
     def body(rows: Rows) -> Rows:
@@ -239,7 +238,7 @@ def advance(
         uniform = draw(rows.keys.reshape(-1, rows.keys.shape[-1]), rows.age.reshape(-1))
         tokens, logprobs = (x.reshape(slots, size) for x in choose(logits, uniform, sampling))
         written = (*row_index, jnp.where(rows.live, rows.age, limit))  # the index `limit` is out of range and dropped
-        rows, ended = decode(model, prompts, rows, mask, tokens), rows.ended | (rows.live & jnp.isin(tokens, eos))
+        rows, ended = decode(model, prompts, rows, tokens), rows.ended | (rows.live & jnp.isin(tokens, eos))
         return rows._replace(
             live=rows.live & ~ended & (rows.age < limit),
             ended=ended,
@@ -255,12 +254,11 @@ def advance(
         return jax.lax.while_loop(more, body, rows)
 
 
-def decode(model: Decoder, prompts: Prompts, rows: Rows, mask: Array, tokens: Int[Array, "A g"]) -> Rows:
+def decode(model: Decoder, prompts: Prompts, rows: Rows, tokens: Int[Array, "A g"]) -> Rows:
     """Runs the model on the next token of every completion, and writes the keys and values of these tokens to the
     cache.
 
     Args:
-      mask: attention mask of the prompts, from `prompt_mask`.
       tokens: the next token of each completion; has no effect on completions for which `Rows.live` is False.
 
     Returns:
@@ -269,7 +267,7 @@ def decode(model: Decoder, prompts: Prompts, rows: Rows, mask: Array, tokens: In
     """
     new = jnp.where(rows.live, prompts.lengths[:, None] + rows.cached, -1)
     positions = jax.lax.dynamic_update_slice_in_dim(rows.positions, new[..., None], rows.column, axis=2)
-    hidden, cache = model.decode(tokens, new, mask, prompts.cache, rows.cache, rows.column, positions)
+    hidden, cache = model.decode(tokens, new, prompts.lengths, prompts.cache, rows.cache, rows.column, positions)
     return rows._replace(
         column=(rows.column + 1) % rows.room,
         positions=positions,

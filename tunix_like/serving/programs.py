@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from tunix_like.models.decoder import KeyValue, prompt_mask
+from tunix_like.models.decoder import KeyValue
 from tunix_like.rollout.decoding import TOKENS, Prompts, Rows, decode, empty_rows, prefill, without_columns
 from tunix_like.rollout.logits import RowSampling, choose_each, in_blocks, most_likely, uniform_number
 
@@ -198,7 +198,6 @@ def advance(
     model = nnx.merge(graphdef, params)
     prompts = state.prompts
     eos = jnp.array(eos_ids, jnp.int32)
-    mask = prompt_mask(prompts.lengths, state.prompt_width)
     live_at_start = state.rows.live & keep[:, None]
     # Rows without a completion are sampled greedily, because their top-k and top-p would add work.
     idle = ~live_at_start[:, 0]
@@ -219,7 +218,7 @@ def advance(
         tokens, logprobs = (x[:, None] for x in choose_each(logits, uniform, sampling))
         found = jax.lax.cond(top.any(), lambda: most_likely(logits, sampling.temperature, count), lambda: none)
         tops = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y[None], step, 0), tops, found)
-        rows, ended = decode(model, prompts, rows, mask, tokens), rows.ended | (rows.live & jnp.isin(tokens, eos))
+        rows, ended = decode(model, prompts, rows, tokens), rows.ended | (rows.live & jnp.isin(tokens, eos))
         rows = rows._replace(
             live=rows.live & ~ended & (rows.age < state.limits[:, None]),
             ended=ended,
