@@ -48,6 +48,8 @@ with scope(program.mesh):
 trip = counter.one_trip(loop)
 weights = 2 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(plan.split[1]))
 report = {"weights": weights, "rows": plan.estimate.micro_batch, "collectives": trip.collectives}
+report |= {"kernels": trip.kernels, "kernel_bytes": trip.kernel_bytes}
+report["other_bytes"] = trip.memory_bytes - trip.kernel_bytes
 print(json.dumps(report | {"attention": plan.model.attention}))
 """
 
@@ -76,6 +78,18 @@ def test_decoding_transfers_no_weights(tmp_path, layout, moved):
     report = compiled(tmp_path, "decode_program", "tokens", f"rollout.mesh={layout}")
     share = sum(report["collectives"].values()) / report["weights"]
     assert (share > 0.5) if moved else (share < 0.01)
+
+
+def test_decoding_reads_the_caches_in_kernels_alone(tmp_path):
+    """Two kernels per layer, with the halves of the heads on two devices, and no copy of a cache. The caches are larger
+    than the memory on the chip, to which the compiler would move them."""
+    longer = "data.batch_size=64", "rollout.max_prompt_length=256", "rollout.max_tokens_to_generate=8192"
+    wide = f"model.config={json.dumps(MODEL | {'head_dim': 128, 'max_position_embeddings': 8448})}"
+    report = compiled(tmp_path, "decode_program", "tokens", "rollout.mesh=[4, 1, 2]", wide, *longer)
+    key = 2 * 128 * 2  # bytes of a position's keys and values of one head
+    caches = MODEL["num_hidden_layers"] * key * (16 * 256 + 64 * 8192 / 2)  # a device's prompts and half of its columns
+    assert report["kernels"] == 2 * MODEL["num_hidden_layers"]
+    assert report["kernel_bytes"] == caches and report["other_bytes"] < report["weights"] + 0.1 * caches
 
 
 @pytest.mark.parametrize(("remat", "times"), [("false", 2), ("true", 3)])

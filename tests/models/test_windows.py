@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from tests.rollout.arrays import sample_groups
+from tunix_like.models import attention_decoding, attention_kernels, decoder
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.fields import LinearScaling
@@ -39,8 +40,8 @@ PROMPTS = [RNG.integers(0, 19, length).tolist() for length in (5, 1, 11, 20, 7)]
 SIZE, STEPS, TEMPERATURE = 3, 60, 0.7
 
 
-def make_params():
-    graphdef, state = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0)))
+def make_params(attention="auto"):
+    graphdef, state = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0), attention=attention))
     spread = lambda x: x + jnp.asarray(0.3 * RNG.normal(size=x.shape), x.dtype)  # noqa: E731
     return graphdef, jax.tree.map(spread, nnx.to_pure_dict(state))
 
@@ -48,13 +49,17 @@ def make_params():
 GRAPHDEF, PARAMS = make_params()
 
 
-@pytest.fixture(scope="module")
-def drawn():
+@pytest.fixture(scope="module", params=["plain", "kernel"])
+def drawn(request):
     """Draws rows of 1 to 60 tokens, at most four at a time, in a cache that starts small. New rows start in the middle
-    of the ring buffer, which grows while longer rows continue."""
+    of the ring buffer, which grows while longer rows continue. The kernel runs in interpret mode."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "FIRST_CACHE", 16)
-        made = Sampler(GRAPHDEF, (3,), max_prompt_length=24, max_tokens=STEPS, max_concurrent_rows=4)
+        patch.setattr(attention_kernels, "INTERPRET", True)
+        patch.setattr(attention_decoding, "_LANES", 16)
+        patch.setattr(decoder, "supports_decoding", lambda kind, width: kind == "blocked")
+        graphdef = GRAPHDEF if request.param == "plain" else make_params("blocked")[0]
+        made = Sampler(graphdef, (3,), max_prompt_length=24, max_tokens=STEPS, max_concurrent_rows=4)
         found = sample_groups(made, PARAMS, PROMPTS, range(5), SIZE, jax.random.key(0), SamplingParams(TEMPERATURE))
     lengths = np.sort(found.lengths, axis=None)
     assert lengths[0] < 6 and lengths[-1] > 40, lengths
