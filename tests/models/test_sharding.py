@@ -134,7 +134,7 @@ def test_weights_are_replicated_while_sampling_where_they_fit():
 def test_layout_with_the_shortest_predicted_decode_step_is_chosen():
     """With many weights per completion it is worth sending, with few it is not."""
     mesh = build_mesh(MeshConfig(shape=[1, 8, 1], axis_names=AXES))
-    rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24)
+    rollout = RolloutConfig(max_prompt_length=1, max_tokens_to_generate=4)
 
     def chosen(memory: int, width: int, kind: Accelerator | None) -> SamplingLayout:
         model = Decoder(dataclasses.replace(CONFIG, intermediate_size=width), rngs=nnx.Rngs(0))
@@ -146,10 +146,25 @@ def test_layout_with_the_shortest_predicted_decode_step_is_chosen():
     assert chosen(10**9, 4096, KINDS["v5e"]).mesh.shape["tp"] == 1  # the sums take longer than the weights
     assert chosen(10**9, 4096, None).mesh.shape["tp"] == 1
     assert chosen(10**9, 16, dataclasses.replace(slow, network_bytes=1e6)).mesh.shape["tp"] == 1
-    sizes = range(10**5, 10**7, 10**4)
-    enough = bisect.bisect_left(sizes, True, key=lambda size: "predicted" in chosen(size, 4096, slow).reason)
-    few = chosen(sizes[enough], 4096, dataclasses.replace(slow, network_bytes=1e3))
-    assert few.mesh.shape["tp"] > 1 and "with tp 1" not in few.reason, "layouts that do not fit are left out"
+    least = next(size for size in range(10**6, 10**7, 5 * 10**5) if "with tp 2" in chosen(size, 4096, slow).reason)
+    few = chosen(least, 4096, dataclasses.replace(slow, network_bytes=1e3))
+    assert few.mesh.shape["tp"] == 2 and "with tp 1" not in few.reason, "layouts that do not fit are left out"
+
+
+def test_moved_caches_stay_sharded():
+    """After a move to fewer rows, each device holds its part of the rows and heads."""
+    mesh = build_mesh(MeshConfig(shape=[2, 2, 2], axis_names=AXES))
+    graphdef, state = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0)))
+    with scope(mesh):
+        params = place_params(nnx.to_pure_dict(state), mesh)
+        inputs = place_prompts((jnp.ones((4, 8), jnp.int32), jnp.full(4, 8)), mesh, axis=0)
+        prompts = place_slots(decoding.prefill(graphdef, params, *inputs), mesh)
+        rows = place_slots(decoding.empty_rows(prompts, 4, 16, 8, 2), mesh)
+        grown = decoding.grow(rows, 16)
+        picked = np.arange(16).reshape(4, 4)[:, :2]
+        moved = decoding.regroup(prompts, grown, np.arange(4), picked, np.ones((4, 2), bool), mesh)
+    for (k, v), count in [(layer, 8) for layer in moved[1].cache] + [(layer, 4) for layer in moved[0].cache]:
+        assert k.sharding.shard_shape(k.shape)[:2] == v.sharding.shard_shape(v.shape)[:2] == (count // 4, 4)
 
 
 def test_predicted_time_of_a_decode_step():

@@ -25,7 +25,7 @@ from tunix_like.rollout import decoding, schedule
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.rollout.shapes import length_bucket, pad_tokens, slot_shape
 from tunix_like.training.engine import make_engine
-from tunix_like.types import SamplingParams
+from tunix_like.types import Request, SamplingParams
 
 VOCABULARY, SIZE, TEMPERATURE = 19, 2, 0.7
 RNG = np.random.default_rng(0)
@@ -243,7 +243,7 @@ def test_memory_never_holds_two_caches(monkeypatch):
     rows = decoding.grow(rows, 16)
     assert [sum(each) for each in replaced] == [2 * layer for layer in range(len(rows.cache))]
     old[0] = jax.tree.leaves(rows.cache)
-    decoding.regroup(prompts, rows, np.array([0]), np.array([[1]]), np.array([[True]]))
+    decoding.regroup(prompts, rows, np.array([0]), np.array([[1]]), np.array([[True]]), None)
     assert all(x.is_deleted() for x in (*old[0], *old[1]))
 
 
@@ -317,10 +317,18 @@ def test_number_of_slots_and_rows_per_slot():
             assert 1 <= width <= size and slots >= 1 and slots * width <= min(at_once, prompts * size + size)
 
 
+def test_each_prompt_has_one_slot_if_the_rows_suffice():
+    """Four prompts with eight completions in 16 rows: no prompt waits for another one's slot."""
+    made = Sampler(GRAPHDEF, (4,), max_prompt_length=24, max_tokens=8, max_concurrent_rows=16)
+    requests = [Request(prompt, number, 8) for number, prompt in enumerate([A, B, C, LONG])]
+    first = schedule.Schedule(made, PARAMS, requests, KEY, SamplingParams())
+    assert first.slot_prompt.tolist() == [0, 1, 2, 3] and first.row_sample.tolist() == [[0, 1, 2, 3]] * 4
+
+
 @pytest.mark.parametrize("width", [1, 2])
 def test_a_prompt_in_several_slots_is_computed_once(ragged, monkeypatch, width):
-    """Of four prompts, two are in the slots at first and are moved between slots. The others follow."""
-    monkeypatch.setattr(schedule, "slot_shape", lambda *_: (8 // width, width))
+    """Of four prompts, one is in all slots at first. The others follow, and are moved between slots."""
+    monkeypatch.setattr(schedule, "slot_shape", lambda *_: (6 // width, width))
     seen = events(monkeypatch)
     found = sample(PROMPTS, NUMBERS, MANY, eos_ids=(4,), max_tokens=80, max_concurrent_rows=8)
     for values, expected in zip(found[:5], ragged[:5], strict=True):

@@ -431,7 +431,7 @@ def test_number_of_rows_is_the_largest_that_fits(memory):
 
     def need(rows, held=None):
         shape = slot_shape(*many, rows, 32, 64)
-        return rollout_phase(work, math.prod(shape), shape[0], held, sizes.prefilled_prompts(shape, 8)).bytes
+        return rollout_phase(work, math.prod(shape), shape[0], held, sizes.prefilled_prompts(shape, *many)).bytes
 
     alone = {"weights": work.weights}
     for rows in (1, 7, 100):

@@ -306,8 +306,9 @@ def reshard_program(plan: Plan) -> Program | None:
 
 def prefill_program(plan: Plan) -> Program:
     """Describes the program that prefills the first prompts of a step (`rollout/schedule.py`)."""
-    prompts, shape = prefilled_prompts(_slots(plan), plan.group[1]), _slots(plan)
-    if shape[1] < plan.group[1]:  # the sampler pads the prompts to a multiple of the shards
+    shape = _slots(plan)
+    prompts = prefilled_prompts(shape, *plan.group)
+    if prompts < shape[0]:  # the sampler pads the prompts to a multiple of the shards
         prompts += -prompts % prompt_parts(plan.sampling_mesh)
     lower = functools.partial(decoding.prefill.lower, plan.split[0], plan.sampled, *_prompt_inputs(plan, prompts))
     calls = math.ceil(plan.group[0] / prompts)

@@ -53,9 +53,12 @@ def decoding_attention(
         scaled = q * q.shape[-1] ** -0.5
         # Own keys are filled one by one, so half of their room is read on average over a completion of full length.
         read = 1.0, 0.5
-        parts = [_part(scaled, *given, *mask, cap, part) for given, mask, part in zip(keys, masks, read, strict=True)]
+        parts = [
+            _part(scaled, k, v, positions, starts, cap, share)
+            for (k, v), (positions, starts), share in zip(keys, masks, read, strict=True)
+        ]
         whole = functools.reduce(jnp.logaddexp, [lse for _, lse in parts])
-        return (sum(jnp.exp(lse - whole) * out for out, lse in parts).astype(q.dtype),)
+        return (functools.reduce(jnp.add, [jnp.exp(lse - whole) * out for out, lse in parts]).astype(q.dtype),)
 
     return attention_kernels.over_mesh(run, q[:, :, 0], keys, masks, results=("queries",))[0][:, :, None]
 

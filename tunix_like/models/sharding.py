@@ -354,6 +354,13 @@ def _slots(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*axes[: len(shape)]))
 
 
+def constrain_slots(tree: Any, mesh: Mesh | None) -> Any:
+    """Inside a compiled program, shards arrays like `place_slots` does."""
+    if mesh is None:
+        return tree
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, _slots(x.shape, mesh)), tree)
+
+
 def param_shapes(params: Any, mesh: Mesh | None) -> Any:
     """Returns the shapes and shardings after `place_params`; so do the functions below for the other placements."""
     return params if mesh is None else jax.tree.map(_placed, params, parameter_shardings(params, mesh))

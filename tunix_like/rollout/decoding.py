@@ -22,10 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from tunix_like.models.decoder import Decoder, KeyValue, to_rows
 from tunix_like.models.quantization import LEAVES as QUANTIZED_LEAVES
+from tunix_like.models.sharding import constrain_slots
 from tunix_like.rollout.logits import SamplingParams, choose, in_blocks, uniform_number
 
 TOKENS = "tokens"
@@ -185,10 +187,11 @@ def without_columns(rows: Rows, chosen: Bool[Array, "A g"]) -> Rows:
     return rows._replace(positions=positions, span=jnp.where(chosen, 0, rows.span))
 
 
-@jax.jit
-def pick(tree: Any, source: Int[Array, "B"]) -> Any:
-    """Copies entries of arrays, e.g. prefilled prompts: entry `b` of the result is entry `source[b]` of `tree`."""
-    return jax.tree.map(lambda x: x[source], tree)
+@functools.partial(jax.jit, static_argnames=("mesh",))
+def pick(tree: Any, source: Int[Array, "B"], mesh: Mesh | None) -> Any:
+    """Copies entries of arrays, e.g. prefilled prompts: entry `b` of the result is entry `source[b]` of `tree`. The
+    result is sharded over `mesh` like the arrays of slots; otherwise every device would hold all of it."""
+    return constrain_slots(jax.tree.map(lambda x: x[source], tree), mesh)
 
 
 @functools.partial(jax.jit, donate_argnames=("prompts",))
@@ -355,6 +358,7 @@ def regroup(
     source: Int[np.ndarray, "B"],
     picked: Int[np.ndarray, "B c"],
     real: Bool[np.ndarray, "B c"],
+    mesh: Mesh | None,
 ) -> tuple[Prompts, Rows]:
     """Copies completions and their prompts to new arrays. A slot holds one prompt and several rows, and a row holds one
     completion of this prompt.
@@ -364,10 +368,10 @@ def regroup(
     False is padding and is not sampled. Several new slots can get the same prompt. The old caches are deleted.
     """
     moved, of_rows = _regrouped(rows._replace(cache=[]), picked, real), picked.reshape(-1)
-    kept = pick(prompts._replace(cache=[]), source)
+    kept = pick(prompts._replace(cache=[]), source, mesh)
     return (
-        kept._replace(cache=_by_layer(lambda layer: pick(layer, source), prompts.cache)),
-        moved._replace(cache=_by_layer(lambda layer: pick(layer, of_rows), rows.cache)),
+        kept._replace(cache=_by_layer(lambda layer: pick(layer, source, mesh), prompts.cache)),
+        moved._replace(cache=_by_layer(lambda layer: pick(layer, of_rows, mesh), rows.cache)),
     )
 
 

@@ -63,14 +63,14 @@ class Schedule:
         total, limit = len(prompts), sampler.max_tokens
         at_once = total * size if (most := sampler.max_concurrent_rows) is None else most
         at_once = at_once if isinstance(at_once, int) else at_once(total, size)
-        slots, width = slot_shape(total, size, at_once, self.tokens.shape[1], limit, prompt_parts(sampler.mesh))
-        self.slot_prompt = np.repeat(np.arange(total), -(-size // width))[:slots]
+        slots, width = slot_shape(total, size, at_once, sampler.max_prompt_length, limit, prompt_parts(sampler.mesh))
+        self.slot_prompt = np.repeat(np.arange(total), 1 if slots == total else -(-size // width))[:slots]
         self.row_sample, self.ages = np.full((slots, width), -1), np.zeros((slots, width), int)
         self.next_sample, self.steps = np.zeros(total, int), 0
         chosen = np.unique(self.slot_prompt)
         self.prompts = self._prefill(chosen if len(chosen) == slots else self._divisible(chosen))
         if len(chosen) < slots:
-            self.prompts = self._placed(decoding.pick(self.prompts, self.slot_prompt))
+            self.prompts = decoding.pick(self.prompts, self.slot_prompt, sampler.mesh)
         words = jax.random.key_data(key).shape[-1]
         rows = decoding.empty_rows(self.prompts, width, limit, min(FIRST_CACHE, limit), words)
         self.rows = self._placed(rows)
@@ -271,7 +271,7 @@ class Schedule:
             samples[slot, : len(chunk)] = self.row_sample.reshape(-1)[chunk]
         self.ages = np.where(samples >= 0, self.ages.reshape(-1)[picked], 0)
         self.slot_prompt, self.row_sample = self.slot_prompt[source], samples
-        moved = decoding.regroup(self.prompts, self.rows, source, picked, samples >= 0)
+        moved = decoding.regroup(self.prompts, self.rows, source, picked, samples >= 0, self.sampler.mesh)
         self.prompts, self.rows = self._placed(moved)
 
     def _worth_compacting(self) -> bool:

@@ -91,9 +91,9 @@ values are not needed here."""
 
 
 def find_kind(device_kind: str) -> Accelerator | None:
-    """Returns the accelerator with jax's name `device_kind`; None if its values are not in `KINDS`."""
-    found = [kind for kind in KINDS.values() if device_kind.startswith(kind.jax_name)]
-    return max(found, key=lambda kind: len(kind.jax_name), default=None)
+    """Returns the accelerator with jax's name `device_kind`; None if it is not in `KINDS`, such as a PCIe card."""
+    name = None if "PCIe" in device_kind else known_name(device_kind)
+    return next((kind for kind in KINDS.values() if kind.jax_name == name), None)
 
 
 def known_name(device_kind: str) -> str | None:

@@ -300,8 +300,9 @@ def rollout_phase(
     scores = rows * model.num_heads * (prompt_width + width) * 4 // tp
     copy = 0 if work.rollout_share is None else _in_compute_dtype(work, work.rollout_share)
     cast, dequantized = _sampled_weights(work), _dequantized(work, backward=False)
-    # A larger cache replaces the old one, or the old one a cache with half as many rows or slots.
-    layer = max(cache * _room_before(width) // width, cache // 2, prompt_cache) // model.num_layers
+    # While a larger cache replaces the old one, a layer of the old one; while a cache with half as many rows or slots
+    # does, one layer of it on every device.
+    layer = max(cache * _room_before(width) // width, parts * max(cache // 2, prompt_cache)) // model.num_layers
     forward = _prompt_forward(work, slots if prefilled is None else -(-prefilled // parts))
     prefill_weights = max(copy, cast * (work.size < 4)) + dequantized
     buffers = rows * (8 * width + 16) + (rows + slots) * model.hidden_size * work.size

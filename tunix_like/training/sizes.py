@@ -280,7 +280,8 @@ def rollout_layout(
         except UserError as error:
             raise UserError(str(error).replace("mesh.shape", "rollout.mesh", 1)) from None
     device = device or this_device()
-    per_process = size // jax.process_count()
+    processes = [d.process_index for d in mesh.devices.flat]  # also of absent devices
+    per_process = processes.count(processes[0])
     splits = [tp for tp in range(1, per_process + 1) if per_process % tp == 0]
     possible = [layout for tp in splits if (layout := _possible(mesh, (size // tp, 1, tp), model)) is not None]
     works = [_rollout_work(model, rollout, mesh, layout, device) for layout in possible]
@@ -335,7 +336,7 @@ def _shapes(model: Decoder) -> Any:
 def _sampling(work: Work, prompts: int, group: int, rows: int, held: dict[str, int] | None = None) -> Phase:
     """Estimates the memory of sampling `group` completions of each of `prompts` prompts, at most `rows` at once."""
     shape = _slot_shape(work, prompts, group, rows)
-    return rollout_phase(work, math.prod(shape), shape[0], held, prefilled_prompts(shape, group))
+    return rollout_phase(work, math.prod(shape), shape[0], held, prefilled_prompts(shape, prompts, group))
 
 
 def _slot_shape(work: Work, prompts: int, group: int, rows: int) -> tuple[int, int]:
@@ -343,11 +344,12 @@ def _slot_shape(work: Work, prompts: int, group: int, rows: int) -> tuple[int, i
     return slot_shape(prompts, group, rows, *work.widths, parts)
 
 
-def prefilled_prompts(shape: tuple[int, int], group: int) -> int:
-    """Returns the number of different prompts in the slots. `shape` are the numbers of slots and of completions per
-    slot; a prompt has several slots if its `group` completions do not fit into one."""
+def prefilled_prompts(shape: tuple[int, int], prompts: int, group: int) -> int:
+    """Returns the number of different prompts in the slots at first. `shape` are the numbers of slots and of
+    completions per slot. If there are fewer slots than prompts, a prompt has a slot for each `width` of its `group`
+    completions."""
     slots, width = shape
-    return -(-slots // -(-group // width))
+    return prompts if slots == prompts else -(-slots // -(-group // width))
 
 
 def _rollout_work(
@@ -490,7 +492,7 @@ def estimate_memory(
         except UserError as error:
             if refuse:
                 raise
-            refused.append(str(error))
+            refused.extend({str(error)} - set(refused))
             return 1
 
     rollout, data, group = config.rollout, config.data, config.algorithm.num_generations

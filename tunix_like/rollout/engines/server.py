@@ -29,6 +29,9 @@ _LEAST, _ROUNDING = -3e38, 1e-3
 
 _START = "start it with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out"
 
+_UNCHANGED = "default"
+"""vLLM's label of the weights with which a server was started."""
+
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts for `--max-lora-rank`."""
 
@@ -137,10 +140,12 @@ class Server:
         lora = info.get("vllm_config", {}).get("lora_config")
         if lora is None:
             why = "it was started without --enable-lora"
-        elif lora["max_lora_rank"] < rank:
-            why = f"it was started with --max-lora-rank {lora['max_lora_rank']}, and lora.rank is {rank}"
-        elif not info["vllm_env"].get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+        elif lora.get("max_lora_rank", 0) < rank:
+            why = f"it was started with --max-lora-rank {lora.get('max_lora_rank')}, and lora.rank is {rank}"
+        elif not info.get("vllm_env", {}).get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
             why = "it was started without VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+        elif await self._has_other_weights(await self._adapters()):
+            why = "it holds whole weights that a run has sent, and not those it was started with"
         else:
             return None
         least = next(each for each in _RANKS if each >= rank)
@@ -148,6 +153,13 @@ class Server:
             f"{why}; start it with VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL "
             f"--enable-scale-out --enable-lora --max-lora-rank {least}"
         )
+
+    async def _adapters(self) -> list[str]:
+        return [str(model["id"]) for model in (await self._get("/v1/models"))["data"] if model.get("parent")]
+
+    async def _has_other_weights(self, adapters: Sequence[str]) -> bool:
+        """Returns whether the label of the weights is neither that of a new server nor an adapter."""
+        return (await self._get("/weight_info")).get("weight_version") not in (_UNCHANGED, *adapters)
 
     async def reload(self, folder: str, version: str) -> None:
         """Makes the server load the weights or the adapter in a folder and label them with `version`.
@@ -180,12 +192,15 @@ class Server:
         an adapter that is loaded again from the same path. Requests of earlier versions are aborted because vLLM, which
         has replaced their adapter, would read its folder again, and ends if the folder is gone.
         """
-        held = [str(model["id"]) for model in (await self._get("/v1/models"))["data"] if model.get("parent")]
+        held = await self._adapters()
+        if await self._has_other_weights(held):
+            raise self._unfit("it holds whole weights that another run has sent; start it again")
         if version not in held:
             await self._post("/pause?mode=abort", {})
             route, body = "/v1/load_lora_adapter", {"lora_name": version, "lora_path": folder}
             status, content = await self._request("POST", route, body, self.request_seconds)
             if status != 200:
+                await self._post("/resume", {})  # for other clients
                 if why := await self._lora_problem(rank):
                     raise self._unfit(why)
                 raise Unavailable(f"it cannot load the adapter in {folder}: status {status}: {_beginning(content)}")
