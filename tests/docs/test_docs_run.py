@@ -88,6 +88,9 @@ NOT_RUN = {
     "engines.md: vllm serve /models/Qwen3-1.7B --enable-scale-out --port 8000": (
         "needs vLLM; tests/rollout/engines/test_real_vllm.py starts one"
     ),
+    "engines.md: vllm serve /models/Qwen3-1.7B --enable-scale-out --enable-lora --max-lora-rank 32 --port 8000": (
+        "needs vLLM; tests/rollout/engines/test_real_vllm.py starts one"
+    ),
     "engines.md: vllm serve maze_model --enable-scale-out --dtype float32 --max-model-len 512 --enforce-eager "
     "--port 8000 &": "needs vLLM; tests/rollout/engines/test_real_vllm.py starts one",
     "engines.md: until curl -sf http://127.0.0.1:8000/health; do sleep 2; done": "waits for the server above",
