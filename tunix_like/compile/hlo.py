@@ -16,7 +16,8 @@ _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](\{[^{}]*\})?")
 _CALLED = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_SCOPE = re.compile(r'op_name="[^"]*?([\w.]+)\)*/while"')
+# Newer versions of XLA:TPU name a loop with a kernel after the kernel.
+_SCOPE = re.compile(r'op_name="[^"]*?([\w.]+)\)*/while(?:/body/pallas_call)?"')
 _BROKEN = re.compile(r'\n(?=["}][^\n])')  # a line break inside the attributes of a kernel
 _PASSED_ON = ("copy", "bitcast", "convert")
 
