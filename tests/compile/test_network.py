@@ -80,14 +80,16 @@ def test_decoding_transfers_no_weights(tmp_path, layout, moved):
     assert (share > 0.5) if moved else (share < 0.01)
 
 
-def test_decoding_reads_the_caches_in_kernels_alone(tmp_path):
-    """Two kernels per layer, with the halves of the heads on two devices, and no copy of a cache. The caches are larger
-    than the memory on the chip, to which the compiler would move them."""
-    longer = "data.batch_size=64", "rollout.max_prompt_length=256", "rollout.max_tokens_to_generate=8192"
+@pytest.mark.parametrize("tokens", [1024, 8192])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_decoding_reads_the_caches_in_kernels_alone(tmp_path, tokens, tp):
+    """Two kernels per layer, with the halves of the heads on two devices, and no copy of a cache, also if the memory on
+    the chip has room for the caches."""
+    longer = "data.batch_size=64", "rollout.max_prompt_length=256", f"rollout.max_tokens_to_generate={tokens}"
     wide = f"model.config={json.dumps(MODEL | {'head_dim': 128, 'max_position_embeddings': 8448})}"
-    report = compiled(tmp_path, "decode_program", "tokens", "rollout.mesh=[4, 1, 2]", wide, *longer)
-    key = 2 * 128 * 2  # bytes of a position's keys and values of one head
-    caches = MODEL["num_hidden_layers"] * key * (16 * 256 + 64 * 8192 / 2)  # a device's prompts and half of its columns
+    report = compiled(tmp_path, "decode_program", "tokens", f"rollout.mesh=[{8 // tp}, 1, {tp}]", wide, *longer)
+    key = 2 * 128 * 2 * 2 // tp  # bytes of a position's keys and values on one device
+    caches = MODEL["num_hidden_layers"] * key * (8 * tp * 256 + 32 * tp * tokens / 2)  # half of the columns are filled
     assert report["kernels"] == 2 * MODEL["num_hidden_layers"]
     assert report["kernel_bytes"] == caches and report["other_bytes"] < report["weights"] + 0.1 * caches
 

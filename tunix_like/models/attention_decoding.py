@@ -168,6 +168,9 @@ def _call(
     def middle_axis(i: Any, j: Any, order: Any, number: Any) -> tuple[Any, ...]:
         return i, order[i * grid[1] + j], 0
 
+    if not attention_kernels.INTERPRET:
+        # Otherwise XLA may copy whole caches to on-chip memory before the kernel, which reads parts of them.
+        k, v = (pltpu.with_memory_space_constraint(x, pltpu.MemorySpace.HBM) for x in (k, v))
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -253,7 +253,9 @@ class Decoder(nnx.Module):
             def attend(
                 q: Array, k: Array, v: Array, prompt: Part = of_prompt, own: KeyValue = own, seen: Positions = seen
             ) -> Array:
-                k, v = laid_out(to_rows(k), to_rows(v))
+                # Without the barrier, XLA computes the keys of a TPU in the layout of their column in the cache, whose
+                # last axis of one element is padded to 128.
+                k, v = laid_out(to_rows(jax.lax.optimization_barrier(k)), to_rows(v))
                 keys = jax.lax.dynamic_update_slice_in_dim(own[0], k, column, axis=3)
                 values = jax.lax.dynamic_update_slice_in_dim(own[1], v, column, axis=2)
                 filled.append((keys, values))
