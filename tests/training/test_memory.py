@@ -415,6 +415,15 @@ def test_estimate_of_the_prompts_on_a_gpu(changes, prompts, compiled):
     assert phase.parts["prompts"] == pytest.approx(compiled * 1e9 * prompts / 512, rel=0.15)
 
 
+@pytest.mark.parametrize(("backend", "compiled"), [("tpu", 0.167), ("gpu", 1.149)])
+def test_estimate_of_the_prompts_with_split_heads(backend, compiled):
+    """The oracle is the memory in GB of the temporaries of 64 of Qwen3-1.7B's prompts on eight v5e or H200, with `tp`
+    4, without keys and values."""
+    work = dataclasses.replace(accelerated(backend), rollout_parts=(2, 4))
+    phase = rollout_phase(work, 8, 64, {}, 64)
+    assert phase.parts["prompts"] == pytest.approx(compiled * 1e9, rel=0.08)
+
+
 def test_chunk_size_on_a_cpu(memory):
     memory(1e12)
 
