@@ -12,11 +12,22 @@ import pytest
 from flax import nnx
 
 from tests.rollout.arrays import sample_groups
-from tunix_like import MaxRLConfig, MaxRLLearner, OptimizerConfig, RLTrainingConfig, RolloutConfig, UserError
+from tunix_like import (
+    LoraConfig,
+    MaxRLConfig,
+    MaxRLLearner,
+    OptimizerConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+    UserError,
+    add_lora,
+)
 from tunix_like.config.schema import MeshConfig
 from tunix_like.data.maze import tokenizer
+from tunix_like.models import quantization
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
+from tunix_like.models.lora import join_params, split_params
 from tunix_like.models.quantization import quantize_base
 from tunix_like.models.sharding import (
     build_mesh,
@@ -179,6 +190,38 @@ def test_predicted_time_of_a_decode_step():
     assert decode_seconds(model, mesh, 32, (8, 24), slow) == pytest.approx(sums * (sent + COLLECTIVE_SECONDS))
     alone = build_mesh(MeshConfig(shape=[8, 1, 1], axis_names=AXES))
     assert decode_seconds(model, alone, 32, (8, 24), slow) == 0
+
+
+@pytest.mark.parametrize("prompts", [8, 2])
+@pytest.mark.parametrize("shape", [[1, 8, 1], [2, 2, 2]], ids=str)
+def test_quantised_products_count_the_rows_of_one_device(monkeypatch, shape, prompts):
+    """The oracle is the sharding that the compiler gives the inputs of the products, in the forward and the backward
+    pass of prompts and completions. Two prompts cannot be split, so each device has all rows."""
+    counted, held = [], []
+    original = quantization._rows_per_device
+
+    def recorded(x):
+        counted.append(original(x))
+        jax.debug.inspect_array_sharding(x, callback=lambda s: held.append(math.prod(s.shard_shape(x.shape)[:-1])))
+        return counted[-1]
+
+    monkeypatch.setattr(quantization, "_rows_per_device", recorded)
+    mesh = build_mesh(MeshConfig(shape=shape, axis_names=AXES))
+    model = quantize_base(Decoder(dataclasses.replace(CONFIG, num_layers=1), rngs=nnx.Rngs(0)), "int8")
+    graphdef, state = nnx.split(add_lora(model, LoraConfig(rank=2)))
+    trained, frozen = split_params(place_params(nnx.to_pure_dict(state), mesh))
+
+    def loss(trained, frozen, tokens, lengths):
+        decoder = nnx.merge(graphdef, join_params(trained, frozen))
+        first, cache = decoder.prefill(tokens[:, 0], lengths)
+        offsets, segments = (jnp.broadcast_to(x, tokens.shape) for x in (jnp.arange(tokens.shape[2]), 0))
+        return decoder.completion_hidden(first, cache, lengths, tokens, offsets, segments).sum()
+
+    with scope(mesh):
+        inputs = place_prompts((np.ones((prompts, 3, 4), np.int32), np.full(prompts, 4)), mesh, axis=0)
+        jax.jit(jax.grad(loss)).lower(trained, frozen, *inputs).compile()
+    parts = 1 if prompts == 2 else shape[0] * shape[1]
+    assert set(counted) == set(held) == {prompts * 4 // parts, prompts * 12 // parts}
 
 
 @pytest.mark.parametrize("kinds", [{"param_dtype": jnp.bfloat16}, {"quantize": "int8"}], ids=str)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.training.small_learner import make
 from tunix_like.algorithms.objective import build_objective, resolve
 from tunix_like.config.load import load
 from tunix_like.config.schema import (
@@ -40,7 +41,7 @@ from tunix_like.rollout import decoding
 from tunix_like.rollout.shapes import slot_shape
 from tunix_like.training import sizes
 from tunix_like.training.forward import ForwardOptions
-from tunix_like.training.learners import GRPOConfig
+from tunix_like.training.learners import GRPOConfig, GRPOLearner
 from tunix_like.training.memory import (
     Work,
     amount,
@@ -414,6 +415,15 @@ def test_estimate_of_the_prompts_on_a_gpu(changes, prompts, compiled):
     assert phase.parts["prompts"] == pytest.approx(compiled * 1e9 * prompts / 512, rel=0.15)
 
 
+@pytest.mark.parametrize(("backend", "compiled"), [("tpu", 0.167), ("gpu", 1.149)])
+def test_estimate_of_the_prompts_with_split_heads(backend, compiled):
+    """The oracle is the memory in GB of the temporaries of 64 of Qwen3-1.7B's prompts on eight v5e or H200, with `tp`
+    4, without keys and values."""
+    work = dataclasses.replace(accelerated(backend), rollout_parts=(2, 4))
+    phase = rollout_phase(work, 8, 64, {}, 64)
+    assert phase.parts["prompts"] == pytest.approx(compiled * 1e9, rel=0.08)
+
+
 def test_chunk_size_on_a_cpu(memory):
     memory(1e12)
 
@@ -425,9 +435,11 @@ def test_chunk_size_on_a_cpu(memory):
     assert size(2, 2) == 4  # there are only 4 completions
 
 
-def test_number_of_rows_is_the_largest_that_fits(memory):
+@pytest.mark.parametrize("reference", [False, True])
+def test_number_of_rows_is_the_largest_that_fits(memory, reference):
     rollout = RolloutConfig(max_prompt_length=32, max_tokens_to_generate=64)
-    work, many = changed(prompts=1, group=1, reference=True), (1000, 8)
+    work, many = changed(prompts=1, group=1, reference=reference), (1000, 8)
+    at_once = functools.partial(sizes.concurrent_rows, reference=reference)
 
     def need(rows, held=None):
         shape = slot_shape(*many, rows, 32, 64)
@@ -436,14 +448,28 @@ def test_number_of_rows_is_the_largest_that_fits(memory):
     alone = {"weights": work.weights}
     for rows in (1, 7, 100):
         memory(need(rows) + 1)
-        assert sizes.concurrent_rows(decoder(), rollout, *many) == rows
+        assert at_once(decoder(), rollout, *many) == rows
     memory(need(1) - 1)  # training does not fit, but an evaluation does
-    found = sizes.concurrent_rows(decoder(), rollout, *many)
+    found = at_once(decoder(), rollout, *many)
     assert need(found, alone) <= need(1) - 1 < need(found + 1, alone)
     memory(need(1, alone) - 1)
     with pytest.raises(UserError, match=r"max_concurrent_rows: one .* Lower rollout\.max_prompt_length or"):
-        sizes.concurrent_rows(decoder(), rollout, *many)
-    assert sizes.concurrent_rows(decoder(), dataclasses.replace(rollout, max_concurrent_rows=9), *many) == 9
+        at_once(decoder(), rollout, *many)
+    assert at_once(decoder(), dataclasses.replace(rollout, max_concurrent_rows=9), *many) == 9
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_run_counts_its_reference_model_while_sampling(memory, beta):
+    """The estimate and the engine of a learner have the rows that fit beside the reference model, if there is one."""
+    memory(2e5)
+    learner = make(GRPOConfig(num_generations=8, beta=beta), learner=GRPOLearner)
+    rollout, shape = learner.rollout_config, (1000, 8)
+    with_one, without = (sizes.concurrent_rows(learner.model, rollout, *shape, reference=x) for x in (True, False))
+    expected = with_one if beta else without
+    assert with_one < without < 8000 and learner.engine.max_concurrent_rows(*shape) == expected
+    algorithm = AlgorithmConfig(advantage_estimator="grpo", num_generations=8, beta=beta)
+    config = Config(data=DataConfig(batch_size=1000), algorithm=algorithm, rollout=rollout)
+    assert sizes.estimate_memory(config, learner.model, None, refuse=False).rows == expected
 
 
 def foreseen() -> sizes.MemoryEstimate:

@@ -62,7 +62,8 @@ class Parts(NamedTuple):
     def evaluator(self, settings: EvalConfig) -> Evaluator:
         """Builds an evaluator for the held-out problems of the run. `settings` replaces the config section `eval`."""
         graphdef = nnx.split(self.model)[0]
-        engine = make_engine(graphdef, self.tokenizer, self.config.rollout, self.mesh)
+        reference = self.config.algorithm.beta > 0
+        engine = make_engine(graphdef, self.tokenizer, self.config.rollout, self.mesh, reference)
         given = self.tokenizer, self.source, self.rewards, self.environments
         return make_evaluator(self.config, settings, engine, *given)
 

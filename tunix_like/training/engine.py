@@ -24,22 +24,25 @@ from tunix_like.types import Engine, Request, Responder, Sample, SamplingParams
 logger = logging.getLogger("tunix_like")
 
 
-def make_engine(graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mesh: Mesh | None = None) -> Sampler:
+def make_engine(
+    graphdef: Any, tokenizer: Tokenizer, rollout: RolloutConfig, mesh: Mesh | None = None, reference: bool = False
+) -> Sampler:
     """Builds the sampler for a model, its tokenizer and the `rollout` section of a config.
 
     Args:
       graphdef: graph of a `Decoder` (`nnx.split(model)[0]`).
+      reference: whether a second model, the reference of the KL, is held in memory.
 
     Raises:
       UserError: the device memory is too small for a single completion, or `rollout.mesh` does not match the devices or
         the model.
     """
     model = nnx.merge(graphdef, [None] * graphdef.num_leaves)  # a module without weights
-    layout = rollout_layout(model, rollout, mesh)
+    layout = rollout_layout(model, rollout, mesh, reference=reference)
     sampling_mesh = None if layout is None else layout.mesh
 
     def rows(prompts: int, group: int) -> int:
-        return concurrent_rows(model, rollout, prompts, group, mesh, sampling_mesh)
+        return concurrent_rows(model, rollout, prompts, group, mesh, sampling_mesh, reference=reference)
 
     rows(1, 1)  # checks that one completion fits, before anything is compiled
     return Sampler(

@@ -68,12 +68,13 @@ def generate_texts(
     rollout: RolloutConfig,
     seed: int,
     mesh: Mesh | None,
+    reference: bool = False,
 ) -> list[str]:
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
         raise UserError(
             f"prompts: got {type(prompts).__name__}; give a list, each element a text or a list of messages."
         )
-    engine = make_engine(graphdef, tokenizer, rollout, mesh)
+    engine = make_engine(graphdef, tokenizer, rollout, mesh, reference)
     return complete(
         engine, params, tokenizer, prompts, SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k), seed
     )

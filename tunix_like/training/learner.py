@@ -178,7 +178,7 @@ class Learner(Trainer):
         check_turns(self.player is not None, engine)
         check_engine(self.rollout_config)
         check_staleness(self.algo, self.rollout_config, engine is not None)
-        parts = self.graphdef, self.tokenizer, self.rollout_config, mesh
+        parts = self.graphdef, self.tokenizer, self.rollout_config, mesh, self.algo.beta > 0
         self.engine: Engine = make_engine(*parts) if engine is None else CheckedEngine(engine, model.config, self.task)
         self.options = forward_options(self.rollout_config, self.training, self.algo)
         self.reference: Reference | None = make_reference(self, ref_model) if self.algo.beta > 0 else None
@@ -418,7 +418,8 @@ class Learner(Trainer):
         """
         config = with_rollout(self.rollout_config, rollout)
         check_fit(self.model.config, self.tokenizer, config)
-        return generate_texts(self.graphdef, self.params, self.tokenizer, prompts, config, seed, self.mesh)
+        model = self.graphdef, self.params, self.tokenizer
+        return generate_texts(*model, prompts, config, seed, self.mesh, self.reference is not None)
 
     def _close_workers(self) -> None:
         close_pools(function for _, function, _ in self.rewards)

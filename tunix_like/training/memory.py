@@ -303,7 +303,7 @@ def rollout_phase(
     # While a larger cache replaces the old one, a layer of the old one; while a cache with half as many rows or slots
     # does, one layer of it on every device.
     layer = max(cache * _room_before(width) // width, parts * max(cache // 2, prompt_cache)) // model.num_layers
-    forward = _prompt_forward(work, slots if prefilled is None else -(-prefilled // parts))
+    forward = _prompt_forward(work, slots if prefilled is None else -(-prefilled // parts), tp)
     prefill_weights = max(copy, cast * (work.size < 4)) + dequantized
     buffers = rows * (8 * width + 16) + (rows + slots) * model.hidden_size * work.size
     kept = {"prompt cache": prompt_cache, "buffers": buffers}
@@ -317,12 +317,14 @@ def rollout_phase(
     return Phase("rollout", (_held(work) if held is None else held) | worst, moments[0])
 
 
-def _prompt_forward(work: Work, prompts: int) -> int:
+def _prompt_forward(work: Work, prompts: int, tp: int) -> int:
+    """Returns the bytes of the temporaries of the forward pass of prompts, whose heads and MLP are split over `tp`
+    devices."""
     width, tokens, model = work.widths[0], prompts * work.widths[0], work.model
     # XLA:GPU keeps the queries of every layer in float32 and in the compute dtype (measured: 5.9 to 7 bytes a number).
     queries = tokens * model.num_layers * work.query * (4 + work.size) * (work.backend == "gpu")
     forward = max(_scores_bytes(work, prompts, width, width), WORKING_INNER * tokens * work.inner * work.size)
-    return forward + queries + tokens * model.hidden_size * work.size
+    return (forward + queries) // tp + tokens * model.hidden_size * work.size
 
 
 def _held(work: Work) -> dict[str, int]:

@@ -248,7 +248,11 @@ class SamplingLayout(NamedTuple):
 
 
 def rollout_layout(
-    model: Decoder, rollout: RolloutConfig, mesh: Mesh | None, device: Device | None = None
+    model: Decoder,
+    rollout: RolloutConfig,
+    mesh: Mesh | None,
+    device: Device | None = None,
+    reference: bool = False,
 ) -> SamplingLayout | None:
     """Returns the layout of the sampler; None if `mesh` and `rollout.devices` are None. The sampler has the devices of
     `mesh`, or those that `rollout.devices` reserves for sampling.
@@ -258,6 +262,9 @@ def rollout_layout(
     keys and values. A larger `tp` reads fewer weights per device, but sends more. If the rates of the device are not
     known, the smallest `tp` that fits is used. If the weights fit for no size of `tp`, they are also split along
     `fsdp`.
+
+    Args:
+      reference: whether a second model, the reference of the KL, is held in memory.
 
     Raises:
       UserError: `rollout.mesh` does not use every device, or heads or weights of the model are not divisible by the
@@ -284,7 +291,7 @@ def rollout_layout(
     per_process = processes.count(processes[0])
     splits = [tp for tp in range(1, per_process + 1) if per_process % tp == 0]
     possible = [layout for tp in splits if (layout := _possible(mesh, (size // tp, 1, tp), model)) is not None]
-    works = [_rollout_work(model, rollout, mesh, layout, device) for layout in possible]
+    works = [_rollout_work(model, rollout, mesh, layout, device, reference) for layout in possible]
     rows = rollout.max_concurrent_rows
     least, usual = (rows if isinstance(rows, int) else each * size for each in (ROWS_PER_DEVICE, USUAL_ROWS_PER_DEVICE))
     fitting = [i for i, work in enumerate(works) if _sampling(work, least, USUAL_GROUP, least).bytes <= device.usable]
@@ -353,10 +360,10 @@ def prefilled_prompts(shape: tuple[int, int], prompts: int, group: int) -> int:
 
 
 def _rollout_work(
-    model: Decoder, rollout: RolloutConfig, mesh: Mesh | None, chosen: Mesh | None, device: Device
+    model: Decoder, rollout: RolloutConfig, mesh: Mesh | None, chosen: Mesh | None, device: Device, reference: bool
 ) -> Work:
     widths = rollout.max_prompt_length, rollout.max_tokens_to_generate
-    work = dataclasses.replace(_work(model, 1, 1, widths, mesh, device), reference=True)
+    work = dataclasses.replace(_work(model, 1, 1, widths, mesh, device), reference=reference)
     return _for_sampling(work, model, rollout, chosen)
 
 
@@ -378,16 +385,19 @@ def concurrent_rows(
     mesh: Mesh | None = None,
     sampling_mesh: Mesh | None = None,
     device: Device | None = None,
+    reference: bool = False,
 ) -> int:
     """Returns the maximum number of completions that are sampled at the same time, of `group` completions of each of
     `prompts` prompts.
 
     With `rollout.max_concurrent_rows: auto`, the result is the largest number for which sampling fits into memory
-    together with a trainer's weights, moments and reference model. If not even one completion fits together with these
-    arrays, there can be no trainer on this device, so the number is computed with the weights only.
+    together with a trainer's weights and moments, and its reference model if it has one. If not even one completion
+    fits together with these arrays, there can be no trainer on this device, so the number is computed with the weights
+    only.
 
     Args:
       mesh, sampling_mesh: the meshes of the trainer and of the sampler.
+      reference: whether a second model, the reference of the KL, is held in memory.
 
     Raises:
       UserError: with `auto`, the memory is too small for the weights and a single completion.
@@ -396,7 +406,7 @@ def concurrent_rows(
     if isinstance(setting, int):
         return setting
     device = device or this_device()
-    work = _rollout_work(model, rollout, mesh, sampling_mesh, device)
+    work = _rollout_work(model, rollout, mesh, sampling_mesh, device, reference)
 
     def needed(rows: int, held: dict[str, int] | None) -> int:
         return _sampling(work, prompts, group, rows, held).bytes
@@ -500,16 +510,18 @@ def estimate_memory(
     training = dataclasses.replace(config.training, actor_optimizer=config.optimizer)
     setting = training.train_micro_batch_size
     most = min(training.mini_batch_size or data.batch_size, data.batch_size)
-    update = update_work(training, model, (most, group), widths, config.algorithm.beta > 0, mesh, device)
+    reference = config.algorithm.beta > 0
+    update = update_work(training, model, (most, group), widths, reference, mesh, device)
     size = chosen(lambda: chunk_size(setting, update, device))
     update = dataclasses.replace(update, prompts=data.batch_size, update_prompts=most)
-    layout = rollout_layout(model, rollout, mesh, device)
+    layout = rollout_layout(model, rollout, mesh, device, reference)
     sampling_mesh = None if layout is None else layout.mesh
     rows, phases = data.batch_size * group, []
     if find_engine(rollout.engine).make is None:
 
         def sampled_at_once(prompts: int, samples: int) -> int:
-            return chosen(lambda: concurrent_rows(model, rollout, prompts, samples, mesh, sampling_mesh, device))
+            meshes = mesh, sampling_mesh
+            return chosen(lambda: concurrent_rows(model, rollout, prompts, samples, *meshes, device, reference))
 
         work = _for_sampling(update, model, rollout, sampling_mesh)
         rows = min(sampled_at_once(data.batch_size, group), rows)
