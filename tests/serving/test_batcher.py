@@ -123,7 +123,7 @@ def test_a_prompt_is_computed_once_for_its_completions(run, monkeypatch):
     monkeypatch.setattr(made.runner, "prefill", lambda prompts, width: seen.extend(prompts) or prefill(prompts, width))
     job = Job([1, 2, 3], 10, JobSampling(20, seed=8))
     check(made.finish([job]), [job])
-    assert seen == [[1, 2, 3]]
+    assert seen == [(1, 2, 3)]
 
 
 @pytest.mark.slow
