@@ -47,7 +47,7 @@ def measure(rows: int, clients: int, requests: int, repeats: int) -> dict[str, A
                 start = time.perf_counter()
                 orders.send((servers[name].address, prompts))
                 tokens = orders.recv()
-                assert tokens == requests * (ANSWER + 1), tokens
+                assert tokens == requests * ANSWER, tokens
                 if repeat:
                     speeds[load][name].append(tokens / (time.perf_counter() - start))
         averages.append(os.getloadavg()[0])

@@ -119,20 +119,13 @@ def continue_prompt(
     The caches must have `begin + N` columns or more."""
     count, width = tokens.shape
     positions = jnp.broadcast_to(begin + jnp.arange(width), (count, 1, width))
-    own = [
-        (jnp.zeros((*k.shape[:3], width), k.dtype), jnp.zeros((*v.shape[:2], width, v.shape[3]), v.dtype))
-        for k, v in prompts.cache
-    ]
-    earlier = jnp.full(count, begin), prompts.cache
-    hidden, own = nnx.merge(graphdef, params).extend(
-        tokens[:, None], positions, *earlier, own, jnp.int32(0), jnp.full_like(positions, -1)
-    )
-    write = jax.lax.dynamic_update_slice_in_dim
-    cache = [
-        (write(k, new_k, begin, 3), write(v, new_v, begin, 2))
-        for (k, v), (new_k, new_v) in zip(prompts.cache, own, strict=True)
-    ]
-    return Prompts(earlier[0] + width, hidden[:, 0], cache)
+    column = jnp.arange(prompts.cache[0][1].shape[2])
+    columns = jnp.broadcast_to(jnp.where(column < begin, column, -1), (count, 1, len(column)))
+    # To `extend` they are the tokens of a completion whose prompt has no tokens.
+    nothing = [(k[..., :1], v[:, :, :1]) for k, v in prompts.cache]
+    given = jnp.zeros(count, jnp.int32), nothing, prompts.cache, begin, columns
+    hidden, cache = nnx.merge(graphdef, params).extend(tokens[:, None], positions, *given)
+    return Prompts(jnp.full(count, begin + width), hidden[:, 0], cache)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "count", "width"))
