@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,7 @@ def make_prompts(count: int) -> list[list[int]]:
 class Running:
     """A server in a thread, warmed up, that runs until `close`."""
 
-    def __init__(self, weights: Weights, rows: int):
-        longest = PROMPT + LONGEST + 1
+    def __init__(self, weights: Weights, rows: int, longest: int):
         runner = Runner(weights, rows, longest)
         runner.warm_up()
         words = {f"t{token}": token for token in range(VOCABULARY)}
@@ -89,10 +89,11 @@ class Running:
         self.server.batcher.close()
 
 
-def run_clients(address: str, prompts: list[list[int]], count: int, orders: Connection) -> None:
-    """Runs in the process of the clients. For each order, it sends all prompts and returns the number of tokens."""
+def run_clients(count: int, orders: Connection) -> None:
+    """Runs in the process of the clients. For each order, which is the address of a server and prompts, it sends all
+    prompts and returns the number of tokens."""
 
-    async def everything() -> int:
+    async def everything(address: str, prompts: list[list[int]]) -> int:
         left, tokens = list(reversed(prompts)), 0
 
         async def client(http: httpx.AsyncClient) -> None:
@@ -108,24 +109,30 @@ def run_clients(address: str, prompts: list[list[int]], count: int, orders: Conn
             await asyncio.gather(*(client(http) for _ in range(count)))
         return tokens
 
-    while orders.recv():
-        orders.send(asyncio.run(everything()))
+    while (order := orders.recv()) is not None:
+        orders.send(asyncio.run(everything(*order)))
+
+
+def start_clients(count: int) -> tuple[BaseProcess, Connection]:
+    """Starts the process of the clients; the order None ends it."""
+    context = multiprocessing.get_context("spawn")
+    orders, theirs = context.Pipe()
+    process = context.Process(target=run_clients, args=(count, theirs), daemon=True)
+    process.start()
+    return process, orders
 
 
 def measure(rows: int, clients: int, requests: int, repeats: int) -> dict[str, Any]:
     """Runs both sides alternately, after one run of each for the compilations."""
     weights, prompts = make_weights(), make_prompts(requests)
-    server = Running(weights, rows)
-    context = multiprocessing.get_context("spawn")
-    orders, theirs = context.Pipe()
-    process = context.Process(target=run_clients, args=(server.address, prompts, clients, theirs), daemon=True)
-    process.start()
+    server = Running(weights, rows, PROMPT + LONGEST + 1)
+    process, orders = start_clients(clients)
     sampler = Sampler(
         weights.graphdef, weights.eos_ids, max_prompt_length=PROMPT, max_tokens=LONGEST, max_concurrent_rows=rows
     )
 
     def served() -> int:
-        orders.send(True)
+        orders.send((server.address, prompts))
         return int(orders.recv())
 
     def sampled() -> int:
@@ -144,7 +151,7 @@ def measure(rows: int, clients: int, requests: int, repeats: int) -> dict[str, A
             tokens = run()
             speeds[name].append(tokens / (time.perf_counter() - start))
         load.append(os.getloadavg()[0])
-    orders.send(False)
+    orders.send(None)
     process.join()
     server.close()
     ratios = [ours / other for ours, other in zip(*speeds.values(), strict=True)]

@@ -123,7 +123,7 @@ def test_a_prompt_is_computed_once_for_its_completions(run, monkeypatch):
     monkeypatch.setattr(made.runner, "prefill", lambda prompts, width: seen.extend(prompts) or prefill(prompts, width))
     job = Job([1, 2, 3], 10, JobSampling(20, seed=8))
     check(made.finish([job]), [job])
-    assert seen == [[1, 2, 3]]
+    assert seen == [(1, 2, 3)]
 
 
 @pytest.mark.slow
@@ -136,6 +136,17 @@ def test_prompts_that_arrive_together_are_computed_together(run, monkeypatch):
     jobs = [Job([1] * length, 1, JobSampling(4)) for length in (3, 5, 7, 20, 31, 40, 150)]
     made.finish(jobs)
     assert seen == [(6, 64), (1, 200)]
+
+
+def test_equal_prompts_that_arrive_together_are_computed_once(run, monkeypatch):
+    made, seen = run(rows=8), []
+    prefill = made.runner.prefill
+    monkeypatch.setattr(made.runner, "prefill", lambda prompts, width: seen.append(prompts) or prefill(prompts, width))
+    first, second = (1, 2, 3), (1, 2, 4)
+    jobs = [Job(prompt, 1, JobSampling(20, seed=seed)) for seed, prompt in enumerate([first] * 5 + [second])]
+    check(made.finish(jobs), jobs)
+    assert seen == [[first], [second]]
+    assert [job.reused for job in jobs] == [0, 3, 3, 3, 3, 0]
 
 
 @pytest.mark.slow
@@ -252,12 +263,15 @@ def test_failed_allocation_of_arrays_does_not_end_the_thread(run, monkeypatch):
 @pytest.mark.slow
 def test_warm_up_compiles_everything(run, monkeypatch):
     """After the warm-up, no job compiles a program."""
-    made = run(rows=3, longest=150)
+    monkeypatch.setattr(programs, "SHORTEST_CHUNK", 32)
+    made = run(rows=8, longest=150)
     made.runner.warm_up()
-    watched = [programs.advance, programs._place, programs._begin, programs._resized_prompts, programs._resized_rows]
-    watched.append(decoding.prefill)
+    watched = [programs.advance, programs._place, programs._begin, programs.resized_prompts, programs._resized_rows]
+    watched += [decoding.prefill, programs.continue_prompt]
     before = [each._cache_size() for each in watched]
     jobs = list(many_jobs(12, np.random.default_rng(9), 100))
     jobs = [Job(job.prompt, job.count, JobSampling(min(job.sampling.max_tokens, 50), seed=1)) for job in jobs]
+    jobs += [Job([1] * length, 1, JobSampling(4)) for length in (140, 60, 144, 146, 62)]
     made.finish(jobs)
+    assert sum(job.reused for job in jobs) > 0
     assert [each._cache_size() for each in watched] == before

@@ -183,34 +183,43 @@ class Batcher:
             if not jobs:
                 return
             if jobs[0].prefilled is None:
-                width = self._width(jobs)
-                tokens = width * (1 if len(jobs) == 1 else prompts_at_once(width))
+                prompts = list(dict.fromkeys(job.prompt for job in jobs))
+                width = self.runner.prompt_width(max(map(len, prompts)))
+                tokens = self.runner.tokens_of(prompts, width)
                 if computed and beside and computed + tokens > PREFILL_TOKENS:
                     return
                 computed += tokens
-                prefilled = self.runner.prefill([job.prompt for job in jobs], width)
-                for job, each in zip(jobs, prefilled, strict=True):
-                    job.prefilled = each
+                prefilled = dict(zip(prompts, self.runner.prefill(prompts, width), strict=True))
+                for job in jobs:
+                    job.prefilled = prefilled[job.prompt]
+                    job.reused = job.prefilled.reused
+                    prefilled[job.prompt] = job.prefilled._replace(reused=len(job.prompt))
             self._place(jobs, free)
-
-    def _width(self, jobs: Sequence[Job]) -> int:
-        return self.runner.prompt_width(max(len(job.prompt) for job in jobs))
 
     def _next_jobs(self, most: int) -> list[Job]:
         """Returns the waiting jobs whose prompts the next prefill should compute together: at most `most`, in the order
-        in which they arrived. The first job alone if its prompt is prefilled already."""
+        in which they arrived. Equal prompts are computed once. The first job alone if its prompt is prefilled
+        already."""
         with self._changed:
             jobs = list(itertools.islice(self._waiting, most))
         chosen = jobs[:1]
         if not jobs or jobs[0].prefilled is not None:
             return chosen
+        prompts, longest = {jobs[0].prompt}, len(jobs[0].prompt)
         for job in jobs[1:]:
-            if len(chosen) >= prompts_at_once(self._width([*chosen, job])) or job.prefilled is not None:
+            more, length = prompts | {job.prompt}, max(longest, len(job.prompt))
+            if job.prefilled is not None or len(more) > self._at_once(length):
                 break
             chosen.append(job)
+            prompts, longest = more, length
         # A prefill of several prompts is padded to a fixed number of prompts. For few prompts, single prefills are
         # faster.
-        return chosen if 2 * len(chosen) >= prompts_at_once(self._width(chosen)) else chosen[:1]
+        if len(prompts) > 1 and 2 * len(prompts) < self._at_once(longest):
+            return list(itertools.takewhile(lambda job: job.prompt == jobs[0].prompt, chosen))
+        return chosen
+
+    def _at_once(self, length: int) -> int:
+        return prompts_at_once(self.runner.prompt_width(length))
 
     def _place(self, jobs: Sequence[Job], free: list[int]) -> None:
         """Starts completions of `jobs`, whose prompts one prefill has computed, in the rows `free`."""

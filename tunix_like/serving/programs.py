@@ -37,6 +37,10 @@ FIRST_WIDTH, FACTOR = 64, 4
 SHORTEST_PROMPT = 32
 TOKENS_OF_PREFILL, PROMPTS_OF_PREFILL = 1024, 8
 
+SHORTEST_CHUNK = 128
+"""Minimum number of tokens that one call of `continue_prompt` computes. On an accelerator, a call for fewer tokens
+hardly takes less time, because it reads all weights."""
+
 
 class State(NamedTuple):
     """The prompts and completions of the rows; `limits` is the maximum number of tokens of each completion."""
@@ -99,6 +103,29 @@ def prompts_at_once(width: int) -> int:
     """Returns the maximum number of prompts of `width` tokens in one prefill. A prefill of more than one prompt is
     padded to this number of prompts."""
     return PROMPTS_OF_PREFILL if width * PROMPTS_OF_PREFILL <= TOKENS_OF_PREFILL else 1
+
+
+def chunk_of(width: int) -> int:
+    """Returns the number of tokens that one call of `continue_prompt` computes, for a prompt padded to `width` tokens.
+    A prompt is continued if this takes at most half as many tokens as its prefill."""
+    return max(SHORTEST_CHUNK, width // 8)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef",))
+def continue_prompt(
+    graphdef: Any, params: Any, prompts: Prompts, begin: Int[AnyArray, ""], tokens: Int[AnyArray, "A N"]
+) -> Prompts:
+    """Computes the tokens of prompts from position `begin` on; the keys and values before it are those of `prompts`.
+    The caches must have `begin + N` columns or more."""
+    count, width = tokens.shape
+    positions = jnp.broadcast_to(begin + jnp.arange(width), (count, 1, width))
+    column = jnp.arange(prompts.cache[0][1].shape[2])
+    columns = jnp.broadcast_to(jnp.where(column < begin, column, -1), (count, 1, len(column)))
+    # To `extend` they are the tokens of a completion whose prompt has no tokens.
+    nothing = [(k[..., :1], v[:, :, :1]) for k, v in prompts.cache]
+    given = jnp.zeros(count, jnp.int32), nothing, prompts.cache, begin, columns
+    hidden, cache = nnx.merge(graphdef, params).extend(tokens[:, None], positions, *given)
+    return Prompts(jnp.full(count, begin + width), hidden[:, 0], cache)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "count", "width"))
@@ -245,14 +272,15 @@ def resized(state: State, prompt_width: int, width: int) -> State:
     if prompt_width != state.prompt_width:
         # Rows without a completion may have had a longer prompt.
         lengths = jnp.minimum(prompts.lengths, prompt_width)
-        prompts = prompts._replace(cache=_resized_prompts(prompts.cache, prompt_width), lengths=lengths)
+        prompts = prompts._replace(cache=resized_prompts(prompts.cache, prompt_width), lengths=lengths)
     if width != state.width:
         rows = rows._replace(**_resized_rows(rows.cache, rows.positions, rows.column, width))
     return state._replace(prompts=prompts, rows=rows)
 
 
 @functools.partial(jax.jit, static_argnames=("width",))
-def _resized_prompts(cache: list[KeyValue], width: int) -> list[KeyValue]:
+def resized_prompts(cache: list[KeyValue], width: int) -> list[KeyValue]:
+    """Changes the caches of prompts to `width` columns."""
     return [(_fitted(k, 3, width), _fitted(v, 2, width)) for k, v in cache]
 
 

@@ -23,6 +23,7 @@ from tunix_like.rollout import decoding
 from tunix_like.rollout.logits import RowSampling
 from tunix_like.runtime import progress
 from tunix_like.serving import programs
+from tunix_like.serving.prefixes import Prefixes, Tokens
 
 
 class Weights(NamedTuple):
@@ -36,11 +37,13 @@ class Weights(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """A prefilled prompt: one entry of the batch `prompts`, whose prompts were padded to `width` tokens."""
+    """A prefilled prompt: one entry of the batch `prompts`, whose prompts were padded to `width` tokens. Its first
+    `reused` tokens were not computed, because an earlier prompt begins with them."""
 
     prompts: decoding.Prompts
     entry: int
     width: int
+    reused: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +75,12 @@ class Job:
         `number`, on the index of the completion in the job and on the position of the token.
       started: number of completions that were started.
       prefilled: the result of the prompt's prefill; None before the prefill and after all completions are started.
+      reused: number of tokens of the prompt that were not computed, because an earlier prompt begins with them.
     """
 
     def __init__(self, prompt: Sequence[int], count: int, sampling: JobSampling, number: int = 0):
-        self.prompt, self.count, self.sampling, self.number = prompt, count, sampling, number
-        self.started = 0
+        self.prompt, self.count, self.sampling, self.number = tuple(prompt), count, sampling, number
+        self.started = self.reused = 0
         self.prefilled: Prefilled | None = None
 
 
@@ -106,7 +110,11 @@ class Sampled(NamedTuple):
 
 
 class Runner:
-    """The arrays of `rows` completions on the device. Prompt and completion together have at most `longest` tokens."""
+    """The arrays of `rows` completions on the device. Prompt and completion together have at most `longest` tokens.
+
+    Attributes:
+      prefixes: recent prompts, padding included at most a quarter of the tokens of the prompts of all rows.
+    """
 
     state: programs.State
 
@@ -117,12 +125,14 @@ class Runner:
         # Not jitted, because a jitted function would copy weights that already have the compute dtype.
         self.params = jax.tree.map(jnp.asarray, decoding.cast_params(weights.graphdef, weights.params))
         self.head = nnx.merge(self.graphdef, self.params).head()
+        self.prefixes = Prefixes[Prefilled](longest * max(1, rows // 4))
         self.pace = 0.0
         """Seconds of one step of `advance`, averaged over the last calls."""
         self.reset()
 
     def reset(self) -> None:
         """Allocates empty arrays. The previous arrays are lost."""
+        self.prefixes.clear()
         self.__dict__.pop("state", None)  # frees the memory before the new arrays are allocated
         with scope(self.mesh):
             state = programs.empty_state(self.graphdef, self.params, self.rows, self.widths[0])
@@ -157,9 +167,56 @@ class Runner:
     def _resize(self, prompt_width: int, width: int) -> None:
         self.state = place_slots(programs.resized(self.state, prompt_width, width), self.mesh)
 
-    def prefill(self, prompts: Sequence[Sequence[int]], width: int) -> list[Prefilled]:
-        """Computes at most `programs.prompts_at_once(width)` prompts, each padded to `width` tokens."""
-        count = 1 if len(prompts) == 1 else programs.prompts_at_once(width)
+    def tokens_of(self, prompts: Sequence[Tokens], width: int) -> int:
+        """Returns the number of tokens, padding included, that `prefill` would compute."""
+        if (found := self._earlier(prompts, width)) is not None:
+            return found[1]
+        return width * self._count(prompts, width)
+
+    def prefill(self, prompts: Sequence[Tokens], width: int) -> list[Prefilled]:
+        """Computes at most `programs.prompts_at_once(width)` prompts, each padded to `width` tokens. A single long
+        prompt is continued from the longest prefix that it has in common with an earlier one."""
+        if (found := self._earlier(prompts, width)) is not None:
+            earlier, missing = found
+            made = [self._continue(prompts[0], self.prefixes.use(earlier), missing, width)]
+        else:
+            made = self._prefill(prompts, width)
+        if len(prompts) == 1 and 2 * programs.chunk_of(width) <= width:  # shorter prompts are not continued
+            self.prefixes.add(prompts[0], made[0], width)
+        return made
+
+    def _earlier(self, prompts: Sequence[Tokens], width: int) -> tuple[Tokens, int] | None:
+        """Returns the earlier prompt from which to continue the only one of `prompts`, and the number of tokens to
+        compute. Returns None if there are several prompts, or if the whole prompt should be computed."""
+        if len(prompts) > 1 or (found := self.prefixes.find(prompts[0])) is None:
+            return None
+        earlier, common = found
+        if earlier == prompts[0]:
+            return earlier, 0
+        # The last token is always computed, because the earlier prompt has only the hidden state of its own last token.
+        chunk, missing = programs.chunk_of(width), max(1, len(prompts[0]) - common)
+        missing = -(-missing // chunk) * chunk
+        return (earlier, missing) if 2 * missing <= width and missing <= len(prompts[0]) else None
+
+    def _continue(self, prompt: Tokens, earlier: Prefilled, missing: int, width: int) -> Prefilled:
+        """Computes the last `missing` tokens of a prompt in chunks. No chunk is padded: the first one may begin with
+        tokens that the earlier prompt has too."""
+        prompts, reused = earlier.prompts, len(prompt) - missing
+        if earlier.width != width:
+            cache = programs.resized_prompts(prompts.cache, width)
+            prompts = place_slots(prompts._replace(cache=cache), self.mesh)
+        for begin in range(reused, len(prompt), programs.chunk_of(width)):
+            tokens = np.array([prompt[begin : begin + programs.chunk_of(width)]], np.int32)
+            tokens = place_prompts(tokens, self.mesh, axis=0)
+            out = programs.continue_prompt(self.graphdef, self.params, prompts, np.int32(begin), tokens)
+            prompts = place_slots(out, self.mesh)
+        return Prefilled(prompts, 0, width, reused)
+
+    def _count(self, prompts: Sequence[Tokens], width: int) -> int:
+        return 1 if len(prompts) == 1 else programs.prompts_at_once(width)
+
+    def _prefill(self, prompts: Sequence[Tokens], width: int) -> list[Prefilled]:
+        count = self._count(prompts, width)
         tokens, lengths = np.zeros((count, width), np.int32), np.ones(count, np.int32)
         for index, prompt in enumerate(prompts):
             tokens[index, : len(prompt)], lengths[index] = prompt, len(prompt)
@@ -232,10 +289,18 @@ class Runner:
         ]
         pairs = [(prompt, width) for width in self.widths for prompt in self.widths if prompt <= width]
         with scope(self.mesh), progress.task("compiling", len(shapes) + len(pairs)) as advance:
-            fresh = {}
+            fresh, chunks = {}, [width for width in self.prompt_widths if 2 * programs.chunk_of(width) <= width]
             for width, count in shapes:
-                fresh[width, count] = jax.block_until_ready(self.prefill([[0]] * count, width)[0].prompts)
+                fresh[width, count] = self._prefill([(0,)] * count, width)[0].prompts
                 advance(1, f"prompts of {width} tokens")
+            for width in chunks:
+                for other in chunks:
+                    earlier = Prefilled(fresh[other, 1], 0, other)
+                    self._continue((0,) * width, earlier, programs.chunk_of(width), width)
+            # The memory must also suffice for the earlier prompts.
+            longest = self.prompt_widths[-1]
+            for index in range(self.prefixes.room // longest):
+                self.prefixes.add((index,), self._prefill([(0,)], longest)[0], longest)
             for columns, width in pairs:
                 self._resize(columns, width)
                 for (padded, _), prompts in fresh.items():

@@ -38,6 +38,9 @@ class Metrics:
 
         self.requests = counter("requests", "Answered requests by route and HTTP status.", ("route", "status"))
         self.prompt_tokens = counter("prompt_tokens", "Tokens of the prompts of accepted requests.")
+        self.reused_tokens = counter(
+            "reused_prompt_tokens", "Tokens of prompts that were not computed, because earlier prompts begin with them."
+        )
         self.generated_tokens = counter("generated_tokens", "Sampled tokens.")
         running = Gauge("tunix_like_running", "Completions that are being sampled.", registry=registry)
         running.set_function(lambda: batcher.running)
@@ -122,6 +125,7 @@ class Server:
                         self.batcher.cancel(job, part.sample)
                 yield choice, text, slice(before, len(choice.tokens))
         finally:
+            self.metrics.reused_tokens.inc(sum(job.reused for job in jobs))
             for job in jobs:
                 del self.queues[job]
             for job in {job for job, _ in left}:
