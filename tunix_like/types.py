@@ -251,8 +251,8 @@ class Engine(Protocol):
         same result.
 
         With `rollout.max_staleness` 0, the result is freed before the next update of the weights. With
-        `rollout.max_staleness` 1, the result is still used during this update, which deletes the arrays of the
-        trainer's weights. The result must then not contain these arrays.
+        `rollout.max_staleness` above 0, the result is still used during this update, which deletes the arrays of the
+        trainer's weights. The result must then not contain these arrays. It is freed before the next call of `place`.
         """
 
     def generate(

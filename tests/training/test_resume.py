@@ -18,7 +18,9 @@ from absl import flags
 import tunix_like
 from tests.tiny_model import HF
 from tunix_like import EvalConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig, UserError
+from tunix_like.config.schema import MeshConfig
 from tunix_like.data import reverse_text
+from tunix_like.models.sharding import build_mesh
 from tunix_like.storage import run_lock
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.metrics import rows as metric_rows
@@ -48,19 +50,23 @@ def zero_or_one(prompts, completions, **columns):
     return [float(sum(map(ord, text)) % 3 == 0) for text in completions]
 
 
-def train(name, folder, steps, data=ROWS, optimizer=None, **training):
+def train(name, folder, steps, data=ROWS, optimizer=None, staleness=0, **training):
     kind = LEARNERS[name]
+    devices = 4 if staleness else None
     learner = kind(
         model=tunix_like.load_model(HF, init="random")[0],
         tokenizer=reverse_text.tokenizer(),
         reward_fns=zero_or_one,
         algo_config=kind.config_class(num_generations=4, **OPTIONS[name]),
-        rollout_config=RolloutConfig(max_prompt_length=8, max_tokens_to_generate=4),
+        rollout_config=RolloutConfig(
+            max_prompt_length=8, max_tokens_to_generate=4, max_staleness=staleness, devices=devices
+        ),
+        mesh=build_mesh(MeshConfig(), jax.devices()[:-devices]) if devices else None,
         training_config=RLTrainingConfig(
             max_steps=steps,
             output_dir=str(folder),
             checkpoint_every_n_steps=1,
-            max_checkpoints_to_keep=STEPS,
+            max_checkpoints_to_keep=steps,
             eval_every_n_steps=2,
             log_rollouts_every_n_steps=1,
             mini_batch_size=2 if name == "drgrpo" else None,
@@ -73,24 +79,24 @@ def train(name, folder, steps, data=ROWS, optimizer=None, **training):
     learner.train(data, ROWS[:2] if name in ("grpo", "maxrl") else None, batch_size=4)
 
 
-def as_killed_after(step, whole, folder):
+def as_killed_after(step, whole, folder, steps=STEPS):
     """Creates the folder of a run that was killed in the step after `step`, after the completions and metrics of later
     steps were written."""
     shutil.copytree(whole, folder)
-    for later in range(step + 1, STEPS + 1):
+    for later in range(step + 1, steps + 1):
         shutil.rmtree(folder / "checkpoints" / str(later))
 
 
-def outcome(folder):
+def outcome(folder, steps=STEPS):
     """Returns the whole result of a run, except times."""
-    clocks = ("train/time/", "train/perf/", "train/step_time_sec")
+    clocks = ("train/time/", "train/sampler_time/", "train/perf/", "train/step_time_sec")
     metrics = [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in metric_rows(folder)]
     texts = {path.name: path.read_text() for path in (folder / "rollouts").glob("*.jsonl")}
-    assert metrics[-1]["step"] == STEPS and len(texts) == STEPS
+    assert metrics[-1]["step"] == steps and len(texts) == steps
     with Checkpoints(folder / "checkpoints") as checkpoints:
-        tree = checkpoints._checkpointer.metadata(folder / "checkpoints" / str(STEPS)).item_metadata["state"].tree
-        state, meta = checkpoints.restore(STEPS, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree))
-    place = json.loads((folder / "checkpoints" / str(STEPS) / "iterator" / "metadata").read_text())
+        tree = checkpoints._checkpointer.metadata(folder / "checkpoints" / str(steps)).item_metadata["state"].tree
+        state, meta = checkpoints.restore(steps, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree))
+    place = json.loads((folder / "checkpoints" / str(steps) / "iterator" / "metadata").read_text())
     return metrics, texts, meta, place, jax.tree.map(np.asarray, state)
 
 
@@ -110,6 +116,23 @@ def test_every_learner_resumes_bitwise(name, tmp_path):
         assert_same(outcome(parts), outcome(tmp_path / "whole"))
     rewards = [row["train/rewards/mean"] for row in metric_rows(tmp_path / "whole")[-STEPS:]]
     assert len(set(rewards)) > 1, "steps differ"
+
+
+@pytest.mark.parametrize(("name", "staleness"), [("reinforce_pp", 1), ("reinforce_pp", 4), ("maxrl", 2), ("maxrl", 4)])
+def test_runs_with_older_weights_resume_bitwise(name, staleness, tmp_path):
+    """The checkpoint has the groups that older weights had sampled for the steps after it. `maxrl` samples
+    dynamically."""
+    steps = staleness + 4
+    train(name, tmp_path / "whole", steps, staleness=staleness)
+    whole = outcome(tmp_path / "whole", steps)
+    rows = [row for row in whole[0] if "train/loss" in row]
+    assert [row["train/staleness"] for row in rows] == [min(step, staleness) for step in range(steps)]
+    assert len({row["train/rewards/mean"] for row in rows}) > 1, "steps differ"
+    for killed_after in (1, staleness + 1):
+        parts = tmp_path / str(killed_after)
+        as_killed_after(killed_after, tmp_path / "whole", parts, steps)
+        train(name, parts, steps, staleness=staleness)
+        assert_same(outcome(parts, steps), whole)
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "of one's own"])

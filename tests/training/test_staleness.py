@@ -1,7 +1,9 @@
-"""Tests `rollout.max_staleness: 1`: each step is trained on completions that were sampled during the previous step."""
+"""Tests `rollout.max_staleness`: each step is trained on completions that were sampled during an earlier step."""
 
 import dataclasses
+import itertools
 import logging
+import threading
 import time
 
 import jax
@@ -10,7 +12,7 @@ import optax
 import pytest
 
 from tests.training import test_history
-from tests.training.small_learner import ROWS, assert_same, collect, make, make_model, varied
+from tests.training.small_learner import ROWS, NotASequence, assert_same, collect, differ, make, make_model, varied
 from tunix_like import EvalConfig, MaxRLConfig, RolloutConfig, UserError
 from tunix_like.config.load import load
 from tunix_like.config.schema import MeshConfig
@@ -34,29 +36,61 @@ def on_host(params):
     return jax.tree.map(np.array, params)
 
 
-def test_sampling_weights_are_one_update_older():
-    """This holds from the second step on. The weights of the sampler are on separate devices."""
-    learner, placed, trained = stale(max_steps=4), [], []
-    place = learner.engine.place
+@pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+def test_sampling_weights_are_older_by_the_logged_staleness(staleness):
+    """Step n is sampled with the weights after the update of step n - 1 - staleness, or the initial ones. The weights
+    of the sampler are on separate devices, which never hold two versions."""
+    steps, sampling = staleness + 3, set(jax.devices()[-SAMPLING:])
+    learner, placed, used, rows = stale(staleness=staleness, max_steps=steps), [], [], []
+    place, generate = learner.engine.place, learner.engine.generate
+    trained = [on_host(learner.params)]
+    shape = learner.params["embed_tokens"]["embedding"].shape
 
     def watched(params):
         placed.append(on_host(params))
         out = place(params)
-        assert jax.tree.leaves(out)[0].sharding.device_set == set(jax.devices()[-SAMPLING:])
+        held = [x for x in jax.live_arrays() if x.shape == shape and x.sharding.device_set == sampling]
+        assert len(held) == 1, "weights of an older version are still there"
         return out
 
-    learner.engine.place = watched
-    trained.append(on_host(learner.params))
+    def sampled(*arguments):
+        used.append(placed[-1])
+        yield from generate(*arguments)
+
+    learner.engine.place, learner.engine.generate = watched, sampled
     learner._listeners[0] = lambda row, total: (rows.append(dict(row)), trained.append(on_host(learner.params)))
-    rows = []
     learner.train(ROWS, batch_size=4)
-    assert [row["train/staleness"] for row in rows] == [0, 1, 1, 1]
-    assert len(placed) == 4 and len(trained) == 5
-    for weights, step in zip(placed, (0, 0, 1, 2), strict=True):
-        assert_same(weights, trained[step])
+    versions = [max(0, number - staleness) for number in range(steps)]
+    assert [row["train/staleness"] for row in rows] == [number - version for number, version in enumerate(versions)]
+    assert len(used) == steps and len(placed) == len(set(versions))
+    for weights, version in zip(used, versions, strict=True):
+        assert_same(weights, trained[version])
+    assert all(differ(one, two) for one, two in itertools.pairwise(trained))
     assert all(row["train/time/trainer_idle"] >= 0 and row["train/sampler_time/idle"] >= 0 for row in rows)
     gaps = [row["train/logprob_gap/max"] for row in rows]
     assert gaps[0] < 1e-4 < min(gaps[1:]), "the sampler's log-probabilities are those of its own weights"
+
+
+def test_rewards_of_a_step_are_computed_while_later_steps_are_sampled():
+    """The rewards of a step wait until the next step is sampled, so this would not end with one thread for both. The
+    first step is collected alone."""
+    begun, waited = [threading.Event() for _ in range(7)], []
+    engine = stale().engine
+    generate, calls = engine.generate, itertools.count()
+
+    def sampled(*arguments):
+        begun[next(calls)].set()
+        yield from generate(*arguments)
+
+    def reward(prompts, completions, answer):
+        number = len(waited)
+        waited.append(number in (0, 5) or begun[number + 1].wait(60))
+        return varied(prompts, completions, answer)
+
+    engine.generate = sampled
+    learner = stale(engine=engine, reward=reward, staleness=2, max_steps=6)
+    learner.train(ROWS, batch_size=4)
+    assert waited == [True] * 6
 
 
 @pytest.mark.slow
@@ -78,12 +112,14 @@ def watching(seen):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_the_same_prompts(tmp_path):
-    """Completions that were sampled ahead of a checkpoint are sampled again. No prompt is omitted."""
+@pytest.mark.parametrize("data", [ROWS, NotASequence()])
+def test_a_resumed_run_has_the_same_prompts(data, tmp_path):
+    """Groups that were collected ahead of a checkpoint are kept. If the position in the data cannot be saved, they are
+    collected again, with the current weights. No prompt is omitted."""
     seen, parts = [], []
-    collect(stale(reward=watching(seen), max_steps=6), batch_size=4)
-    assert len(seen) == 6, "nothing is sampled after the last step"
-    settings = {"output_dir": str(tmp_path / "run"), "checkpoint_every_n_steps": 1}
+    collect(stale(reward=watching(seen), max_steps=7, staleness=2), data, batch_size=4)
+    assert len(seen) == 7, "nothing is sampled after the last step"
+    settings = {"output_dir": str(tmp_path / "run"), "checkpoint_every_n_steps": 1, "staleness": 2, "max_steps": 7}
 
     class Stop(Exception):
         pass
@@ -92,13 +128,15 @@ def test_a_resumed_run_has_the_same_prompts(tmp_path):
         if row["step"] == 3:
             raise Stop
 
-    first = stale(reward=watching(parts), max_steps=6, **settings)
+    first = stale(reward=watching(parts), **settings)
     first._listeners[0] = stop
     with pytest.raises(Stop):
-        first.train(ROWS, batch_size=4)
-    del parts[2:]  # step 3 was not saved, and step 4 was sampled ahead
-    rows = collect(stale(reward=watching(parts), max_steps=6, **settings), batch_size=4)
-    assert [row["step"] for row in rows] == [3, 4, 5, 6] and rows[0]["train/staleness"] == 0
+        first.train(data, batch_size=4)
+    kept = 4 if data is ROWS else 2  # step 3 was not saved; steps 3 and 4 were collected at the checkpoint of step 2
+    del parts[kept:]
+    rows = collect(stale(reward=watching(parts), **settings), data, batch_size=4)
+    assert [row["step"] for row in rows] == [3, 4, 5, 6, 7]
+    assert [row["train/staleness"] for row in rows] == [2] * 5 if data is ROWS else [0, 1, 2, 2, 2]
     assert parts == seen
 
 
@@ -174,9 +212,15 @@ def test_errors_of_the_sampling_end_the_run():
 
 
 @pytest.mark.slow
-def test_a_lost_engine_leaves_a_checkpoint(tmp_path):
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_lost_engine_leaves_a_checkpoint(staleness, tmp_path):
     seen, whole = [], []
-    settings = {"output_dir": str(tmp_path / "run"), "checkpoint_every_n_steps": 100, "max_steps": 5}
+    settings = {
+        "output_dir": str(tmp_path / "run"),
+        "checkpoint_every_n_steps": 100,
+        "max_steps": 5,
+        "staleness": staleness,
+    }
     engine = Fails(stale().engine, 4, EngineLost("gone"))
     with pytest.raises(EngineLost, match="gone"):
         stale(engine=engine, reward=watching(seen), **settings).train(ROWS, batch_size=4)
@@ -238,7 +282,9 @@ def test_staleness_with_rewritten_histories(rate):
     ("keys", "message"),
     [
         (["rollout.max_staleness=1"], "rollout.max_staleness: 1 needs devices that only sample; set rollout.devices"),
-        (["rollout.max_staleness=2"], "rollout.max_staleness: got 2; it must be at most 1"),
+        (["rollout.max_staleness=3"], "rollout.max_staleness: 3 needs devices that only sample; set rollout.devices"),
+        (["rollout.max_staleness=-1"], "rollout.max_staleness: got -1; it must be at least 0"),
+        (["rollout.max_staleness=1.5"], "rollout.max_staleness: .*1.5"),
         (
             ["rollout.engine=vllm", "rollout.urls=[http://a]", "rollout.devices=2"],
             "rollout.devices: it needs rollout.engine=local",

@@ -202,9 +202,8 @@ class RolloutConfig(Checked):
     eos_tokens: list[int] | None = key(doc="ids; unset: those of tokenizer and generation_config.json")
     max_staleness: int = key(
         0,
-        doc="1: sample the next step during the update, on servers or rollout.devices",
+        doc="steps that sampling is ahead of the updates, on servers or rollout.devices",
         at_least=0,
-        at_most=1,
     )
     devices: int | None = key(
         doc="the last N only sample, the others only train; unset: all do both",

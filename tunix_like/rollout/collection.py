@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,9 +22,9 @@ from tunix_like.data.source import SOURCE_COLUMN
 from tunix_like.data.stream import Prompt
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import EngineLost, UserError
-from tunix_like.rollout.episodes import with_environment
+from tunix_like.rollout.episodes import Episode, with_environment
 from tunix_like.rollout.files import FirstFailure, nothing_scored_message, saved_on_failure
-from tunix_like.rollout.requests import Player, generate
+from tunix_like.rollout.requests import Player, Trajectories, generate
 from tunix_like.rollout.rollouts import (
     Rollout,
     Task,
@@ -40,7 +40,7 @@ from tunix_like.rollout.rollouts import (
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.runtime import progress
 from tunix_like.runtime.profile import Clock
-from tunix_like.types import Engine, GroupBatch, Problem, SamplingParams
+from tunix_like.types import Completions, Engine, GroupBatch, Problem, SamplingParams
 
 logger = logging.getLogger("tunix_like")
 
@@ -50,6 +50,19 @@ training and evaluation use different random numbers."""
 
 EXTRA_BATCHES = 4
 """Maximum number of extra rollout batches per step if `algorithm.max_extra_batches` is not set."""
+
+Collected = tuple[Rollout, dict[str, Any]]
+"""The groups to train on in a step, and metrics of all groups that were sampled for it."""
+
+
+class _Sampled(NamedTuple):
+    """The completions of a batch of prompts before they are scored."""
+
+    problems: list[Problem]
+    texts: list[str]
+    completions: Completions
+    trajectories: Trajectories | None
+    episodes: list[Episode] | None
 
 
 @dataclasses.dataclass
@@ -85,7 +98,7 @@ class Collector:
     _warned: bool = False
     _unscored: int = 0
 
-    def __call__(self, step: int, params: Any, clock: Clock) -> tuple[Rollout, dict[str, Any]] | None:
+    def __call__(self, step: int, params: Any, clock: Clock) -> Collected | None:
         """Returns the groups to train on in step `step`, and metrics of all groups that were sampled for it. Returns
         None if the data has no further batch.
 
@@ -100,16 +113,35 @@ class Collector:
             the folder `rollouts`.
           EngineLost: this is the last of `most_unscored` consecutive steps without a scored completion.
         """
-        metrics: dict[str, Any] = {}
+        score = self.sample(step, params, clock)
+        return None if score is None else score()
+
+    def sample(self, step: int, params: Any, clock: Clock) -> Callable[[], Collected] | None:
+        """Does the first part of a call, which uses the data and the engine. Returns the function that does the rest,
+        which can run while the completions of the next step are sampled.
+
+        With dynamic sampling, the first part includes the rewards, because they determine how many prompts are taken.
+        """
         row_steps = self.engine.row_steps
-        rollout = self._draw(step, params, clock)
-        if rollout is None:
+        sampled = self._sample(params, clock)
+        if sampled is None:
             return None
+        rollout: Rollout | None = None
+        counts: dict[str, float] = {}
         if self.task.algo.dynamic_sampling:
-            rollout, metrics = self._sample_dynamically(step, params, rollout, clock)
+            rollout, counts = self._sample_dynamically(step, params, self._score(step, sampled, clock), clock)
+        row_steps = self.engine.row_steps - row_steps
+
+        def score() -> Collected:
+            scored = self._score(step, sampled, clock) if rollout is None else rollout
+            return self._finish(scored, counts, row_steps, clock)
+
+        return score
+
+    def _finish(self, rollout: Rollout, metrics: dict[str, Any], row_steps: int, clock: Clock) -> Collected:
         self._check_scored(rollout)
         metrics |= rollout_metrics(rollout, self.task.success_threshold)
-        tokens, row_steps = int(rollout.sampled_lengths.sum()), self.engine.row_steps - row_steps
+        tokens = int(rollout.sampled_lengths.sum())
         metrics["perf/generation_tokens_per_sec"] = tokens / sampling_seconds(clock.seconds)
         metrics["perf/rollout_occupancy"] = tokens / row_steps if row_steps else float("nan")
         if len(rollout.problems) > self.batch_size:
@@ -135,10 +167,10 @@ class Collector:
         """
         cap, extra = self.task.algo.max_extra_batches or EXTRA_BATCHES, 0
         while (short := self.batch_size - int(self._has_signal(rollout).sum())) > 0 and extra < cap:
-            drawn = self._draw(step, params, clock)
-            if drawn is None:
+            sampled = self._sample(params, clock)
+            if sampled is None:
                 break
-            rollout, extra = join_rollouts(rollout, drawn), extra + 1
+            rollout, extra = join_rollouts(rollout, self._score(step, sampled, clock)), extra + 1
         if short > 0 and not self._warned:
             self._warned = True
             logger.warning(
@@ -162,8 +194,8 @@ class Collector:
             scored, estimator_ids(self.objective, rollout)
         )
 
-    def _draw(self, step: int, params: Any, clock: Clock) -> Rollout | None:
-        """Samples and scores completions for the next batch of prompts; None if there is none."""
+    def _sample(self, params: Any, clock: Clock) -> _Sampled | None:
+        """Samples completions for the next batch of prompts; None if there is none."""
         size, rollout = self.task.algo.num_generations, self.task.rollout_config
         prompts = next(self.batches, None)
         if prompts is None and not self.started:
@@ -189,17 +221,22 @@ class Collector:
         if self.player is not None:
             clock.move(self.player.seconds, "rollout", "environment")
         texts = completion_texts(completions, self.tokenizer)
+        clock.lap("reward")
+        return _Sampled(problems, texts, completions, trajectories, episodes)
+
+    def _score(self, step: int, sampled: _Sampled, clock: Clock) -> Rollout:
+        problems, texts, completions, trajectories, episodes = sampled
         with progress.task("rewards"), saved_on_failure(self.rollouts, step, problems, texts):
             played = None if trajectories is None else trajectories.environments()
-            scores = score_completions(self.task.rewards, problems, texts, size, played)
+            scores = score_completions(self.task.rewards, problems, texts, self.task.algo.num_generations, played)
             scores = scores if episodes is None else with_environment(scores, episodes)
-            sampled = Rollout(problems, texts, completions, scores, episodes)
-            self._check_rewards(sampled)
+            rollout = Rollout(problems, texts, completions, scores, episodes)
+            self._check_rewards(rollout)
             if problems[0].number == 0 and not scores.scored.any():
                 raise UserError(nothing_scored_message(scores))
         self.first_failure(scores, self.rollouts)
         clock.lap("reward")
-        return sampled
+        return rollout
 
     def _check_rewards(self, rollout: Rollout) -> None:
         """Raises UserError if an advantage estimator does not accept one of the rewards."""

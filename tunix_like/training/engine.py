@@ -69,7 +69,7 @@ def training_devices(rollout: RolloutConfig) -> list[Any] | None:
 
 
 def check_staleness(algorithm: AlgorithmConfig, rollout: RolloutConfig, elsewhere: bool) -> None:
-    """Checks the settings of a run with `rollout.max_staleness: 1`, which samples completions during updates.
+    """Checks the settings of a run with `rollout.max_staleness`, which samples completions during updates.
 
     Args:
       elsewhere: whether an engine other than the in-process sampler generates the completions.
@@ -80,17 +80,18 @@ def check_staleness(algorithm: AlgorithmConfig, rollout: RolloutConfig, elsewher
     """
     if not rollout.max_staleness:
         return
+    name = f"rollout.max_staleness: {rollout.max_staleness}"
     if jax.process_count() > 1:
-        raise UserError("rollout.max_staleness: 1 works in runs of one process only; set it to 0.")
+        raise UserError(f"{name} works in runs of one process only; set it to 0.")
     if not elsewhere and rollout.devices is None:
         raise UserError(
-            "rollout.max_staleness: 1 needs devices that only sample; set rollout.devices to their number, or "
-            "rollout.engine=vllm."
+            f"{name} needs devices that only sample; set rollout.devices to their number, or rollout.engine=vllm."
         )
     if algorithm.sampler_is is None:
         logger.warning(
-            "rollout.max_staleness=1: completions are sampled with the weights before the last update, and nothing "
-            "corrects the difference; set algorithm.sampler_is, e.g. token (docs/off_policy.md)"
+            "%s: completions are sampled with weights that lack the newest updates, and nothing corrects the "
+            "difference; set algorithm.sampler_is, e.g. token (docs/off_policy.md)",
+            name,
         )
 
 

@@ -329,7 +329,7 @@ class Learner(Trainer):
         )  # fmt: skip
         own_engine = isinstance(self.engine, CheckedEngine)
         step_updates = Updates(self, self.algo, objective, mini, self.reference, own_engine)
-        rollouts = RolloutsAhead(collector, self.engine, self.iterator, lengths.max_staleness)
+        rollouts = RolloutsAhead(collector, self.engine, self.iterator, lengths.max_staleness, self.total)
         self.iterator = None if self.iterator is None else rollouts
         watch = SignalWatch(self.task, objective.extra_term)
         return _Call(rollouts, step_updates, evaluator, files, watch, profile)
@@ -361,7 +361,7 @@ class Learner(Trainer):
         assert self._call is not None
         call = self._call
         with call.profile.around(number), scope(self.mesh):
-            collected = call.rollouts.take(number, self.params, last=number == self.total)
+            collected = call.rollouts.take(number, self.params)
             if collected is None:
                 return None
             clock = Clock()
@@ -372,7 +372,8 @@ class Learner(Trainer):
             if ref is not None:
                 clock.lap("reference")
             with progress.task("update"), saved_on_failure(call.files.folder, number, rollout.problems, rollout.texts):
-                advantages, update_metrics = call.updates.run(number, rollout.problems, batch, ref)
+                stale = metrics.get("staleness", 0) > 0
+                advantages, update_metrics = call.updates.run(number, rollout.problems, batch, ref, stale)
             self.done = number  # set before functions of the user run, because they can fail
             clock.lap("update")
             made = kl_metrics | update_metrics

@@ -1,23 +1,22 @@
-"""Collects the groups of completions of each training step, optionally during the updates of the previous step."""
+"""Collects the groups of completions of each training step, optionally several steps ahead of the updates."""
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
-from tunix_like.data.stream import Resumable
-from tunix_like.errors import EngineLost
-from tunix_like.rollout.collection import Collector
-from tunix_like.rollout.rollouts import Rollout
+from tunix_like.data.stream import Prompt, Resumable
+from tunix_like.errors import EngineLost, UserError
+from tunix_like.rollout.collection import Collected, Collector
+from tunix_like.rollout.saved import from_text, to_text
 from tunix_like.runtime.profile import Clock
 from tunix_like.training.engine import WrappedEngine
 from tunix_like.types import Engine, Sample
-
-_Collected = tuple[Rollout, dict[str, Any]] | None
-"""The result of `Collector`."""
 
 
 class _Position(NamedTuple):
@@ -27,8 +26,31 @@ class _Position(NamedTuple):
     drawn: int
 
 
+@dataclasses.dataclass
+class _Ahead:
+    """A step whose groups are collected ahead of the updates.
+
+    Attributes:
+      version: number of the last step whose update the sampler's weights contain; 0 for the initial weights.
+      position: the position in the data before this step; None until its sampling begins.
+      drawn: the number of prompts drawn from the data at the end of the sampling.
+      clock: the times of the parts of the collection.
+      sampled: the result of `Collector.sample`.
+      collected: the result of `Collector`.
+    """
+
+    step: int
+    version: int
+    position: _Position | None = None
+    drawn: int = 0
+    clock: Clock = dataclasses.field(default_factory=Clock)
+    sampled: Future[Callable[[], Collected] | None] = dataclasses.field(default_factory=Future)
+    collected: Future[Collected | None] = dataclasses.field(default_factory=Future)
+
+
 class _DroppedError(Exception):
-    """Raised in the sampling thread if the call of `train` has ended. The sampled groups are then dropped."""
+    """Raised in the sampling thread if the call of `train` has ended, or the sampling of an earlier step has failed.
+    The sampled groups are then dropped."""
 
 
 class _Droppable(WrappedEngine):
@@ -48,76 +70,130 @@ class _Droppable(WrappedEngine):
 class RolloutsAhead:
     """Collects the groups of completions of each training step.
 
-    With `max_staleness` 1, the groups of step `n + 1` are collected in a thread while the updates of step `n` run, and
-    are sampled with the weights before these updates. With `max_staleness` 0, the groups of step `n + 1` are sampled
-    with the weights after the updates of step `n`. The groups of the first step of a call of `train` are always sampled
-    with the current weights.
+    With `max_staleness` S above 0, the groups of step `n + S` are sampled while the updates of step `n` run, with the
+    weights before these updates. Which weights sample a step does not depend on the speed of any part, so runs are
+    repeatable. One thread samples and another one scores, both in the order of the steps: the rewards of a step can
+    take the time of S steps. Weights are placed only when all started sampling has ended, so the engine never holds
+    two versions.
+
+    The groups of the first step of a call of `train` are sampled with the current weights, and those of the S steps
+    after it with the same weights. A resumed run has the groups that were collected before its checkpoint.
 
     Args:
       collector: reads prompts from the data, and samples and scores a group of completions for each prompt.
       engine: generates the completions.
       iterator: the iterator over the data from which `collector` reads; None if its position cannot be saved.
-      max_staleness: 0 or 1.
+      max_staleness: the number of steps that the sampling is ahead of the updates.
+      total: the number of the last step; None if it is unknown.
     """
 
-    def __init__(self, collector: Collector, engine: Engine, iterator: Resumable | None, max_staleness: int):
+    def __init__(
+        self, collector: Collector, engine: Engine, iterator: Resumable | None, max_staleness: int, total: int | None
+    ):
         self.collector, self.engine = collector, engine
-        self._iterator = iterator
-        self._executor = ThreadPoolExecutor(1, "rollout") if max_staleness else None
+        self._iterator, self._max_staleness, self._total = iterator, max_staleness, total
+        self._sampler, self._scorer = (ThreadPoolExecutor(1, name) for name in ("rollout", "rewards"))
         self._dropped = threading.Event()
         if max_staleness:
             self.collector.engine = _Droppable(engine, self._dropped)
-        self._ahead: tuple[Future[_Collected], Clock] | None = None
-        self._position = _Position(None, 0)
+        self._ahead: collections.deque[_Ahead] = collections.deque()
+        self._restored = "[]"
 
-    def take(self, step: int, params: Any, last: bool) -> _Collected:
+    def take(self, step: int, params: Any) -> Collected | None:
         """Returns the groups of completions of training step `step` and their metrics, or None if the data is
-        exhausted. With `max_staleness` 1, also starts to collect the groups of the next step.
+        exhausted. With `max_staleness` above 0, also starts to collect the groups of later steps.
 
         The metrics include the seconds of the parts of this step that the caller waited for (`time/<part>`). With
-        `max_staleness` 1, they also include the staleness, and `sampler_time/<part>`: seconds of the parts of the
-        collection that ran in the sampling thread, during the previous step.
+        `max_staleness` above 0, they also include the staleness, and `sampler_time/<part>`: seconds of the parts of the
+        collection that ran in the threads, during previous steps.
 
         Args:
           params: the weights before the update of this step.
-          last: whether this is the last step.
 
         Raises:
           The errors of the collection. After `EngineLost`, the data is reset to the position before the step.
         """
-        clock = Clock()
-        if self._ahead is None:
-            collected = self._collect(step, self._placed(params, clock), clock)
-            times = {"staleness": 0.0, "sampler_time/idle": 0.0, "time/trainer_idle": 0.0}
-        else:
-            future, sampler = self._ahead
-            collected, self._ahead = future.result(), None
+        clock, placed = Clock(), None
+        if self._ahead:
+            first = self._ahead[0]
+            collected = first.collected.result()
             clock.lap("trainer_idle")
-            sampler.lap("idle")
-            times = {"staleness": 1.0} | {f"sampler_{name}": seconds for name, seconds in sampler.seconds.items()}
+            first.clock.lap("idle")
+            times = {f"sampler_{name}": seconds for name, seconds in first.clock.seconds.items()}
+            times["staleness"] = float(step - 1 - first.version)
+        else:
+            placed = self._placed(params, clock)
+            collected = self._collect(step, placed, clock)
+            times = {"staleness": 0.0, "sampler_time/idle": 0.0, "time/trainer_idle": 0.0}
         if collected is None:
             return None
-        if self._executor is not None and not last:
-            self._position, placed, sampler = self._here(), self._placed(params, clock), Clock()
-            self._ahead = self._executor.submit(self._collect, step + 1, placed, sampler), sampler
+        self._start(step, params, placed, clock)
+        if self._ahead and self._ahead[0].step == step:
+            self._ahead.popleft()  # after the start, which can fail: a checkpoint then contains these groups
         rollout, metrics = collected
         metrics |= getattr(self.engine, "transfer_metrics", {})  # the in-process sampler has none
-        return rollout, metrics | ({} if self._executor is None else times) | clock.seconds
+        return rollout, metrics | (times if self._max_staleness else {}) | clock.seconds
+
+    def _start(self, step: int, params: Any, placed: Any, clock: Clock) -> None:
+        """Starts to collect the groups of the steps up to `step + max_staleness`, with the weights before the update of
+        `step`."""
+        newest = self._ahead[-1].step if self._ahead else step
+        last = step + self._max_staleness if self._total is None else min(step + self._max_staleness, self._total)
+        if newest >= last:
+            return
+        wait([ahead.sampled for ahead in self._ahead])
+        clock.lap("trainer_idle")
+        placed = self._placed(params, clock) if placed is None else placed
+        for number in range(newest + 1, last + 1):
+            ahead = _Ahead(number, version=step - 1)
+            ahead.sampled = self._sampler.submit(self._sample, ahead, placed)
+            ahead.collected = self._scorer.submit(self._score, ahead)
+            self._ahead.append(ahead)
+
+    def _sample(self, ahead: _Ahead, params: Any) -> Callable[[], Collected] | None:
+        if self._dropped.is_set():
+            raise _DroppedError
+        ahead.position, ahead.clock = self._here(), Clock()
+        try:
+            sampled = self.collector.sample(ahead.step, params, ahead.clock)
+        except BaseException:
+            self._dropped.set()  # later steps must not take the prompts after those of this step
+            raise
+        ahead.drawn = self.collector.drawn
+        return sampled
+
+    def _score(self, ahead: _Ahead) -> Collected | None:
+        score = ahead.sampled.result()
+        ahead.clock.lap("idle")
+        return None if score is None else score()
 
     def get_state(self) -> Any:
-        """Returns the position in the training data without prompts that are already drawn for the next step; None if
-        the position cannot be saved."""
-        return (self._here() if self._ahead is None else self._position).state
+        """Returns the position in the training data before the first step that was not taken, and the groups that are
+        collected for later steps. Waits until they are collected."""
+        position = self._first().state
+        if not self._max_staleness:
+            return position
+        ready = []
+        for ahead in self._ahead:
+            if ahead.collected.exception() is not None or (collected := ahead.collected.result()) is None:
+                break
+            about = {"step": ahead.step, "version": ahead.version, "drawn": ahead.drawn, "seconds": ahead.clock.seconds}
+            ready.append((about, collected))
+        return {"position": position, "ahead": to_text(ready)}
 
     def set_state(self, state: Any) -> None:
-        """Sets the position in the training data. Must not be called while the next step is collected in a thread."""
+        """Sets the position in the training data. Must be called before the first step, and before `resume`."""
         assert self._iterator is not None
+        if self._max_staleness:
+            if "ahead" not in state:
+                raise UserError("the data position was saved by an earlier version of tunix_like; start a new run.")
+            self._restored, state = state["ahead"], state["position"]
         self._iterator.set_state(state)
 
     @property
     def drawn(self) -> int:
-        """The number of prompts drawn from the data so far, without those that are already drawn for the next step."""
-        return self.collector.drawn if self._ahead is None else self._position.drawn
+        """The number of prompts drawn from the data so far, without those that are already drawn for later steps."""
+        return self._first().drawn
 
     def resume(self, drawn: int) -> None:
         """Continues a resumed run after the first `drawn` prompts of the data.
@@ -128,21 +204,36 @@ class RolloutsAhead:
         if self._iterator is None:
             read = drawn // self.collector.batch_size
             next(itertools.islice(self.collector.batches, read, read), None)
+        for about, (rollout, metrics) in from_text(self._restored):
+            ahead = _Ahead(about["step"], about["version"], self._here(), about["drawn"])
+            ahead.clock.seconds = about["seconds"]
+            rows: dict[int, Prompt] = {}  # the data columns are not saved, so the prompts are read again
+            while self.collector.drawn < ahead.drawn:
+                for prompt in next(self.collector.batches):
+                    rows[self.collector.drawn] = prompt
+                    self.collector.drawn += 1
+            problems = [
+                dataclasses.replace(problem, columns=rows[problem.number].columns, source=rows[problem.number].source)
+                for problem in rollout.problems
+            ]
+            ahead.sampled.set_result(None)
+            ahead.collected.set_result((rollout._replace(problems=problems), metrics))
+            self._ahead.append(ahead)
 
     def wait(self) -> None:
-        """Waits until the sampling thread does not use the engine."""
-        if self._ahead is not None:
-            wait([self._ahead[0]])
+        """Waits until no thread uses the engine or the rewards."""
+        wait([ahead.collected for ahead in self._ahead])
 
     def close(self) -> None:
-        """Drops the groups that were collected for the next step, and resets the data to the position before this step.
-        A running sampling thread stops after the next finished completion."""
+        """Drops the groups that were collected for later steps, and resets the data to the position before them. A
+        running sampling thread stops after the next finished completion."""
         self._dropped.set()
-        if self._executor is not None:
-            self._executor.shutdown()
-        if self._ahead is not None:
-            self._ahead = None
-            self._return_to(self._position)
+        for executor in (self._sampler, self._scorer):
+            executor.shutdown(cancel_futures=True)
+        position = self._ahead[0].position if self._ahead else None
+        self._ahead.clear()
+        if position is not None:
+            self._return_to(position)
 
     def _placed(self, params: Any, clock: Clock) -> Any:
         placed = self.engine.place(params)
@@ -152,12 +243,20 @@ class RolloutsAhead:
     def _here(self) -> _Position:
         return _Position(None if self._iterator is None else self._iterator.get_state(), self.collector.drawn)
 
+    def _first(self) -> _Position:
+        """Returns the position in the data before the first step that was not taken."""
+        if not self._ahead:
+            return self._here()
+        wait([self._ahead[0].sampled])
+        assert self._ahead[0].position is not None
+        return self._ahead[0].position
+
     def _return_to(self, position: _Position) -> None:
         self.collector.drawn = position.drawn
         if self._iterator is not None:
             self._iterator.set_state(position.state)
 
-    def _collect(self, step: int, params: Any, clock: Clock) -> _Collected:
+    def _collect(self, step: int, params: Any, clock: Clock) -> Collected | None:
         before = self._here()
         try:
             return self.collector(step, params, clock)

@@ -115,6 +115,7 @@ class Updates:
         problems: Sequence[Problem],
         batch: GroupBatch,
         ref: Float[np.ndarray, "P G T"] | None,
+        stale: bool,
     ) -> tuple[Float[np.ndarray, "P G"], dict[str, float]]:
         """Replaces the train state by that after the updates of a rollout batch. Returns the advantages and metrics.
 
@@ -122,6 +123,7 @@ class Updates:
 
         Args:
           ref: the reference model's log-probabilities, or None.
+          stale: whether older weights have sampled the completions. Their log-probabilities are then not compared.
 
         Raises:
           UserError: the estimator returned a non-finite advantage, too many consecutive updates were skipped, or the
@@ -153,7 +155,8 @@ class Updates:
             if trainer.written_folder is not None:
                 save_skipped(trainer.written_folder, SkippedUpdate(step, number, batch, live, parts[number], old, ref))
         self.skip_watch.check()
-        self.gap_watch(rows)
+        if not stale:
+            self.gap_watch(rows)
         computed = np.where(live, batch.completion_lengths, 0)
         done = update_operations(
             trainer.model.config, batch.prompt_lengths, computed, trainer.model.adapters is not None
