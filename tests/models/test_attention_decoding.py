@@ -18,15 +18,16 @@ P, G, H, K, WIDTH = 2, 3, 4, 2, 16
 LENGTHS = np.array([70, 3], np.int32)
 
 
-@pytest.fixture(autouse=True, params=["tpu", "gpu"])
+@pytest.fixture(params=["tpu", "gpu"])
 def device(request, monkeypatch):
-    """Several blocks of rows and of columns, with partial last ones. On the GPU, 16 programs per block of queries, so
-    the keys are split and each program computes zero to two blocks."""
+    """The device of the kernel, with several blocks of queries and of keys, and partial last ones. On a GPU, two
+    programs share the keys of an entry."""
     monkeypatch.setattr(attention_kernels, "INTERPRET", True)
-    monkeypatch.setattr(attention_decoding, "GPU_PROGRAMS", 16)
-    monkeypatch.setattr(attention_decoding, "_GPU_COLUMNS", 16)
     monkeypatch.setattr(attention_decoding, "_LANES", 32)
     monkeypatch.setattr(attention_decoding, "BLOCK_BYTES", 32 * WIDTH * 4 * 5)
+    monkeypatch.setattr(attention_decoding, "GPU_PROGRAMS", 16)
+    monkeypatch.setattr(attention_decoding, "_GPU_QUERIES", 4)
+    monkeypatch.setattr(attention_decoding, "_GPU_COLUMNS", 16)
     return request.param
 
 
@@ -110,7 +111,10 @@ def test_bfloat16_and_a_mesh(device):
     np.testing.assert_allclose(np.asarray(split, np.float32), np.asarray(alone, np.float32), rtol=0, atol=0.01)
 
 
-def test_the_kernel_is_used_where_it_supports_the_heads(monkeypatch):
-    monkeypatch.setattr(attention_decoding, "_LANES", 128)
-    cases = ("splash", 128), ("splash", 256), ("splash", 64), ("cudnn", 128), ("cudnn", 64), ("cudnn", 96), ("auto", 128)
-    assert [decoding_kernel(*case) for case in cases] == ["tpu", "tpu", None, "gpu", "gpu", None, None]
+@pytest.mark.parametrize(
+    ("kind", "width", "device"),
+    [("splash", 128, "tpu"), ("splash", 256, "tpu"), ("splash", 64, None), ("cudnn", 128, "gpu"), ("cudnn", 64, "gpu"),
+     ("cudnn", 96, None), ("plain", 128, None)],
+)  # fmt: skip
+def test_the_kernel_is_used_where_it_supports_the_heads(kind, width, device):
+    assert decoding_kernel(kind, width) == device

@@ -41,7 +41,7 @@ KERNEL_BANDWIDTH = 0.7
 for them. Published measurements of attention kernels for decoding: 0.7 to 0.86 (arXiv:2604.15464)."""
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|__gpu\$xla\.gpu\.triton|triton_kernel_call|mosaic_gpu|__cudnn\$)')
+_KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|__gpu\$xla\.gpu\.triton|triton_k|mosaic_gpu|__cudnn\$)')
 _KERNEL_BYTES = re.compile(r'(?:"cost_estimate":\{[^}]*"bytes_accessed":|\bbytes_accessed=)"(\d+)"')
 _WINDOW = re.compile(r"(\w+)=([\dx_\-]+)")
 _SCATTERED = "all-reduce-scatter"  # the TPU compiler's name for a fusion that is a reduce-scatter

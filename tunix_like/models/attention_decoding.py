@@ -232,7 +232,8 @@ def _gpu_call(
     splits = min(blocks, -(-GPU_PROGRAMS // (entries * tiles)))
     order, number = _blocks_seen(positions >= starts.min(1, keepdims=True), 1, columns)
 
-    def kernel(order: Any, number: Any, q: Any, k: Any, v: Any, positions: Any, starts: Any, out: Any, lse: Any) -> None:
+    def kernel(order: Any, number: Any, q: Any, k: Any, v: Any, *rest: Any) -> None:
+        positions, starts, out, lse = rest
         split, tile = pl.program_id(1), pl.program_id(2)
         here = pl.ds(tile * rows, rows)
         real = tile * rows + jnp.arange(rows) < count
@@ -253,9 +254,9 @@ def _gpu_call(
             sums = sums * shrink[:, None] + plgpu.dot(weights.astype(values.dtype), values)
             return new, total * shrink + weights.sum(-1), sums
 
-        empty = jnp.full(rows, NOTHING, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros((rows, width), jnp.float32)
+        empty = [jnp.full(size, value, jnp.float32) for size, value in ((rows, NOTHING), (rows, 0), ((rows, width), 0))]
         steps = (number[...] - split + splits - 1) // splits
-        top, total, sums = jax.lax.fori_loop(0, steps, step, empty)
+        top, total, sums = jax.lax.fori_loop(0, steps, step, tuple(empty))
         some = jnp.maximum(total, 1e-30)
         plgpu.store(out.at[here, :], sums / some[:, None], mask=real[:, None])
         plgpu.store(lse.at[here], jnp.where(total > 0, top + jnp.log(some), NOTHING), mask=real)
