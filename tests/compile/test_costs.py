@@ -124,7 +124,10 @@ def test_attributes_over_several_lines():
     assert text != COUNTED and Counter(text, {}).total() == Counter(COUNTED, {}).total()
 
 
-@pytest.mark.parametrize("target", ["tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu_v2", "__cudnn$fmhaSoftmax"])
+@pytest.mark.parametrize(
+    "target",
+    ["tpu_custom_call", "__gpu$xla.gpu.triton", "triton_kernel_call_ffi", "mosaic_gpu_v2", "__cudnn$fmhaSoftmax"],
+)
 def test_kernels_are_counted(target):
     """Without an estimate of its own, a kernel reads its operands and writes its results: 2 x 128 bytes in main
     memory."""
@@ -136,12 +139,16 @@ def test_kernels_are_counted(target):
 
 
 def test_bytes_of_a_kernel_with_an_estimate():
-    """The compiler copies a kernel's `pl.CostEstimate`; another custom call has no such estimate."""
+    """The TPU compiler copies a kernel's `pl.CostEstimate`, the GPU compiler its attributes; the estimate of another
+    custom call does not count."""
     estimate = '"custom_call_config":{"body":"TUzv","cost_estimate":{"flops":"123","bytes_accessed":"777"}}'
     text = COUNTED.replace('"estimated_cycles":"100"', estimate)
     kernel = text.replace("negate(%x)", 'custom-call(%x), custom_call_target="tpu_custom_call"')
     other = text.replace("negate(%x)", 'custom-call(%x), custom_call_target="Sharding"')
+    target = 'custom_call_target="__gpu$xla.gpu.triton", frontend_attributes={bytes_accessed="555"}'
+    gpu = COUNTED.replace("negate(%x)", f"custom-call(%x), {target}")
     assert Counter(kernel, {}).total().kernel_bytes == 4 * 777
+    assert Counter(gpu, {}).total().kernel_bytes == 4 * 555
     assert Counter(other, {}).total().kernel_bytes == 0
     assert Counter(other, {}).total().memory_bytes - Counter(kernel, {}).total().memory_bytes == 4 * (256 - 777)
 

@@ -10,7 +10,7 @@ import pytest
 from tests.models.attention_oracle import oracle, seen_of
 from tunix_like.config.schema import MeshConfig
 from tunix_like.models import attention_decoding, attention_kernels
-from tunix_like.models.attention_decoding import decoding_attention, supports_decoding
+from tunix_like.models.attention_decoding import decoding_attention, decoding_kernel
 from tunix_like.models.attention_parts import Lengths, Positions, part_of
 from tunix_like.models.sharding import build_mesh, place_slots, scope
 
@@ -18,12 +18,17 @@ P, G, H, K, WIDTH = 2, 3, 4, 2, 16
 LENGTHS = np.array([70, 3], np.int32)
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    """Several blocks of rows and of columns, with partial last ones."""
+@pytest.fixture(params=["tpu", "gpu"])
+def device(request, monkeypatch):
+    """The device of the kernel, with several blocks of queries and of keys, and partial last ones. On a GPU, two
+    programs share the keys of an entry."""
     monkeypatch.setattr(attention_kernels, "INTERPRET", True)
     monkeypatch.setattr(attention_decoding, "_LANES", 32)
     monkeypatch.setattr(attention_decoding, "BLOCK_BYTES", 32 * WIDTH * 4 * 5)
+    monkeypatch.setattr(attention_decoding, "GPU_PROGRAMS", 16)
+    monkeypatch.setattr(attention_decoding, "_GPU_QUERIES", 4)
+    monkeypatch.setattr(attention_decoding, "_GPU_COLUMNS", 16)
+    return request.param
 
 
 def columns_of(room: int) -> np.ndarray:
@@ -44,13 +49,13 @@ def made(room: int, prompt: int, dtype=np.float32):
     return [jnp.asarray(random.normal(size=shape), dtype) for shape in shapes]
 
 
-def run(q, prompt_k, prompt_v, k, v, lengths, columns, starts=None, cap=None):
+def run(device, q, prompt_k, prompt_v, k, v, lengths, columns, starts=None, cap=None):
     lengths, columns = jnp.asarray(lengths), jnp.asarray(columns)
     of_prompt, of_own = Lengths(lengths), Positions(columns)
     if starts is not None:
         starts = jnp.asarray(starts)
         of_prompt, of_own = Lengths(lengths, starts), Positions(columns, starts.reshape(-1, 1))
-    return decoding_attention(q, part_of(prompt_k, prompt_v, of_prompt), part_of(k, v, of_own), cap=cap)
+    return decoding_attention(q, part_of(prompt_k, prompt_v, of_prompt), part_of(k, v, of_own), device, cap)
 
 
 def expected(arrays, prompt_mask, own_mask, cap):
@@ -67,20 +72,20 @@ def expected(arrays, prompt_mask, own_mask, cap):
 @pytest.mark.parametrize("cap", [None, 2.0], ids=["", "cap"])
 @pytest.mark.parametrize("windows", [False, True], ids=["", "windows"])
 @pytest.mark.parametrize(("room", "prompt"), [(96, 75), (70, 96), (20, 20), (40, 33)])
-def test_kernel_equals_a_softmax_in_float64(room, prompt, windows, cap):
+def test_kernel_equals_a_softmax_in_float64(device, room, prompt, windows, cap):
     columns, lengths = columns_of(room), np.minimum(LENGTHS, prompt)
     starts = np.maximum(columns.max(1).reshape(P, G) - 9, 0) if windows else None
     prompt_mask = Lengths(lengths, starts)
     own_mask = Positions(columns, None if starts is None else starts.reshape(-1, 1))
     arrays = made(room, prompt)
-    found = run(*arrays, lengths, columns, starts, cap)
+    found = run(device, *arrays, lengths, columns, starts, cap)
     np.testing.assert_allclose(found, expected(arrays, prompt_mask, own_mask, cap), rtol=0, atol=2e-6)
 
 
-def test_query_that_sees_nothing_gives_zeros():
+def test_query_that_sees_nothing_gives_zeros(device):
     columns, lengths = columns_of(40), np.array([20, 0], np.int32)
     arrays = made(40, 20)
-    found = run(*arrays, lengths, columns)
+    found = run(device, *arrays, lengths, columns)
     assert (np.asarray(found[1, 1]) == 0).all()
     np.testing.assert_allclose(found, expected(arrays, Lengths(lengths), Positions(columns), None), rtol=0, atol=2e-6)
 
@@ -109,19 +114,22 @@ def test_blocks_without_visible_keys_are_not_read():
     assert attention_decoding._blocks_seen(jnp.zeros((2, 4), bool), 2, 4)[1].tolist() == [0]
 
 
-def test_bfloat16_and_a_mesh():
+def test_bfloat16_and_a_mesh(device):
     arrays, columns, lengths = made(40, 33, jnp.bfloat16), columns_of(40), np.minimum(LENGTHS, 33)
-    alone = run(*arrays, lengths, columns)
+    alone = run(device, *arrays, lengths, columns)
     assert alone.dtype == jnp.bfloat16
     wanted = expected(arrays, Lengths(lengths), Positions(columns), None)
     np.testing.assert_allclose(np.asarray(alone, np.float32), wanted, rtol=0, atol=0.02)
     mesh = build_mesh(MeshConfig(shape=[2, 1, 2], axis_names=["data", "fsdp", "tp"]), jax.devices()[:4])
     with scope(mesh):
-        split = jax.jit(run)(*place_slots((*arrays, lengths, columns), mesh))
+        split = jax.jit(run, static_argnums=0)(device, *place_slots((*arrays, lengths, columns), mesh))
     np.testing.assert_allclose(np.asarray(split, np.float32), np.asarray(alone, np.float32), rtol=0, atol=0.01)
 
 
-def test_the_kernel_is_used_on_tpus_with_heads_of_whole_lanes(monkeypatch):
-    monkeypatch.setattr(attention_decoding, "_LANES", 128)
-    assert supports_decoding("splash", 128) and supports_decoding("splash", 256)
-    assert not supports_decoding("splash", 64) and not supports_decoding("plain", 128)
+@pytest.mark.parametrize(
+    ("kind", "width", "device"),
+    [("splash", 128, "tpu"), ("splash", 256, "tpu"), ("splash", 64, None), ("cudnn", 128, "gpu"), ("cudnn", 64, "gpu"),
+     ("cudnn", 96, None), ("plain", 128, None)],
+)  # fmt: skip
+def test_the_kernel_is_used_where_it_supports_the_heads(kind, width, device):
+    assert decoding_kernel(kind, width) == device

@@ -49,15 +49,15 @@ def make_params(attention="auto"):
 GRAPHDEF, PARAMS = make_params()
 
 
-@pytest.fixture(scope="module", params=["plain", "kernel"])
+@pytest.fixture(scope="module", params=["plain", "tpu", "gpu"])
 def drawn(request):
     """Draws rows of 1 to 60 tokens, at most four at a time, in a cache that starts small. New rows start in the middle
-    of the ring buffer, which grows while longer rows continue. The kernel runs in interpret mode."""
+    of the ring buffer, which grows while longer rows continue. The kernels run in interpret mode."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "FIRST_CACHE", 16)
         patch.setattr(attention_kernels, "INTERPRET", True)
         patch.setattr(attention_decoding, "_LANES", 16)
-        patch.setattr(decoder, "supports_decoding", lambda kind, width: kind == "blocked")
+        patch.setattr(decoder, "decoding_kernel", lambda kind, width: request.param if kind == "blocked" else None)
         graphdef = GRAPHDEF if request.param == "plain" else make_params("blocked")[0]
         made = Sampler(graphdef, (3,), max_prompt_length=24, max_tokens=STEPS, max_concurrent_rows=4)
         found = sample_groups(made, PARAMS, PROMPTS, range(5), SIZE, jax.random.key(0), SamplingParams(TEMPERATURE))

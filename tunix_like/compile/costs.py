@@ -41,8 +41,8 @@ KERNEL_BANDWIDTH = 0.7
 for them. Published measurements of attention kernels for decoding: 0.7 to 0.86 (arXiv:2604.15464)."""
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|__gpu\$xla\.gpu\.triton|mosaic_gpu|__cudnn\$)')
-_KERNEL_BYTES = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"')
+_KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|__gpu\$xla\.gpu\.triton|triton_k|mosaic_gpu|__cudnn\$)')
+_KERNEL_BYTES = re.compile(r'(?:"cost_estimate":\{[^}]*"bytes_accessed":|\bbytes_accessed=)"(\d+)"')
 _WINDOW = re.compile(r"(\w+)=([\dx_\-]+)")
 _SCATTERED = "all-reduce-scatter"  # the TPU compiler's name for a fusion that is a reduce-scatter
 _GEMM = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
@@ -172,8 +172,8 @@ class Counter:
     def _memory(self, computation: Computation, instruction: Instruction) -> float:
         """Returns the number of bytes that an instruction reads from and writes to main memory.
 
-        For a kernel, this is `bytes_accessed` of its `pl.CostEstimate`. Kernels for GPUs, and kernels without an
-        estimate, are assumed to read every operand and to write every result once.
+        For a kernel, this is `bytes_accessed` of its `pl.CostEstimate` or, on a GPU, of its `set_xla_metadata`. Kernels
+        without an estimate are assumed to read every operand and to write every result once.
         """
         opcode, shapes, inputs = instruction.opcode, instruction.shapes, computation.operands(instruction)
         if opcode in _FREE or opcode.endswith(("-done", "-update")):

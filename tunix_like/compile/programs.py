@@ -26,6 +26,7 @@ from tunix_like.config.schema import Config, OptimizerConfig
 from tunix_like.data import load_source, source_estimators
 from tunix_like.models.attention import resolve_attention
 from tunix_like.models.attention_blocked import ALL_BLOCKS, BLOCK, CAUSAL_BLOCKS
+from tunix_like.models.attention_decoding import decoding_kernel
 from tunix_like.models.counts import forward_operations, update_operations
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import load_abstract
@@ -161,7 +162,7 @@ def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | No
         "quantize": section.quantize,
     }
     model, _, _ = load_abstract(what, init=section.init, **kinds)
-    model.attention = _attention(section.attention, model, devices)
+    model.attention, model.decoding = _attention(section.attention, model, devices)
     model = model if config.lora.rank is None else add_lora(model, config.lora)
     mesh = build_mesh(config.mesh, devices)
     check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
@@ -172,15 +173,17 @@ def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | No
     return Plan(config, device, model, mesh, sampling_mesh, estimate)
 
 
-def _attention(name: str, model: Decoder, devices: Sequence[Any] | None) -> str:
-    """Returns the attention implementation that the setting `name` (`model.attention`) selects on the devices."""
+def _attention(name: str, model: Decoder, devices: Sequence[Any] | None) -> tuple[str, str | None]:
+    """Returns the attention implementation that the setting `name` (`model.attention`) selects on the devices, and the
+    kernel of decoding."""
     name = "blocked" if devices is None and name in ("cudnn", "splash") else name  # kernels that a CPU cannot compile
     resolved = resolve_attention(name, model.dtype, model.config.head_dim, devices)
+    decoding = decoding_kernel(resolved, model.config.head_dim)
     installed = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.cudnn") is not None
     if devices is not None and resolved == "cudnn" and not installed:
         logger.warning("cuDNN is not installed here, so blocked attention is compiled instead of cudnn")
-        return "blocked"
-    return resolved
+        return "blocked", decoding
+    return resolved, decoding
 
 
 def update_program(plan: Plan) -> Program:

@@ -1,12 +1,14 @@
-"""Attention of decoding, one new token per completion, with a Pallas kernel on TPUs.
+"""Attention of decoding, one new token per completion, with a Pallas kernel on TPUs and on NVIDIA GPUs.
 
 The kernel computes one part of the keys (`attention_parts.Part`) with an online softmax over blocks of keys. It reads
 the keys of a prompt once for all completions of the prompt, writes no scores to main memory, and neither reads nor
 computes blocks of keys that no query sees. It returns the log-sum-exp of each query, by which the parts are joined. It
 has no gradient.
 
-The paged attention kernels of `jax.experimental.pallas.ops.tpu` cannot replace it: they read a prompt once for each
-completion, need one length per sequence instead of positions, and return no log-sum-exp.
+The kernels of jax cannot replace it. `jax.experimental.pallas.ops.tpu.paged_attention` reads a prompt once for each
+completion, needs one length per sequence instead of positions, and returns no log-sum-exp.
+`jax.experimental.pallas.ops.gpu.decode_attention` returns one, but it needs one range of keys per sequence instead of
+positions, keys in the layout `[U h]`, and a number of keys that its blocks divide, and has no cap.
 """
 
 from __future__ import annotations
@@ -32,20 +34,31 @@ time of a step of the pipeline."""
 
 _LANES, _SUBLANES = 128, 8
 
+GPU_PROGRAMS = 256
+"""Number of programs of the GPU kernel below which the keys of an entry are split among several programs. An H200 has
+132 multiprocessors."""
 
-def supports_decoding(kind: str, head_dim: int) -> bool:
-    """Returns whether decoding uses the kernel if `resolve_attention` returns `kind`. Values of a width that is not a
-    multiple of 128 are padded in the memory of a TPU, so the kernel would need a larger cache."""
-    return kind == "splash" and head_dim % _LANES == 0
+_GPU_QUERIES, _GPU_COLUMNS = 64, 64  # maximum number of queries of a program, and keys of a block; powers of 2
+
+
+def decoding_kernel(kind: str, head_dim: int) -> str | None:
+    """Returns the device of the kernel ("tpu" or "gpu") that decoding uses if `resolve_attention` returns `kind`; None
+    for the plain implementation. Values of a width that is not a multiple of 128 are padded in the memory of a TPU, so
+    the kernel would need a larger cache. Arrays in a Triton kernel have sizes that are powers of 2."""
+    if kind == "splash" and head_dim % _LANES == 0:
+        return "tpu"
+    return "gpu" if kind == "cudnn" and head_dim >= 16 and head_dim.bit_count() == 1 else None
 
 
 def decoding_attention(
-    q: Float[Array, "P G 1 H h"], prompt: Part, own: Part, cap: float | None = None
+    q: Float[Array, "P G 1 H h"], prompt: Part, own: Part, device: str, cap: float | None = None
 ) -> Float[Array, "P G 1 H h"]:
-    """Computes `attention.group_attention` of one query per completion with the kernel.
+    """Computes `attention.group_attention` of one query per completion with the kernel for `device`, as
+    `decoding_kernel` returns it.
 
     The masks of both parts must be `Lengths` or `Positions`. The output of a completion that sees no keys is 0.
     """
+    call = {"tpu": _tpu_call, "gpu": _gpu_call}[device]
     keys = tuple((part.k, part.v) for part in (prompt, own))
     masks = _keys_seen(prompt), _keys_seen(own)
 
@@ -54,7 +67,7 @@ def decoding_attention(
         # Own keys are filled one by one, so half of their room is read on average over a completion of full length.
         read = 1.0, 0.5
         parts = [
-            _part(scaled, k, v, positions, starts, cap, share)
+            _part(call, scaled, k, v, positions, starts, cap, share)
             for (k, v), (positions, starts), share in zip(keys, masks, read, strict=True)
         ]
         whole = functools.reduce(jnp.logaddexp, [lse for _, lse in parts])
@@ -72,6 +85,7 @@ def _keys_seen(part: Part) -> tuple[Int[Array, "B U"], Int[Array, "B N"]]:
 
 
 def _part(
+    call: Any,
     q: Float[Array, "P G H h"],
     k: Float[Array, "B K h U"],
     v: Float[Array, "B K U h"],
@@ -85,7 +99,7 @@ def _part(
     split = q.reshape(batch, -1, heads, q.shape[2] // heads, width)
     number, repeats = split.shape[1], split.shape[3]
     first = jnp.broadcast_to(starts[:, None, :, None], (batch, heads, number, repeats))
-    out, lse = _call(
+    out, lse = call(
         split.swapaxes(1, 2).reshape(batch * heads, -1, width),
         k.reshape(-1, *k.shape[2:]),
         v.reshape(-1, *v.shape[2:]),
@@ -101,7 +115,7 @@ def _part(
     return unfold(out), unfold(lse)
 
 
-def _call(
+def _tpu_call(
     q: Float[Array, "E N h"],
     k: Float[Array, "E h U"],
     v: Float[Array, "E U h"],
@@ -193,10 +207,98 @@ def _call(
         cost_estimate=pl.CostEstimate(
             flops=int(read * 4 * q.size * room),
             transcendentals=int(read * q.size // width * room),
-            bytes_accessed=int(read * 2 * k.size * k.dtype.itemsize),
+            bytes_accessed=_bytes_read(k, read),
         ),
         interpret=attention_kernels.INTERPRET,
     )(order, number, q, k, v, positions[:, None], starts[:, :, None])
+
+
+def _gpu_call(
+    q: Float[Array, "E N h"],
+    k: Float[Array, "E h U"],
+    v: Float[Array, "E U h"],
+    positions: Int[Array, "E U"],
+    starts: Int[Array, "E N"],
+    cap: float | None,
+    read: float,
+) -> tuple[Float[Array, "E N h"], Float[Array, "E N 1"]]:
+    """Calls the kernel as `_tpu_call` does. The program `(i, j, n)` of the kernel computes every `splits`-th block of
+    keys that a query of entry `i` sees, from the `j`-th on, for the `n`-th block of queries."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
+    from jax.experimental.xla_metadata import set_xla_metadata
+
+    (entries, count, width), room = q.shape, k.shape[-1]
+    columns = _GPU_COLUMNS
+    rows = min(_GPU_QUERIES, max(16, pl.next_power_of_2(count)))  # matrix products in Triton have at least 16 rows
+    blocks, tiles = -(-room // columns), -(-count // rows)
+    splits = min(blocks, -(-GPU_PROGRAMS // (entries * tiles)))
+    order, number = _blocks_seen(positions >= starts.min(1, keepdims=True), 1, columns)
+
+    def kernel(order: Any, number: Any, q: Any, k: Any, v: Any, *rest: Any) -> None:
+        positions, starts, out, lse = rest
+        split, tile = pl.program_id(1), pl.program_id(2)
+        here = pl.ds(tile * rows, rows)
+        real = tile * rows + jnp.arange(rows) < count
+        queries = plgpu.load(q.at[here, :], mask=real[:, None], other=0)
+        first = plgpu.load(starts.at[here], mask=real, other=0)
+
+        def step(index: Any, state: Any) -> Any:
+            top, total, sums = state
+            start = order[split + index * splits] * columns
+            block = pl.ds(start, columns)
+            inside = start + jnp.arange(columns) < room
+            keys = plgpu.load(k.at[:, block], mask=inside[None], other=0)
+            values = plgpu.load(v.at[block, :], mask=inside[:, None], other=0)
+            seen = plgpu.load(positions.at[block], mask=inside, other=-1)[None] >= first[:, None]
+            scores = capped(plgpu.dot(queries, keys), cap)
+            new = jnp.maximum(top, jnp.where(seen, scores, NOTHING).max(-1))
+            weights, shrink = jnp.where(seen, jnp.exp(scores - new[:, None]), 0.0), jnp.exp(top - new)
+            sums = sums * shrink[:, None] + plgpu.dot(weights.astype(values.dtype), values)
+            return new, total * shrink + weights.sum(-1), sums
+
+        empty = [jnp.full(size, value, jnp.float32) for size, value in ((rows, NOTHING), (rows, 0), ((rows, width), 0))]
+        steps = (number[...] - split + splits - 1) // splits
+        top, total, sums = jax.lax.fori_loop(0, steps, step, tuple(empty))
+        some = jnp.maximum(total, 1e-30)
+        plgpu.store(out.at[here, :], sums / some[:, None], mask=real[:, None])
+        plgpu.store(lse.at[here], jnp.where(total > 0, top + jnp.log(some), NOTHING), mask=real)
+
+    def of_entry(*sizes: int) -> Any:
+        return pl.BlockSpec((None, *sizes), lambda i, j, n: (i, *[0] * len(sizes)))
+
+    def of_split(*sizes: int) -> Any:
+        return pl.BlockSpec((None, None, *sizes), lambda i, j, n: (j, i, *[0] * len(sizes)))
+
+    call = pl.pallas_call(
+        kernel,
+        grid=(entries, splits, tiles),
+        in_specs=[
+            of_entry(blocks),
+            of_entry(),
+            of_entry(count, width),
+            of_entry(width, room),
+            of_entry(room, width),
+            of_entry(room),
+            of_entry(count),
+        ],
+        out_specs=[of_split(count, width), of_split(count)],
+        out_shape=[
+            jax.ShapeDtypeStruct((splits, entries, count, width), jnp.float32),
+            jax.ShapeDtypeStruct((splits, entries, count), jnp.float32),
+        ],
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        interpret=attention_kernels.INTERPRET,
+    )
+    # The lowering to Triton drops a `pl.CostEstimate`; `compile/costs.py` reads this attribute instead.
+    with set_xla_metadata(bytes_accessed=str(_bytes_read(k, read))):
+        out, lse = call(order.reshape(entries, blocks), number, q, k, v, positions, starts)
+    whole = jax.nn.logsumexp(lse, 0, keepdims=True)
+    return (jnp.exp(lse - whole)[..., None] * out).sum(0), whole[0, ..., None]
+
+
+def _bytes_read(k: Float[Array, "E h U"], read: float) -> int:
+    return int(read * 2 * k.size * k.dtype.itemsize)
 
 
 def _product(a: Float[Array, "E N x"], b: Float[Array, "E x y"]) -> Float[Array, "E N y"]:

@@ -19,7 +19,7 @@ from tunix_like.config.schema import LORA_TARGETS
 from tunix_like.errors import check_type
 from tunix_like.models.attention import attention, group_attention, resolve_attention
 from tunix_like.models.attention_blocked import capped
-from tunix_like.models.attention_decoding import decoding_attention, supports_decoding
+from tunix_like.models.attention_decoding import decoding_attention, decoding_kernel
 from tunix_like.models.attention_parts import Causal, Lengths, Part, Positions, laid_out, part_of
 from tunix_like.models.config import Adapters, DecoderConfig
 from tunix_like.models.layer_stack import Segment
@@ -37,10 +37,10 @@ class Decoder(nnx.Module):
         widths near 2,500, and is too small for tiny models that are trained from scratch.)
       dtype: compute dtype of matrix products; norms, softmax and logits are always float32.
       param_dtype: dtype of the stored weights.
-      attention: attention implementation, one of `schema.ATTENTIONS`; `decode` uses the plain implementation, or with
-        splash attention the kernel of `attention_decoding.py`.
+      attention: attention implementation, one of `schema.ATTENTIONS`.
 
     Attributes:
+      decoding: device of the kernel of `attention_decoding.py` that `decode` uses, or None for the plain attention.
       adapters: rank, alpha and targets of the adapters that `lora.add_lora` added to the projections, or None.
       segments: the repeated patterns of layers (`layer_stack.py`) if the layers are stacked, else None.
       output_matrix: the transposed embedding table in a training step with tied embeddings, else None.
@@ -61,6 +61,7 @@ class Decoder(nnx.Module):
         attention: str = "auto",
     ):
         self.attention = resolve_attention(attention, dtype, config.head_dim)
+        self.decoding = decoding_kernel(self.attention, config.head_dim)
         kinds = {"rngs": rngs, "dtype": dtype, "param_dtype": param_dtype}
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scaled=config.scale_embeddings, **kinds)
@@ -260,8 +261,8 @@ class Decoder(nnx.Module):
                 values = jax.lax.dynamic_update_slice_in_dim(own[1], v, column, axis=2)
                 filled.append((keys, values))
                 parts = prompt, Part(keys, values, seen)
-                if supports_decoding(self.attention, self.config.head_dim):
-                    return decoding_attention(q, *parts, cap=self.config.attention_cap)
+                if self.decoding is not None:
+                    return decoding_attention(q, *parts, self.decoding, cap=self.config.attention_cap)
                 return group_attention(q, *parts, kind="plain", cap=self.config.attention_cap)
 
             x, _ = layer(x, ropes[index], attend)
