@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 from tunix_like.data.stream import Prompt, Resumable
-from tunix_like.errors import EngineLost, UserError
+from tunix_like.errors import EngineLost
 from tunix_like.rollout.collection import Collected, Collector
 from tunix_like.rollout.saved import from_text, to_text
 from tunix_like.runtime.profile import Clock
@@ -171,7 +171,7 @@ class RolloutsAhead:
         """Returns the position in the training data before the first step that was not taken, and the groups that are
         collected for later steps. Waits until they are collected."""
         position = self._first().state
-        if not self._max_staleness:
+        if not self._ahead:
             return position
         ready = []
         for ahead in self._ahead:
@@ -184,10 +184,8 @@ class RolloutsAhead:
     def set_state(self, state: Any) -> None:
         """Sets the position in the training data. Must be called before the first step, and before `resume`."""
         assert self._iterator is not None
-        if self._max_staleness:
-            if "ahead" not in state:
-                raise UserError("the data position was saved by an earlier version of tunix_like; start a new run.")
-            self._restored, state = state["ahead"], state["position"]
+        if isinstance(state, dict) and state.keys() == {"position", "ahead"}:
+            state, self._restored = state["position"], state["ahead"]
         self._iterator.set_state(state)
 
     @property
