@@ -1,8 +1,8 @@
-"""`python -m benchmarks.staleness`: the time of a step whose completions are sampled during the previous update.
+"""`python -m benchmarks.staleness`: the time of a step whose completions are sampled during an earlier update.
 
 There are eight devices on the CPU, four for training and four for sampling. They share the cores of the machine, so the
-real work is small, and both phases are extended by the same time without computation: a simulated equal split. Runs
-with `rollout.max_staleness` 0 and 1 alternate.
+real work is small, and sampling, rewards and update are extended by the same time without computation: a simulated
+equal split. Runs with `rollout.max_staleness` 0, 1, 2 and 4 alternate.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tunix_like.models.sharding import build_mesh
 from tunix_like.types import Sample
 
 DEVICES, SAMPLING = 8, 4
+AGES = (0, 1, 2, 4)
 MODEL = {
     "model_type": "qwen2",
     "vocab_size": 13,
@@ -37,17 +38,21 @@ ROWS = [reverse_text.record(text) for text in ("ab", "cd", "ef", "gh", "ba", "dc
 
 
 def learner(staleness: int, seconds: float, steps: int) -> tuple[MaxRLLearner, list[dict[str, Any]]]:
-    """Returns a learner whose rollouts and updates take `seconds` longer, and the list of its rows of metrics."""
+    """Returns a learner whose sampling, rewards and updates take `seconds` longer, and its rows of metrics."""
     rows: list[dict[str, Any]] = []
 
     def wait(*_: Any, **__: Any) -> dict[str, Any]:
         time.sleep(seconds)
         return {}
 
+    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        time.sleep(seconds)
+        return [float(len(text) % 2) for text in completions]
+
     made = MaxRLLearner(
         model=load_model(MODEL, init="random")[0],
         tokenizer=reverse_text.tokenizer(),
-        reward_fns=lambda prompts, completions, **_: [float(len(text) % 2) for text in completions],
+        reward_fns=reward,
         algo_config=MaxRLConfig(num_generations=4, sampler_is="token"),
         rollout_config=RolloutConfig(
             max_prompt_length=8, max_tokens_to_generate=4, max_staleness=staleness, devices=SAMPLING
@@ -68,21 +73,23 @@ def learner(staleness: int, seconds: float, steps: int) -> tuple[MaxRLLearner, l
 
 
 def measure(seconds: float, steps: int, repeats: int) -> dict[str, list[float]]:
-    """Returns the median seconds of a step of each run, by staleness. The first two steps of a run are excluded."""
-    found: dict[str, list[float]] = {"0": [], "1": []}
+    """Returns the median seconds of a step of each run, by staleness, without the steps that are sampled at the start
+    of a run."""
+    found: dict[str, list[float]] = {str(age): [] for age in AGES}
     for repeat in range(repeats + 1):
-        for staleness in (0, 1):
+        for staleness in AGES:
             made, rows = learner(staleness, seconds, steps)
             made.train(ROWS, batch_size=4)
             if repeat:  # the first run of each side compiles
-                found[str(staleness)].append(statistics.median(row["train/step_time_sec"] for row in rows[2:]))
+                late = rows[max(AGES) + 1 :]
+                found[str(staleness)].append(statistics.median(row["train/step_time_sec"] for row in late))
     return found
 
 
 def main() -> None:
-    """Prints the seconds of a step and their ratio, and writes them to `--json FILE`."""
+    """Prints the seconds of a step and their ratio to those of synchronous steps, and writes them to `--json FILE`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.5, help="time that is added to each rollout and update")
+    parser.add_argument("--seconds", type=float, default=0.5, help="time that is added to each part")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
@@ -91,9 +98,8 @@ def main() -> None:
     found = measure(arguments.seconds, arguments.steps, arguments.repeats)
     for staleness, values in found.items():
         spread = f"({min(values):.3f} to {max(values):.3f})"
-        print(f"max_staleness {staleness}: {statistics.median(values):.3f} s per step {spread}")
-    ratios = [stale / synchronous for synchronous, stale in zip(found["0"], found["1"], strict=True)]
-    print(f"ratio: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        ratio = statistics.median(stale / synchronous for synchronous, stale in zip(found["0"], values, strict=True))
+        print(f"max_staleness {staleness}: {statistics.median(values):.3f} s per step {spread}, ratio {ratio:.2f}")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found, indent=1))
 
