@@ -90,10 +90,10 @@ def test_query_that_sees_nothing_gives_zeros(device):
     np.testing.assert_allclose(found, expected(arrays, Lengths(lengths), Positions(columns), None), rtol=0, atol=2e-6)
 
 
-def test_columns_that_no_query_sees_may_hold_any_values():
+def test_columns_that_no_query_sees_may_hold_any_values(device):
     columns, lengths = columns_of(40), np.minimum(LENGTHS, 33)
     q, *arrays = made(40, 33)
-    found = run(q, *arrays, lengths, columns)
+    found = run(device, q, *arrays, lengths, columns)
     prompt_k, prompt_v, k, v = (np.array(x) for x in arrays)
     for row, positions in enumerate(columns.reshape(-1, 40)):
         empty = positions < 0
@@ -101,7 +101,7 @@ def test_columns_that_no_query_sees_may_hold_any_values():
         v[row, empty] = -1e30
     for row, length in enumerate(lengths):
         prompt_k[row, length:], prompt_v[row, length:] = -1e30, 1e30
-    other = run(q, *map(jnp.asarray, (prompt_k, prompt_v, k, v)), lengths, columns)
+    other = run(device, q, *map(jnp.asarray, (prompt_k, prompt_v, k, v)), lengths, columns)
     np.testing.assert_array_equal(other, found)
 
 

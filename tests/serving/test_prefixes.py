@@ -157,7 +157,7 @@ def test_a_continued_prompt_is_the_whole_prompt_on_a_mesh():
     mesh = build_mesh(MeshConfig(shape=[2, 2]), jax.devices()[:4])
     prompts, reused = related_prompts()
     with jax.set_mesh(mesh):
-        assert check_prompts(runner_of("windows", mesh), prompts) == list(reused)
+        assert check_prompts(runner_of("windows", mesh, rows=64), prompts) == list(reused)
 
 
 def test_new_arrays_forget_the_prompts():

@@ -46,17 +46,30 @@ OPTIONS = {
 """Every learner with its estimator, each with another option that adds state or random numbers."""
 
 
+class Judge:
+    """Counts the calls of the reward function, and has the numbers of those that return no rewards."""
+
+    calls, fails = 0, frozenset()
+
+
+JUDGE = Judge()
+
+
 def zero_or_one(prompts, completions, **columns):
+    JUDGE.calls += 1
+    if JUDGE.calls in JUDGE.fails:
+        return [None] * len(completions)
     return [float(sum(map(ord, text)) % 3 == 0) for text in completions]
 
 
-def train(name, folder, steps, data=ROWS, optimizer=None, staleness=0, **training):
+def train(name, folder, steps, data=ROWS, optimizer=None, staleness=0, reward=zero_or_one, **training):
+    JUDGE.calls = 0
     kind = LEARNERS[name]
     devices = 4 if staleness else None
     learner = kind(
         model=tunix_like.load_model(HF, init="random")[0],
         tokenizer=reverse_text.tokenizer(),
-        reward_fns=zero_or_one,
+        reward_fns=reward,
         algo_config=kind.config_class(num_generations=4, **OPTIONS[name]),
         rollout_config=RolloutConfig(
             max_prompt_length=8, max_tokens_to_generate=4, max_staleness=staleness, devices=devices
@@ -133,6 +146,33 @@ def test_runs_with_older_weights_resume_bitwise(name, staleness, tmp_path):
         as_killed_after(killed_after, tmp_path / "whole", parts, steps)
         train(name, parts, steps, staleness=staleness)
         assert_same(outcome(parts, steps), whole)
+
+
+def rewards_after_the_first_step(folder):
+    return [row["train/rewards/mean"] for row in metric_rows(folder) if row.get("step", 0) > 1 and "train/loss" in row]
+
+
+def test_groups_with_rewards_of_an_earlier_function_are_sampled_again(tmp_path):
+    def hundred(prompts, completions, **columns):
+        return [100.0] * len(completions)
+
+    hundred.__name__ = zero_or_one.__name__
+    train("reinforce_pp", tmp_path / "whole", STEPS, staleness=2, reward=hundred)
+    as_killed_after(1, tmp_path / "whole", tmp_path / "parts")
+    train("reinforce_pp", tmp_path / "parts", STEPS, staleness=2)
+    found = rewards_after_the_first_step(tmp_path / "parts")
+    assert len(found) == STEPS - 1 and max(found) <= 1
+
+
+def test_groups_that_nothing_has_scored_are_sampled_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(JUDGE, "fails", {2, 3})
+    train("reinforce_pp", tmp_path / "whole", STEPS, staleness=2)
+    assert [mean is None for mean in rewards_after_the_first_step(tmp_path / "whole")] == [True, True, False]
+    monkeypatch.setattr(JUDGE, "fails", {})
+    as_killed_after(1, tmp_path / "whole", tmp_path / "parts")
+    train("reinforce_pp", tmp_path / "parts", STEPS, staleness=2)
+    found = rewards_after_the_first_step(tmp_path / "parts")
+    assert len(found) == STEPS - 1 and None not in found
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "of one's own"])

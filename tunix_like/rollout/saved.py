@@ -48,12 +48,12 @@ def _packed(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     assert isinstance(value, np.ndarray), type(value)
-    data = base64.b85encode(zlib.compress(np.ascontiguousarray(value).tobytes(), 1)).decode()
+    data = base64.b64encode(zlib.compress(np.ascontiguousarray(value).tobytes(), 1)).decode()
     return {"dtype": value.dtype.str, "shape": value.shape, "data": data}
 
 
 def _unpacked(value: dict[str, Any]) -> Any:
     if value.keys() != {"dtype", "shape", "data"}:
         return value
-    data = zlib.decompress(base64.b85decode(value["data"]))
+    data = zlib.decompress(base64.b64decode(value["data"]))
     return np.frombuffer(data, value["dtype"]).reshape(value["shape"]).copy()

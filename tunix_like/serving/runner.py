@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
-from tunix_like.models.sharding import fetch, place_prompts, place_slots, scope
+from tunix_like.models.sharding import fetch, place_prompts, place_slots, prompt_parts, scope
 from tunix_like.rollout import decoding
 from tunix_like.rollout.logits import RowSampling
 from tunix_like.runtime import progress
@@ -113,7 +113,7 @@ class Runner:
     """The arrays of `rows` completions on the device. Prompt and completion together have at most `longest` tokens.
 
     Attributes:
-      prefixes: recent prompts, padding included at most a quarter of the tokens of the prompts of all rows.
+      prefixes: recent prompts, padding included at most a quarter of the tokens of the prompts of a device's rows.
     """
 
     state: programs.State
@@ -125,7 +125,8 @@ class Runner:
         # Not jitted, because a jitted function would copy weights that already have the compute dtype.
         self.params = jax.tree.map(jnp.asarray, decoding.cast_params(weights.graphdef, weights.params))
         self.head = nnx.merge(self.graphdef, self.params).head()
-        self.prefixes = Prefixes[Prefilled](longest * max(1, rows // 4))
+        # Each device holds whole prompts, but only its part of the rows.
+        self.prefixes = Prefixes[Prefilled](longest * max(1, rows // (4 * prompt_parts(self.mesh))))
         self.pace = 0.0
         """Seconds of one step of `advance`, averaged over the last calls."""
         self.reset()

@@ -339,10 +339,10 @@ class Learner(Trainer):
         drawn = place_replicated(jnp.asarray(self._call.rollouts.drawn, jnp.int32), self.mesh)
         return super().to_save() | {"drawn": drawn}
 
-    def restore(self, saved: Any, step: int) -> None:
-        super().restore(saved, step)
+    def restore(self, saved: Any, step: int, inputs_changed: bool) -> None:
+        super().restore(saved, step, inputs_changed)
         assert self._call is not None
-        self._call.rollouts.resume(int(saved["drawn"]))
+        self._call.rollouts.resume(int(saved["drawn"]), keep_ahead=not inputs_changed)
 
     def cut(self, step: int) -> None:
         if self.written_folder is not None:

@@ -236,12 +236,12 @@ def _resume(trainer: Trainer, checkpoints: Checkpoints | None, log: MetricsLog) 
     saved, current = dict(meta["identity"]), dict(trainer.identity)
     inputs = saved.pop(INPUTS, {}), current.pop(INPUTS, {})
     _check_same_run(checkpoints, saved, current)
-    _check_same_inputs(checkpoints, *inputs, refuse=trainer.training.changed_inputs == "error")
+    changed = _check_same_inputs(checkpoints, *inputs, refuse=trainer.training.changed_inputs == "error")
     log.cut(trainer.step_key, step)  # after the checks, so that a rejected run does not remove rows of another run
     trainer.cut(step)
     checkpoints.find_best(log.rows(), verified=step)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trainer.to_save())
-    trainer.restore(checkpoints.restore(step, abstract, trainer.iterator)[0], step)
+    trainer.restore(checkpoints.restore(step, abstract, trainer.iterator)[0], step, changed)
     trainer.done = step
     if trainer.rate_follows_total and meta["total"] != trainer.total and not trainer.complete:
         message = "the number of steps is now %s and was %s in the checkpoint: the schedule uses the new number"
@@ -274,15 +274,16 @@ def _check_same_run(checkpoints: Checkpoints, saved: dict[str, Any], current: di
         )
 
 
-def _check_same_inputs(checkpoints: Checkpoints, saved: dict[str, str], current: dict[str, str], refuse: bool) -> None:
-    """Compares the fingerprints that both a checkpoint and this run have; earlier versions stored none."""
+def _check_same_inputs(checkpoints: Checkpoints, saved: dict[str, str], current: dict[str, str], refuse: bool) -> bool:
+    """Returns whether a fingerprint that both a checkpoint and this run have differs; earlier versions stored none."""
     changed = [name for name in current if saved.get(name, current[name]) != current[name]]
     if not changed:
-        return
+        return False
     message = f"{checkpoints.folder}: {' and '.join(changed)} changed since the checkpoint"
     if refuse:
         raise UserError(f"{message}. Use those of the checkpoint, another output_dir, or training.changed_inputs=warn.")
     logger.warning("%s; the run continues with the new ones (training.changed_inputs=error refuses this)", message)
+    return True
 
 
 @contextlib.contextmanager

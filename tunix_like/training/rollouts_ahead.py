@@ -72,9 +72,9 @@ class RolloutsAhead:
 
     With `max_staleness` S above 0, the groups of step `n + S` are sampled while the updates of step `n` run, with the
     weights before these updates. Which weights sample a step does not depend on the speed of any part, so runs are
-    repeatable. One thread samples and another one scores, both in the order of the steps: the rewards of a step can
-    take the time of S steps. Weights are placed only when all started sampling has ended, so the engine never holds
-    two versions.
+    repeatable. One thread samples and another one scores, both in the order of the steps: with S above 1, the rewards
+    of a step can take the time of S - 1 steps. Weights are placed only when all started sampling has ended, so the
+    engine never holds two versions.
 
     The groups of the first step of a call of `train` are sampled with the current weights, and those of the S steps
     after it with the same weights. A resumed run has the groups that were collected before its checkpoint.
@@ -177,6 +177,8 @@ class RolloutsAhead:
         for ahead in self._ahead:
             if ahead.collected.exception() is not None or (collected := ahead.collected.result()) is None:
                 break
+            if not collected[0].scores.scored.any():  # a resumed run samples this step and the following ones again
+                break
             about = {"step": ahead.step, "version": ahead.version, "drawn": ahead.drawn, "seconds": ahead.clock.seconds}
             ready.append((about, collected))
         return {"position": position, "ahead": to_text(ready)}
@@ -193,16 +195,20 @@ class RolloutsAhead:
         """The number of prompts drawn from the data so far, without those that are already drawn for later steps."""
         return self._first().drawn
 
-    def resume(self, drawn: int) -> None:
+    def resume(self, drawn: int, keep_ahead: bool) -> None:
         """Continues a resumed run after the first `drawn` prompts of the data.
 
         If the position in the data could not be saved, these prompts are read and dropped.
+
+        Args:
+          keep_ahead: whether the groups that were collected for later steps are used. Otherwise they are sampled again,
+            e.g. because another reward function has scored them.
         """
         self.collector.drawn, self.collector.started = drawn, True
         if self._iterator is None:
             read = drawn // self.collector.batch_size
             next(itertools.islice(self.collector.batches, read, read), None)
-        for about, (rollout, metrics) in from_text(self._restored):
+        for about, (rollout, metrics) in from_text(self._restored) if keep_ahead else []:
             ahead = _Ahead(about["step"], about["version"], self._here(), about["drawn"])
             ahead.clock.seconds = about["seconds"]
             rows: dict[int, Prompt] = {}  # the data columns are not saved, so the prompts are read again
@@ -217,6 +223,7 @@ class RolloutsAhead:
             ahead.sampled.set_result(None)
             ahead.collected.set_result((rollout._replace(problems=problems), metrics))
             self._ahead.append(ahead)
+        self._restored = "[]"
 
     def wait(self) -> None:
         """Waits until no thread uses the engine or the rewards."""

@@ -210,8 +210,9 @@ class Trainer(abc.ABC):
         params, moments = self.state
         return {"params": params, "opt_state": unstack_moments(self._optimizer, moments, params, self._segments)}
 
-    def restore(self, saved: Any, step: int) -> None:
-        """Restores the trainer's state after step `step` from the pytree that `to_save` returned."""
+    def restore(self, saved: Any, step: int, inputs_changed: bool) -> None:
+        """Restores the trainer's state after step `step` from the pytree that `to_save` returned. `inputs_changed`
+        says whether the reward functions or the training rows are no longer those of the checkpoint."""
         params, moments = saved["params"], saved["opt_state"]
         self.state = TrainState(params, stack_moments(self._optimizer, moments, params, self._segments))
 
