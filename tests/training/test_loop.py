@@ -47,7 +47,7 @@ class Counting(Trainer):
     def to_save(self):
         return {"sum": self.sum}
 
-    def restore(self, state, step):
+    def restore(self, state, step, inputs_changed):
         self.sum, self.loaded = state["sum"], step
 
     def cut(self, step):
