@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tunix_like.config.schema import RLTrainingConfig as RLTrainingConfig
     from tunix_like.config.schema import RolloutConfig as RolloutConfig
     from tunix_like.config.schema import SFTConfig as SFTConfig
+    from tunix_like.data.curriculum import Curriculum as Curriculum
     from tunix_like.data.tokenizer import Tokenizer as Tokenizer
     from tunix_like.environments.local import LocalEnvironments as LocalEnvironments
     from tunix_like.environments.pool import EnvironmentPool as EnvironmentPool
@@ -87,6 +88,7 @@ _NAMES_OF_MODULE = {
     ),
     "tunix_like.algorithms.losses": "register_policy_loss_fn",
     "tunix_like.training.sft": "SFTTrainer",
+    "tunix_like.data.curriculum": "Curriculum",
     "tunix_like.data.tokenizer": "Tokenizer",
 }
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names.split()}

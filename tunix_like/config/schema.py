@@ -110,6 +110,19 @@ class DataConfig(Checked):
         doc="prompts that are empty or longer than rollout.max_prompt_length; skip: count them; error: stop",
         choices=OVERLONG,
     )
+    curriculum: bool = key(
+        False, doc="draw prompts by the estimated probability that their completions both succeed and fail"
+    )
+    curriculum_correct: bool | None = key(
+        doc="curriculum: weight the loss of each prompt so that the expected gradient is that of uniform draws (unset: "
+        "true)"
+    )
+    curriculum_floor: float | None = key(
+        doc="curriculum: fraction of the draws that are uniform (unset: 0.2)", above=0, at_most=1
+    )
+    curriculum_discount: float | None = key(
+        doc="curriculum: factor of a prompt's earlier results at each draw (unset: 0.9)", at_least=0, at_most=1
+    )
     train_size: int | None = key(doc="rows used or generated; unset: the source's default", at_least=1)
     eval_size: int | None = key(doc="held-out rows used or generated; unset: the source's default", at_least=1)
     maze_size: int | None = key(doc="maze, maze_steps: side length with walls, odd (unset: 9)", at_least=5, at_most=255)

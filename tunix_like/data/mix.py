@@ -33,7 +33,10 @@ logger = logging.getLogger("tunix_like")
 LONGEST_EPOCH = 50_000_000
 """Maximum number of rows in an epoch of a mix, including repeated rows. The stored order takes 8 bytes per row."""
 
-_OF_THE_RUN = ("batch_size", "shuffle", "overlong_prompts")
+_OF_THE_RUN = (
+    *("batch_size", "shuffle", "overlong_prompts"),
+    *("curriculum", "curriculum_correct", "curriculum_floor", "curriculum_discount"),
+)
 _OF_A_SOURCE = tuple(
     field.name for field in dataclasses.fields(DataConfig) if field.name not in (*_OF_THE_RUN, "sources")
 )

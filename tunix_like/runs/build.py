@@ -16,6 +16,7 @@ from tunix_like.algorithms.objective import build_objective, check_accepts_negat
 from tunix_like.algorithms.registry import find_estimator
 from tunix_like.config.schema import AlgorithmConfig, Config, EvalConfig, ModelConfig
 from tunix_like.data import DataSource, check_parts, load_source, source_estimators, template_variables
+from tunix_like.data.curriculum import check_curriculum, curriculum_of
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.arguments import make_player, with_tools
 from tunix_like.environments.kinds import environments_of, kind_of
@@ -91,6 +92,7 @@ def check_config(config: Config) -> tuple[Config, type[Learner]]:
         build_schedule(config.optimizer, None)  # the number of steps is not known with dynamic sampling
     check_engine(config.rollout)
     check_staleness(algorithm, config.rollout, find_engine(config.rollout.engine).make is not None)
+    check_curriculum(curriculum_of(config.data), algorithm, config.rollout)
     kind_of(config)
     ks_of(config.eval)
     check_profile_steps(config.training.profile_steps)

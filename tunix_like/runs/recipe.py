@@ -13,6 +13,7 @@ from typing import Any
 
 from tunix_like.config.load import load
 from tunix_like.config.schema import Config
+from tunix_like.data.curriculum import curriculum_of
 from tunix_like.data.shared import compared_once
 from tunix_like.environments.arguments import check_turns
 from tunix_like.errors import NotSaved, UserError
@@ -89,7 +90,12 @@ def prepared(
 def data_options(config: Config) -> dict[str, Any]:
     """Returns the keyword arguments of `Learner.train` that a config sets."""
     data = config.data
-    return {"batch_size": data.batch_size, "shuffle": data.shuffle, "overlong_prompts": data.overlong_prompts}
+    return {
+        "batch_size": data.batch_size,
+        "shuffle": data.shuffle,
+        "overlong_prompts": data.overlong_prompts,
+        "curriculum": curriculum_of(data),
+    }
 
 
 @contextlib.contextmanager
