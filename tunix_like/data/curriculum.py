@@ -57,7 +57,7 @@ def curriculum_of(config: DataConfig) -> Curriculum | None:
     given = {name: value for name, value in given.items() if value is not None}
     if not config.curriculum and given:
         raise UserError(
-            f"data.curriculum_{next(iter(given))}: it needs data.curriculum=true. Set it or unset this key."
+            f"data.curriculum_{next(iter(given))}: it needs data.curriculum=true; set it or unset this key."
         )
     return Curriculum(**given) if config.curriculum else None
 

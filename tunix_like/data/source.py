@@ -279,7 +279,13 @@ def check_generated(config: DataConfig, rows: int, row_bytes: int) -> None:
         )
 
 
-_SHARED_KEYS = frozenset({"name", "sources", "batch_size", "shuffle", "overlong_prompts", "train_size", "eval_size"})
+OF_THE_RUN = (
+    *("batch_size", "shuffle", "overlong_prompts"),
+    *("curriculum", "curriculum_correct", "curriculum_floor", "curriculum_discount"),
+)
+"""Keys of the section `data` that apply to the rows of any source."""
+
+_SHARED_KEYS = frozenset({"name", "sources", *OF_THE_RUN, "train_size", "eval_size"})
 """Keys of the section `data` that do not depend on the data source."""
 
 
