@@ -15,7 +15,6 @@ from typing import Any
 import grain.python as grain
 import numpy as np
 from jaxtyping import Float, Int
-from scipy.special import gammaln
 
 from tunix_like.algorithms.pass_rates import PASS_RATES
 from tunix_like.config.schema import AlgorithmConfig, DataConfig, RolloutConfig
@@ -81,6 +80,8 @@ def check_curriculum(curriculum: Curriculum | None, algorithm: AlgorithmConfig, 
 def mixed_probability(counts: Float[np.ndarray, "N 2"], group_size: int) -> Float[np.ndarray, "N"]:
     """Returns, for prompts with the given numbers of successes and failures, the probability that `group_size`
     completions are neither all successes nor all failures, under a uniform prior of the pass rate."""
+    from scipy.special import gammaln  # imported here, because the import takes 0.15 s
+
     a, b = 1.0 + counts.astype(np.float64).T
 
     def all_of(own: np.ndarray) -> np.ndarray:  # E[p^G] of a Beta distribution
