@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tunix_like.config.schema import EvalConfig as EvalConfig
     from tunix_like.config.schema import LoraConfig as LoraConfig
     from tunix_like.config.schema import OptimizerConfig as OptimizerConfig
+    from tunix_like.config.schema import PreferenceConfig as PreferenceConfig
     from tunix_like.config.schema import RLTrainingConfig as RLTrainingConfig
     from tunix_like.config.schema import RolloutConfig as RolloutConfig
     from tunix_like.config.schema import SFTConfig as SFTConfig
@@ -60,12 +61,13 @@ if TYPE_CHECKING:
     from tunix_like.training.learners import ReinforcePPLearner as ReinforcePPLearner
     from tunix_like.training.learners import RLOOConfig as RLOOConfig
     from tunix_like.training.learners import RLOOLearner as RLOOLearner
+    from tunix_like.training.preferences import DPOLearner as DPOLearner
     from tunix_like.training.sft import SFTTrainer as SFTTrainer
 
 _NAMES_OF_MODULE = {
     "tunix_like.config.schema": (
-        "AlgorithmConfig EnvironmentConfig EvalConfig LoraConfig OptimizerConfig RLTrainingConfig RolloutConfig "
-        "SFTConfig"
+        "AlgorithmConfig EnvironmentConfig EvalConfig LoraConfig OptimizerConfig PreferenceConfig "
+        "RLTrainingConfig RolloutConfig SFTConfig"
     ),
     "tunix_like.errors": "EnvironmentUnavailable UserError",
     "tunix_like.models.loading": "export_model",
@@ -86,6 +88,7 @@ _NAMES_OF_MODULE = {
         "RLOOConfig RLOOLearner ReinforcePPConfig ReinforcePPLearner"
     ),
     "tunix_like.algorithms.losses": "register_policy_loss_fn",
+    "tunix_like.training.preferences": "DPOLearner",
     "tunix_like.training.sft": "SFTTrainer",
     "tunix_like.data.tokenizer": "Tokenizer",
 }

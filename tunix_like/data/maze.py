@@ -8,6 +8,7 @@ newlines. The task is from arXiv 2602.02710, section 6.2. Its reward is in `rewa
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 import random
 from typing import TYPE_CHECKING
@@ -28,11 +29,13 @@ __all__ = [
     "grid_of",
     "grids",
     "load",
+    "load_pairs",
     "make",
     "record",
     "solve",
     "tokenizer",
     "walk",
+    "with_pair",
 ]
 
 _CELL_TOKENS = {"#": "WALL", ".": "PATH", "S": "START", "G": "GOAL"}
@@ -54,6 +57,38 @@ def load(config: DataConfig) -> DataSource:
         reward="maze",
         draw=lambda row, completion: draw(row["grid"], completion),
     )
+
+
+def load_pairs(config: DataConfig) -> DataSource:
+    """Generates the mazes of `load`, each with a right and a wrong walk: the columns `chosen` and `rejected`."""
+    source = load(config)
+    train, held_out = (MappedRows(rows, with_pair) for rows in (source.train, source.eval))
+    return dataclasses.replace(source, train=train, eval=held_out)
+
+
+def with_pair(row: Record) -> Record:
+    """Adds to the row of a maze the columns `chosen`, its answer, and `rejected`, a walk of the same length that takes
+    a wrong turn at a random place and then goes on at random, without stepping into walls."""
+    grid, right = row["grid"].split("\n"), row["answer"].split()[:-1]
+    rng = random.Random(row["grid"])
+
+    def open_moves(cell: tuple[int, int]) -> dict[str, tuple[int, int]]:
+        beyond = {move: (cell[0] + down, cell[1] + across) for move, (down, across) in MOVES.items()}
+        return {move: to for move, to in beyond.items() if grid[to[0]][to[1]] != "#"}
+
+    turn, cell, moves = int(rng.random() * len(right)), (1, 1), list[str]()
+    for place, move in enumerate(right):
+        choices = open_moves(cell)
+        if place == turn and len(choices) == 1:
+            turn += 1  # a dead end has no wrong turn
+        if place >= turn:
+            wrong = [other for other in choices if place > turn or other != move]
+            move = wrong[int(rng.random() * len(wrong))]
+        moves.append(move)
+        cell = choices[move]
+    if moves == right:  # the only wrong turn was before its random place
+        moves[-1] = next(move for move in MOVES if move != right[-1])
+    return {**row, "chosen": row["answer"], "rejected": " ".join([*moves, "DONE"])}
 
 
 def grids(config: DataConfig) -> tuple[list[str], list[str]]:

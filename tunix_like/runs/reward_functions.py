@@ -42,8 +42,9 @@ def reward_entries(config: Config, default: str | None = None) -> list[tuple[str
 
 def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]:
     """Returns the reward functions of a config, some of them in worker processes. If `rewards.functions` is unset, that
-    of the data source is used, or with an environment none."""
-    default = None if kind_of(config) is not None else source.reward  # an environment gives rewards itself
+    of the data source is used, but none with an environment, and none for pairs of completions without an answer."""
+    without = config.trains_pairs and "answer" not in source.train[0]
+    default = None if without or kind_of(config) is not None else source.reward  # an environment gives rewards itself
     functions = [(name, resolve_reward(name), weight) for name, weight in reward_entries(config, default)]
     columns = [name for name in source.train[0] if name != "prompt"]
     if config.environment.name is not None:
