@@ -67,28 +67,31 @@ def load_pairs(config: DataConfig) -> DataSource:
 
 
 def with_pair(row: Record) -> Record:
-    """Adds to the row of a maze the columns `chosen`, its answer, and `rejected`, a walk of the same length that takes
-    a wrong turn at a random place and then goes on at random, without stepping into walls."""
+    """Adds to the row of a maze the columns `chosen`, its answer, and `rejected`, a walk that leaves the right path at a
+    random junction and then goes on without turning back, until a dead end or the length of the answer.
+
+    On a path without junctions, the wrong walk stops one move before GOAL.
+    """
     grid, right = row["grid"].split("\n"), row["answer"].split()[:-1]
     rng = random.Random(row["grid"])
 
-    def open_moves(cell: tuple[int, int]) -> dict[str, tuple[int, int]]:
-        beyond = {move: (cell[0] + down, cell[1] + across) for move, (down, across) in MOVES.items()}
-        return {move: to for move, to in beyond.items() if grid[to[0]][to[1]] != "#"}
+    def onward(walk: list[str]) -> list[str]:
+        """Returns the moves after `walk` that do not turn back."""
+        cells = [(1, 1)]
+        for move in walk:
+            cells.append((cells[-1][0] + MOVES[move][0], cells[-1][1] + MOVES[move][1]))
+        beyond = {move: (cells[-1][0] + down, cells[-1][1] + across) for move, (down, across) in MOVES.items()}
+        return [move for move, (y, x) in beyond.items() if grid[y][x] != "#" and (y, x) not in cells[-2:]]
 
-    turn, cell, moves = int(rng.random() * len(right)), (1, 1), list[str]()
-    for place, move in enumerate(right):
-        choices = open_moves(cell)
-        if place == turn and len(choices) == 1:
-            turn += 1  # a dead end has no wrong turn
-        if place >= turn:
-            wrong = [other for other in choices if place > turn or other != move]
-            move = wrong[int(rng.random() * len(wrong))]
-        moves.append(move)
-        cell = choices[move]
-    if moves == right:  # the only wrong turn was before its random place
-        moves[-1] = next(move for move in MOVES if move != right[-1])
-    return {**row, "chosen": row["answer"], "rejected": " ".join([*moves, "DONE"])}
+    junctions = [place for place in range(len(right)) if len(onward(right[:place])) > 1]
+    wrong = right[:-1]
+    if junctions:
+        wrong = right[: junctions[int(rng.random() * len(junctions))]]
+        choices = [move for move in onward(wrong) if move != right[len(wrong)]]
+        while choices and len(wrong) < len(right):
+            wrong.append(choices[int(rng.random() * len(choices))])
+            choices = onward(wrong)
+    return {**row, "chosen": row["answer"], "rejected": " ".join([*wrong, "DONE"])}
 
 
 def grids(config: DataConfig) -> tuple[list[str], list[str]]:

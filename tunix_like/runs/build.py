@@ -30,7 +30,7 @@ from tunix_like.environments.kinds import environments_of, kind_of
 from tunix_like.environments.outcomes import Environments
 from tunix_like.errors import UserError
 from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluator, check_best_metric, eval_problems, ks_of
-from tunix_like.models.decoder import Decoder
+from tunix_like.models.decoder import Decoder, add_scalar_head
 from tunix_like.models.loading import check_fit, load_abstract, load_config, load_model, load_tokenizer
 from tunix_like.models.lora import add_lora, resolve_adapters
 from tunix_like.models.sharding import build_mesh, check_batch, check_model
@@ -142,6 +142,9 @@ def _check_pairs(config: Config) -> tuple[Config, type[DPOLearner]]:
         unread += [f"rollout.{key}"] if getattr(config.rollout, key) != getattr(rollout, key) else []
     unread += ["training.mini_batch_size"] if config.training.mini_batch_size is not None else []
     unread += ["environment.name"] if kind_of(config) is not None else []
+    if name == "reward_model":  # it neither samples nor answers
+        unread += ["rewards.functions"] if config.rewards.functions is not None else []
+        unread += ["sft.max_steps"] if config.sft.max_steps else []
     if unread:
         raise UserError(f"{unread[0]}: {name} trains on pairs of completions and does not read it. Unset it.")
     learner = PAIR_LEARNER_CLASSES[name]
@@ -268,6 +271,8 @@ def _load_model(
     else:
         model, tokenizer = loaded(config, what, mesh)
         weights = ""
+    if config.algorithm.advantage_estimator == "reward_model":
+        model = add_scalar_head(model, config.training.seed)
     if config.lora.rank is not None:
         model = add_lora(model, config.lora, config.training.seed)
     tokenizer = own or tokenizer

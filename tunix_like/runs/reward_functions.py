@@ -44,6 +44,7 @@ def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]
     """Returns the reward functions of a config, some of them in worker processes. If `rewards.functions` is unset, that
     of the data source is used, but none with an environment, and none for pairs of completions without an answer."""
     without = config.trains_pairs and "answer" not in source.train[0]
+    without |= config.algorithm.advantage_estimator == "reward_model"
     default = None if without or kind_of(config) is not None else source.reward  # an environment gives rewards itself
     functions = [(name, resolve_reward(name), weight) for name, weight in reward_entries(config, default)]
     columns = [name for name in source.train[0] if name != "prompt"]

@@ -1,4 +1,4 @@
-"""Training on pairs of completions, the columns `chosen` and `rejected`: DPO with its variants.
+"""Training on pairs of completions, the columns `chosen` and `rejected`: DPO with its variants, and reward models.
 
 A pair is a group of two completions, so the model processes its prompt once. Both are in the same chunk, and the loss
 of the pair is computed in the compiled step.
@@ -6,6 +6,7 @@ of the pair is computed in the compiled step.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from tunix_like.config.schema import OptimizerConfig, PreferenceConfig, RLTraini
 from tunix_like.data.shared import warn_shared
 from tunix_like.data.source import MappedRows, with_prompt
 from tunix_like.data.stream import Prompt, check_prompts, refusing, render, usable
+from tunix_like.environments.history import Demonstration
 from tunix_like.errors import UserError, check_type, nearest
 from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
@@ -251,7 +253,7 @@ class DPOLearner(Trainer):
             return over_pairs(out) | ({} if rate is None else {"learning_rate": rate})
 
     def _batch(self, prompts: Sequence[Prompt]) -> GroupBatch:
-        both = [[self._answers.encode(prompt.source, prompt.columns[name]) for name in COLUMNS] for prompt in prompts]
+        both = [[self._encoded(prompt, name) for name in COLUMNS] for prompt in prompts]
         lengths = np.array([len(prompt.tokens) for prompt in prompts], np.int32)
         width = length_bucket(int(lengths.max()), self.rollout_config.max_prompt_length)
         sizes = np.array([[len(answer.tokens) for answer in pair] for pair in both], np.int32)
@@ -266,11 +268,14 @@ class DPOLearner(Trainer):
             prompt_lengths=lengths,
             completion_tokens=padded([answer.tokens for pair in both for answer in pair]),
             completion_lengths=sizes,
-            token_mask=mask if self._several_turns else None,
+            token_mask=mask if self._several_turns or self._trains_scalar_head else None,
             rollout_logprobs=None,
             rewards=np.tile(np.float32([CHOSEN, REJECTED]), (len(prompts), 1)),
             scored=np.ones((len(prompts), 2), bool),
         )
+
+    def _encoded(self, prompt: Prompt, column: str) -> Demonstration:
+        return self._answers.encode(prompt.source, prompt.columns[column])
 
     def _placed(self, batch: GroupBatch) -> tuple[GroupBatch, Packed]:
         """Packs a batch, with both completions of a pair in the same chunk, and places it on the devices."""
@@ -307,14 +312,49 @@ class DPOLearner(Trainer):
         return {name: float(value) for name, value in means.items()}
 
 
-PAIR_LEARNER_CLASSES: dict[str, type[DPOLearner]] = {"dpo": DPOLearner}
+class RewardModelLearner(DPOLearner):
+    """Trains a reward model with the loss of Bradley and Terry on pairs: `-log sigma(r_c - r_r)`, plus
+    `preference.center_rewards` times `(r_c + r_r)^2`.
+
+    The reward of a completion is what a scalar head gives for the last token of prompt and completion. The arguments
+    are those of `DPOLearner` without `ref_model`; `model` has a scalar head (`tunix_like.add_scalar_head`).
+    `tunix_like.export_model` writes a folder that transformers loads as a sequence classifier with one label.
+    """
+
+    _who = "a reward model needs"
+    _trains_scalar_head = True
+    _needs_reference = False
+
+    @staticmethod
+    def check_preference(config: PreferenceConfig) -> None:
+        changed = dataclasses.replace(PreferenceConfig(), center_rewards=config.center_rewards)
+        for name, value in as_dict(config).items():
+            if value != getattr(changed, name):
+                raise UserError(f"preference.{name}: the reward model does not read it. Unset it.")
+
+    def _make_objective(self) -> PairObjective:
+        return PairObjective("bradley_terry", center=self.preference.center_rewards or 0.0)
+
+    def _described(self) -> list[str]:
+        return ["a reward model"]
+
+    def _encoded(self, prompt: Prompt, column: str) -> Demonstration:
+        """Returns the completion with one more token: the head reads the hidden state before each token, and only that
+        before the added token counts."""
+        tokens = super()._encoded(prompt, column).tokens
+        return Demonstration([*tokens, 0], [False] * len(tokens) + [True])
+
+    def step(self, number: int) -> dict[str, Any] | None:
+        metrics = super().step(number)
+        return metrics and {name: value for name, value in metrics.items() if name != "entropy"}
+
+
+PAIR_LEARNER_CLASSES: dict[str, type[DPOLearner]] = {"dpo": DPOLearner, "reward_model": RewardModelLearner}
 """Maps values of `algorithm.advantage_estimator` (`schema.PAIR_LEARNERS`) to learner classes."""
 
 
 def _with_prompts(rows: Sequence[Mapping[str, Any]], what: str) -> Sequence[Mapping[str, Any]]:
     first = rows[0] if len(rows) else {}
-    if not isinstance(first, Mapping):
-        raise UserError(f"{what} row 0 (counted from 0): a row must be a mapping, got {first!r:.60}.")
     if len(rows) and (missing := [name for name in COLUMNS if name not in first]):
         raise UserError(
             f"preferences need the columns 'chosen' and 'rejected'; the {what} rows have no '{missing[0]}', but "
