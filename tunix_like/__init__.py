@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from tunix_like.training.learners import RLOOLearner as RLOOLearner
     from tunix_like.training.preferences import DPOLearner as DPOLearner
     from tunix_like.training.preferences import RewardModelLearner as RewardModelLearner
+    from tunix_like.training.reward_model import RewardModel as RewardModel
     from tunix_like.training.sft import SFTTrainer as SFTTrainer
 
 _NAMES_OF_MODULE = {
@@ -92,6 +93,7 @@ _NAMES_OF_MODULE = {
     ),
     "tunix_like.algorithms.losses": "register_policy_loss_fn",
     "tunix_like.training.preferences": "DPOLearner RewardModelLearner",
+    "tunix_like.training.reward_model": "RewardModel",
     "tunix_like.training.sft": "SFTTrainer",
     "tunix_like.data.tokenizer": "Tokenizer",
 }

@@ -192,7 +192,7 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     mesh = build_mesh(config.mesh, training_devices(config.rollout))
     check_batches(config, mesh)
     source = load_source(config.data)
-    rewards = reward_functions(config, source)
+    rewards = reward_functions(config, source, mesh)
     entries = [{"name": name, "weight": weight} for name, _, weight in rewards]
     # A run with an environment can have no reward functions. The key then stays unset, because an empty list is
     # invalid.
