@@ -146,7 +146,7 @@ def test_wrong_models_are_refused(tmp_path, trained):
 
 YAML = """
 model: {{path: {folder}}}
-data: {{name: jsonl, path: {data}, eval_size: 2, batch_size: 4}}
+data: {{name: jsonl, path: {data}, eval_size: 2, batch_size: 8}}
 algorithm: {{advantage_estimator: {name}}}
 rollout: {{max_prompt_length: 8, max_tokens_to_generate: 4}}
 optimizer: {{learning_rate: 1.0e-2}}
@@ -160,7 +160,7 @@ def test_commands_train_both_kinds_and_sample_for_the_reward_model(tmp_path, cap
     """From files to an exported reward model, and RL whose reward it is; DPO resumes, is evaluated and exported."""
     policy = tunix_like.load_model(HF, init="random")[0]
     tunix_like.export_model(policy, TOKENIZER, tmp_path / "policy")
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS * 2)))
 
     def command(kind, name, *overrides, status=0):
         file = tmp_path / f"{name}.yaml"
