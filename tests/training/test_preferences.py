@@ -3,8 +3,6 @@ several turns, adapters and a mesh; resumption, evaluations, and rows that are r
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 
 import jax
@@ -13,18 +11,26 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.nnx.traversals import flatten_mapping
 
 import tunix_like
 from tests.tiny_model import HF
 from tunix_like import DPOLearner, LoraConfig, OptimizerConfig, PreferenceConfig, RLTrainingConfig, RolloutConfig, UserError
 from tunix_like.algorithms.preferences import PairObjective, PairSums
+from tunix_like.compile.costs import Counter
 from tunix_like.config.schema import MeshConfig
 from tunix_like.data import reverse_text
 from tunix_like.data.source import with_prompt
+from tunix_like.data.stream import render
 from tunix_like.models.lora import add_lora
 from tunix_like.models.sharding import build_mesh
 from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.training import train_step
+from tunix_like.training.forward import CHUNKS, SETS, ForwardOptions
+from tunix_like.training.sft import _Likelihood
+from tunix_like.training.train_step import StepPrograms, StepSpec, TrainState, step_inputs
+from tunix_like.training.updates import pack_update
+from tunix_like.types import GroupBatch
 
 TOKENIZER = reverse_text.tokenizer()
 ROWS = [
@@ -236,6 +242,50 @@ def test_mesh_of_8_devices_equals_one_device():
         found.append(([row.get("train/loss", row.get("eval/loss")) for row in rows], params_of(learner.model)))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
     assert distance(found[1][1], found[0][1]) < 1e-4
+
+
+def test_a_pair_costs_less_than_065_of_two_sequences():
+    """Matrix operations of the compiled step and of the reference's log-probabilities: prompts of 512 tokens, and
+    completions of 64."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 1024}
+    model = make_model(**sizes)
+    lengths = RolloutConfig(max_prompt_length=512, max_tokens_to_generate=64)
+    learner = make(model=model, rollout=lengths, actor_optimizer=optax.sgd(1.0))
+    text = "abcdefgh" * 100
+    rows = [{"prompt": text[:510], "chosen": text[:63], "rejected": text[1:64]}] * 4
+    learner._prepare([*rows, *rows], None, 4, False, "error")
+    pairs = learner._batch([render(row, TOKENIZER) for row in rows])
+    assert pairs.prompt_tokens.shape == (4, 512) and (pairs.completion_lengths == 64).all()
+
+    def split(x):  # [P, 2, ...] -> [2 P, 1, ...]
+        return None if x is None else x.reshape(-1, 1, *x.shape[2:])
+
+    twice = {name: np.repeat(getattr(pairs, name), 2, axis=0) for name in ("prompt_tokens", "prompt_lengths")}
+    single = GroupBatch(**{name: split(x) for name, x in pairs._asdict().items()} | twice)
+
+    def operations(objective, batch, packed):
+        spec = StepSpec(learner.graphdef, objective, optax.sgd(1.0), ForwardOptions(1.0, 1024, False))
+        programs = StepPrograms(spec)
+        reference = programs.logprobs.lower(learner.graphdef, learner.params, batch, packed)
+        ref = np.zeros(batch.completion_tokens.shape, np.float32)
+        inputs = step_inputs(batch, np.ones(len(batch.scored), bool), packed, ref_logprobs=ref)
+        state = TrainState(learner.params, optax.sgd(1.0).init(learner.params))
+        trips = {SETS: float(packed.sets), CHUNKS: float(packed.chunks.sum() / packed.sets)}
+        total = 0.0
+        for lowered in (reference, programs.train_step.lower(state, inputs, {})):
+            counter = Counter(lowered.compile().as_text(), trips)
+            total += counter.total().operations
+            assert not counter.unknown
+        return total
+
+    pair = operations(learner.objective, pairs, learner._placed(pairs)[1])
+    packed = pack_update(learner.training, model, None, single, single.scored, 8, True)
+    separate = operations(_Likelihood(), single, packed)
+    tokens = 4 * 2 * (512 + 64)
+    weights = sum(leaf.size for path, leaf in flatten_mapping(learner.params).items() if path[-1] == "kernel")
+    assert separate > 8 * tokens * weights, "forward and backward pass, and that of the reference, are all counted"
+    print(pair / separate)
+    assert pair < 0.65 * separate
 
 
 def test_resumed_run_equals_the_uninterrupted_run(tmp_path):
