@@ -15,7 +15,15 @@ from flax.nnx.traversals import flatten_mapping
 
 import tunix_like
 from tests.tiny_model import HF
-from tunix_like import DPOLearner, LoraConfig, OptimizerConfig, PreferenceConfig, RLTrainingConfig, RolloutConfig, UserError
+from tunix_like import (
+    DPOLearner,
+    LoraConfig,
+    OptimizerConfig,
+    PreferenceConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+    UserError,
+)
 from tunix_like.algorithms.preferences import PairObjective, PairSums
 from tunix_like.compile.costs import Counter
 from tunix_like.config.schema import MeshConfig
@@ -214,7 +222,7 @@ def test_only_the_assistants_tokens_count_in_several_turns():
     learner = make(LOSSES["ipo"], max_steps=1, actor_optimizer=optax.sgd(1.0), rollout=ROLLOUT)
     config = LOSSES["ipo"]
     row, before, got = gradient_of(learner, rows)
-    (turns, mask) = learner._answers.encode("ab>", SAID)
+    mask = learner._answers.encode("ab>", SAID).sampled
     assert sum(mask) < len(mask) <= 8
     loss = naive(learner, config, make_model(), rows)
     value, expected = jax.value_and_grad(loss)(jax.tree.map(jnp.asarray, before))
@@ -284,7 +292,6 @@ def test_a_pair_costs_less_than_065_of_two_sequences():
     tokens = 4 * 2 * (512 + 64)
     weights = sum(leaf.size for path, leaf in flatten_mapping(learner.params).items() if path[-1] == "kernel")
     assert separate > 8 * tokens * weights, "forward and backward pass, and that of the reference, are all counted"
-    print(pair / separate)
     assert pair < 0.65 * separate
 
 
@@ -352,7 +359,7 @@ def test_bad_rows_are_named_before_a_compile(message, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"preference": PreferenceConfig(loss="ipo", label_smoothing=0.1)}, "preference.label_smoothing: the loss 'ipo'"),
+        ({"preference": PreferenceConfig(loss="ipo", label_smoothing=0.1)}, "preference.label_smoothing: .*'ipo'"),
         ({"preference": PreferenceConfig(loss="orpo", reference_free=True)}, "preference.reference_free"),
         ({"preference": PreferenceConfig(center_rewards=0.1)}, "preference.center_rewards"),
         ({"mini_batch_size": 2}, "training.mini_batch_size"),

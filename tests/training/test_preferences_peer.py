@@ -122,9 +122,7 @@ def test_bradley_terry(tmp_path, peer):
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     theirs, gradients = peer(RewardTrainer, RewardConfig, model, settings={"center_rewards_coefficient": 0.05})
     preference = PreferenceConfig(center_rewards=0.05)
-    row, _, ours = gradient_of(
-        test_reward_model.make(preference, max_steps=1, actor_optimizer=optax.sgd(1.0)), PAIRS
-    )
+    row, _, ours = gradient_of(test_reward_model.make(preference, max_steps=1, actor_optimizer=optax.sgd(1.0)), PAIRS)
     for metric, other in (("loss", "loss"), ("rewards/margins", "margin"), ("rewards/accuracies", "accuracy")):
         assert row[f"train/{metric}"] == pytest.approx(theirs[other], rel=1e-5, abs=1e-6), metric
     assert_gradients_equal(ours, gradients)

@@ -100,7 +100,9 @@ def test_groups_of_unequal_sizes_and_texts_that_do_not_fit(trained):
     got = RewardModel(folder)(prompts, completions)
     assert got[4] == pytest.approx(got[0], abs=1e-6) and got[6] == pytest.approx(got[1], abs=1e-6)
     assert got[-2:] == [None, None] and None not in got[:-2]
-    alone = [RewardModel(folder)([prompt], [text])[0] for prompt, text in zip(prompts[:4], completions[:4], strict=True)]
+    alone = [
+        RewardModel(folder)([prompt], [text])[0] for prompt, text in zip(prompts[:4], completions[:4], strict=True)
+    ]
     assert got[:4] == pytest.approx(alone, abs=1e-5)
     assert RewardModel(folder)(prompts[-2:], completions[-2:]) == [None, None]
 
@@ -175,7 +177,9 @@ def test_commands_train_both_kinds_and_sample_for_the_reward_model(tmp_path, cap
         assert "RewardModelLearner (reward_model)" in said and "Bradley-Terry" in said and "sampled at once" not in said
     assert main(["export", f"{tmp_path}/run_reward_model", f"{tmp_path}/judge"]) == 0
     assert main(["export", f"{tmp_path}/run_lora", f"{tmp_path}/judge_lora"]) == 0
-    assert RewardModel(tmp_path / "judge_lora")(["ab>"], ["ba"])[0] != RewardModel(tmp_path / "judge")(["ab>"], ["ba"])[0]
+    assert (
+        RewardModel(tmp_path / "judge_lora")(["ab>"], ["ba"])[0] != RewardModel(tmp_path / "judge")(["ab>"], ["ba"])[0]
+    )
     name = f"rewards.functions=[{{name: 'model:{tmp_path}/judge'}}]"
     command("train", "maxrl", name, "algorithm.num_generations=4", "algorithm.advantage_estimator=rloo")
     rows = [json.loads(line) for line in (tmp_path / "run_maxrl" / "metrics.jsonl").read_text().splitlines()]

@@ -67,8 +67,8 @@ def load_pairs(config: DataConfig) -> DataSource:
 
 
 def with_pair(row: Record) -> Record:
-    """Adds to the row of a maze the columns `chosen`, its answer, and `rejected`, a walk that leaves the right path at a
-    random junction and then goes on without turning back, until a dead end or the length of the answer.
+    """Adds to the row of a maze the columns `chosen`, its answer, and `rejected`, a walk that leaves the right path at
+    a random junction and then goes on without turning back, until a dead end or the length of the answer.
 
     On a path without junctions, the wrong walk stops one move before GOAL.
     """

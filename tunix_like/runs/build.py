@@ -43,7 +43,7 @@ from tunix_like.training.engine import check_staleness, make_engine, training_de
 from tunix_like.training.learner import Learner
 from tunix_like.training.learners import LEARNERS, find_learner
 from tunix_like.training.optimizer import build_schedule
-from tunix_like.training.preferences import PAIR_LEARNER_CLASSES, DPOLearner
+from tunix_like.training.preferences import PAIR_LEARNER_CLASSES, DPOLearner, check_columns
 from tunix_like.types import Engine
 
 
@@ -192,6 +192,8 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     mesh = build_mesh(config.mesh, training_devices(config.rollout))
     check_batches(config, mesh)
     source = load_source(config.data)
+    if config.trains_pairs:
+        check_columns(source.train[0], "training")
     rewards = reward_functions(config, source, mesh)
     entries = [{"name": name, "weight": weight} for name, _, weight in rewards]
     # A run with an environment can have no reward functions. The key then stays unset, because an empty list is

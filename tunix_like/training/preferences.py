@@ -270,7 +270,7 @@ class DPOLearner(Trainer):
             completion_lengths=sizes,
             token_mask=mask if self._several_turns or self._trains_scalar_head else None,
             rollout_logprobs=None,
-            rewards=np.tile(np.float32([CHOSEN, REJECTED]), (len(prompts), 1)),
+            rewards=np.tile(np.array([CHOSEN, REJECTED], np.float32), (len(prompts), 1)),
             scored=np.ones((len(prompts), 2), bool),
         )
 
@@ -353,14 +353,20 @@ PAIR_LEARNER_CLASSES: dict[str, type[DPOLearner]] = {"dpo": DPOLearner, "reward_
 """Maps values of `algorithm.advantage_estimator` (`schema.PAIR_LEARNERS`) to learner classes."""
 
 
-def _with_prompts(rows: Sequence[Mapping[str, Any]], what: str) -> Sequence[Mapping[str, Any]]:
-    first = rows[0] if len(rows) else {}
-    if len(rows) and (missing := [name for name in COLUMNS if name not in first]):
+def check_columns(row: Mapping[str, Any], what: str) -> None:
+    """Raises UserError if a row lacks a completion. `what` names the rows in the message."""
+    if missing := [name for name in COLUMNS if name not in row]:
         raise UserError(
             f"preferences need the columns 'chosen' and 'rejected'; the {what} rows have no '{missing[0]}', but "
-            f"{', '.join(map(str, first)) or 'none'}."
+            f"{', '.join(map(str, row)) or 'none'}."
         )
-    if "prompt" in first:
+
+
+def _with_prompts(rows: Sequence[Mapping[str, Any]], what: str) -> Sequence[Mapping[str, Any]]:
+    if not len(rows):
+        return rows
+    check_columns(rows[0], what)
+    if "prompt" in rows[0]:
         return rows
     for number in range(len(rows)):
         try:
