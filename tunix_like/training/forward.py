@@ -126,8 +126,8 @@ def chunk_logprobs(
 ) -> tuple[Float[Array, "A b r T"], Float[Array, "A b r T"]]:
     """Computes log-probabilities and entropies of the tokens of a chunk; undefined beyond a completion's length.
 
-    A model with a scalar head has, instead of the log-probability of a token, the number that its head gives before this
-    token, and the entropy 0.
+    A model with a scalar head has, instead of the log-probability of a token, the number that its head gives before
+    this token, and the entropy 0.
     """
     model = nnx.merge(graphdef, params)
     if chunk.lane is not None:

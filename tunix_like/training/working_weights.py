@@ -23,9 +23,10 @@ from tunix_like.models.sharding import constrain_params, split_vocabulary
 Params = dict[Any, Any]
 
 _AS_STORED = (*QUANTIZED, "embedding", "lm_head", "score")
-"""Names of matrices that keep their dtype: quantised matrices, the embedding, the output matrix and the scalar head. The embedding keeps
-its dtype because only some of its rows are read. The output matrix keeps its dtype so that its gradient is added up
-in float32 over the pieces of a chunk of completions. `token_logprobs` casts the output matrix."""
+"""Names of matrices that keep their dtype: quantised matrices, the embedding, the output matrix and the scalar head.
+The embedding keeps its dtype because only some of its rows are read. The output matrix and the scalar head keep theirs
+so that their gradients are added up in float32 over the pieces of a chunk of completions. `token_logprobs` casts the
+output matrix."""
 
 
 class WorkingWeights(NamedTuple):
