@@ -170,7 +170,9 @@ def test_formulas_in_float64(name):
         assert float(slope[i, j]) == pytest.approx((ends[0] - ends[1]) / 2e-4, rel=1e-4, abs=1e-7)
 
 
-@pytest.mark.parametrize("name", [*LOSSES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("smoothed", "free") else ()) for name in LOSSES]
+)
 def test_loss_metrics_and_gradient_equal_those_of_whole_sequences(name):
     """Pairs of different lengths in several chunks; the reference is another model."""
     config = LOSSES[name]
