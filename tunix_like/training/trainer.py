@@ -86,6 +86,7 @@ class Trainer(abc.ABC):
     name: ClassVar[str]
     step_key: ClassVar[str]
     programs: StepPrograms
+    _trains_scalar_head: ClassVar[bool] = False
     _arguments: frozenset[str] = frozenset()  # those of the constructor, once it has run
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -113,6 +114,9 @@ class Trainer(abc.ABC):
         mesh: Mesh | None,
     ):
         check_decoder("model", model)
+        if model.config.scalar_head is not self._trains_scalar_head:
+            other = "has no scalar head; call tunix_like.add_scalar_head(model)"
+            raise UserError(f"model: it {'is a reward model' if model.config.scalar_head else other}.")
         self.rollout_config = RolloutConfig() if rollout_config is None else rollout_config
         self.training = RLTrainingConfig() if training_config is None else training_config
         check_type("rollout_config", self.rollout_config, RolloutConfig, "give a tunix_like.RolloutConfig(...)")
