@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float
 
+from tunix_like.algorithms.distillation import teacher_advantages
 from tunix_like.algorithms.losses import kl_estimate
 from tunix_like.algorithms.objective import Objective
 from tunix_like.config.schema import AlgorithmConfig, RLTrainingConfig
@@ -25,7 +26,8 @@ from tunix_like.training.guards import GapWatch, SkippedUpdate, SkipWatch, save_
 from tunix_like.training.optimizer import updates_done
 from tunix_like.training.packing import Packed, choose_layout, pack, token_places
 from tunix_like.training.sizes import chunk_size, update_work
-from tunix_like.training.train_step import MAXIMA, step_inputs
+from tunix_like.training.teacher import Teacher
+from tunix_like.training.train_step import MAXIMA, TeacherInputs, step_inputs
 from tunix_like.training.trainer import Trainer
 from tunix_like.types import GroupBatch, Problem
 
@@ -72,6 +74,7 @@ class Updates:
       mini_batch_size: prompts per optimizer update.
       reference: the reference model of the KL, or None.
       own_engine: whether another engine than the in-process sampler generates the completions.
+      teacher: scores the sampled tokens, or None.
     """
 
     def __init__(
@@ -82,8 +85,9 @@ class Updates:
         mini_batch_size: int,
         reference: Reference | None,
         own_engine: bool,
+        teacher: Teacher | None = None,
     ):
-        self.trainer, self.algo, self.objective = trainer, algo, objective
+        self.trainer, self.algo, self.objective, self.teacher = trainer, algo, objective, teacher
         self.mini_batch_size, self.reference = mini_batch_size, reference
         self.skip_watch = SkipWatch(f"the loss '{algo.policy_loss_fn}'", trainer.training.max_skipped_updates)
         self.gap_watch = GapWatch(trainer.training.max_logprob_gap, own_engine)
@@ -133,11 +137,24 @@ class Updates:
         live, metrics = self._live_rows(batch)
         starts = [*range(0, count, self.mini_batch_size)] * self.algo.num_iterations
         parts = [(np.arange(count) >= start) & (np.arange(count) < start + self.mini_batch_size) for start in starts]
-        old = self._logprobs(trainer.graphdef, trainer.params, batch, live) if len(parts) > 1 else None
+        by_token, inputs = None, None
+        teacher, old = self.teacher, None
+        if len(parts) > 1 or (teacher is not None and teacher.spec is None):
+            old = self._logprobs(trainer.graphdef, trainer.params, batch, live)
+        if teacher is not None:
+            seen = teacher.batch(batch, problems)
+            if teacher.spec is not None:
+                prompts = place_replicated((seen.prompt_tokens, seen.prompt_lengths), mesh)
+                inputs = TeacherInputs(teacher.params, *prompts)
+            else:
+                assert old is not None
+                by_token, taught = self._token_advantages(teacher, batch, seen, live, old)
+                metrics |= taught
+        old = old if len(parts) > 1 else None
         ref = ref if self.objective.reference_in_loss else None
         if trainer.schedule is not None:
             metrics["learning_rate"] = float(trainer.schedule(updates_done(trainer.state.opt_state)))
-        placed, *logprobs = place_replicated((batch, old, ref), mesh)
+        placed, *values = place_replicated((batch, old, ref, by_token), mesh)
         rows: list[dict[str, Any]] = []
         advantages: Any = None
         tokens = places = 0  # computed tokens, and all token places of the packed chunks
@@ -145,7 +162,7 @@ class Updates:
             packed = self._pack(batch, live & part[:, None], self.mini_batch_size)
             tokens += int(np.sum(packed.length))
             places += token_places(packed, batch.completion_tokens.shape[2])
-            inputs = step_inputs(placed, part, place_packed(packed, mesh), *logprobs)
+            inputs = step_inputs(placed, part, place_packed(packed, mesh), *values, inputs)
             trainer.state, row, advantages = trainer.programs.train_step(trainer.state, inputs, trainer.frozen)
             if not rows:
                 self._check_advantages(fetch(advantages, mesh), batch, problems)
@@ -153,7 +170,9 @@ class Updates:
         rows, advantages = fetch((rows, advantages), mesh)
         for number in self.skip_watch(rows):
             if trainer.written_folder is not None:
-                save_skipped(trainer.written_folder, SkippedUpdate(step, number, batch, live, parts[number], old, ref))
+                save_skipped(
+                    trainer.written_folder, SkippedUpdate(step, number, batch, live, parts[number], old, ref, by_token)
+                )
         self.skip_watch.check()
         if not stale:
             self.gap_watch(rows)
@@ -168,6 +187,29 @@ class Updates:
             "perf/update_occupancy": tokens / places if places else float("nan"),
             "perf/update_operations": done * self.algo.num_iterations,
         }
+
+    def _token_advantages(
+        self,
+        teacher: Teacher,
+        batch: GroupBatch,
+        seen: GroupBatch,
+        live: Bool[np.ndarray, "P G"],
+        old: Float[np.ndarray, "P G T"],
+    ) -> tuple[Float[np.ndarray, "P G T"], dict[str, float]]:
+        """Returns the advantages of tokens that a teacher gives, and metrics.
+
+        Args:
+          seen: the batch as the teacher sees it.
+          old: log-probabilities of the policy.
+        """
+        trainer, mask = self.trainer, batch.sampled & live[..., None]
+        params = trainer.params if teacher.params is None else teacher.params
+        found = self._logprobs(teacher.graphdef, params, seen, live)
+        found = np.where(batch.completion_tokens < teacher.config.vocab_size, found, -np.inf)
+        values = teacher_advantages(jnp.asarray(found), jnp.asarray(old), jnp.asarray(mask))
+        divergence, own = np.asarray(values)[mask], found[mask]
+        metrics = {"teacher/divergence": float(-divergence.mean()), "teacher/logprob": float(own.mean())}
+        return teacher.settings.coef * np.asarray(values), metrics if mask.any() else {}
 
     def _logprobs(
         self, graphdef: Any, params: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"] | None = None
