@@ -228,10 +228,10 @@ class Objective:
                 kl = correction.weights(correction.ratios(tokens.logprobs, rollout, mask)) * kl
             loss = loss + config.beta * kl
         if self.teacher_in_loss is not None:
-            assert self.teacher is not None and tokens.teacher_divergence is not None
-            loss = loss + self.teacher.coef * tokens.teacher_divergence
-            metrics = metrics | {"teacher/divergence": tokens.teacher_divergence}
-            metrics = metrics | {"teacher/logprob": tokens.teacher_logprobs}
+            divergence, known = tokens.teacher_divergence, tokens.teacher_logprobs
+            assert self.teacher is not None and divergence is not None and known is not None
+            loss = loss + self.teacher.coef * divergence
+            metrics = metrics | {"teacher/divergence": divergence, "teacher/logprob": known}
         if config.entropy_coef > 0:
             loss = loss - config.entropy_coef * tokens.entropy
         return jnp.where(mask, loss, 0.0), metrics

@@ -191,7 +191,7 @@ def update_program(plan: Plan) -> Program:
     config, graphdef = plan.config, plan.split[0]
     params, frozen = split_params(plan.split[1])
     own = source_estimators(config.data, config.algorithm)
-    objective = build_objective(config.algorithm, plan.widths[1], updates_per_batch(config), own)
+    objective = build_objective(config.algorithm, plan.widths[1], updates_per_batch(config), own, config.teacher)
     training = dataclasses.replace(config.training, actor_optimizer=config.optimizer)
     optimizer = training.actor_optimizer or OptimizerConfig()
     options = forward_options(config.rollout, training, config.algorithm, plan.device.backend)

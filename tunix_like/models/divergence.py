@@ -71,7 +71,7 @@ def _piece_forward(
     log_q, _ = _log_softmax(options, options.teacher, of_teacher, teacher_head)
     beta, ratio = options.beta, _log_ratio(options.beta, log_p, log_q)
     by_policy, by_teacher = jnp.exp(log_p) * ratio, jnp.exp(log_q) * (log_q - log_p + ratio)  # log(p / m), log(q / m)
-    ours, theirs = {0: (0.0, 1.0), 1: (1.0, 0.0)}.get(beta, (1 - beta, beta))
+    ours, theirs = (beta, 1 - beta) if beta in (0, 1) else (1 - beta, beta)
     divergence = (ours * by_policy + theirs * by_teacher).sum(axis=-1)
     known = value_of(log_q, jnp.minimum(targets, options.size - 1), options.teacher.split)
     chosen = jnp.where(targets < options.size, known, -jnp.inf)

@@ -162,10 +162,11 @@ def chunk_logprobs(
         return jnp.take_along_axis(values, jnp.minimum(position, steps - 1), axis=-1)
 
     where = options.temperature, options.chunk
-    found = token_logprobs(outputs.hidden, outputs.head, targets, *where, options.entropy_gradient, outputs.cap)
+    arguments = outputs.hidden, outputs.head, targets, *where, options.entropy_gradient, outputs.cap
+    found: tuple[Array, ...] = token_logprobs(*arguments)
     if teacher is not None:
-        arguments = teacher.graphdef, teacher.params, teacher.states, teacher.batch, chunk, options
-        theirs, _ = _chunk_hidden(*arguments)
+        of_teacher = teacher.graphdef, teacher.params, teacher.states, teacher.batch
+        theirs, _ = _chunk_hidden(*of_teacher, chunk, options)
         found = *found, *token_divergence(outputs, theirs, targets, teacher.beta, *where)
     return ChunkOutputs(*map(of_completions, found))
 

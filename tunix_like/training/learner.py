@@ -187,14 +187,15 @@ class Learner(Trainer):
         check_turns(self.player is not None, engine)
         check_engine(self.rollout_config)
         check_staleness(self.algo, self.rollout_config, engine is not None)
-        parts = self.graphdef, self.tokenizer, self.rollout_config, mesh, self.algo.beta > 0
-        self.engine: Engine = make_engine(*parts) if engine is None else CheckedEngine(engine, model.config, self.task)
-        self.options = forward_options(self.rollout_config, self.training, self.algo)
-        self.reference: Reference | None = make_reference(self, ref_model) if self.algo.beta > 0 else None
         self.teacher: Teacher | None = None
         if self.teacher_config.path is not None:
             initial = functools.partial(make_reference, self)
             self.teacher = make_teacher(self, teacher, self.teacher_config, initial)
+        work = None if self.teacher is None else self.teacher.work
+        parts = self.graphdef, self.tokenizer, self.rollout_config, mesh, self.algo.beta > 0, work
+        self.engine: Engine = make_engine(*parts) if engine is None else CheckedEngine(engine, model.config, self.task)
+        self.options = forward_options(self.rollout_config, self.training, self.algo)
+        self.reference: Reference | None = make_reference(self, ref_model) if self.algo.beta > 0 else None
         self.key = jax.random.key(self.training.seed)
         self.first_failure = FirstFailure()
         self._call: _Call | None = None
@@ -447,7 +448,8 @@ class Learner(Trainer):
         config = with_rollout(self.rollout_config, rollout)
         check_fit(self.model.config, self.tokenizer, config)
         model = self.graphdef, self.params, self.tokenizer
-        return generate_texts(*model, prompts, config, seed, self.mesh, self.reference is not None)
+        others = self.reference is not None, None if self.teacher is None else self.teacher.work
+        return generate_texts(*model, prompts, config, seed, self.mesh, *others)
 
     def _close_workers(self) -> None:
         close_pools(function for _, function, _ in self.rewards)

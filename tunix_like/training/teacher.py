@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import grain.python as grain
 import numpy as np
-from jaxtyping import Float
 
 from tunix_like.config.schema import SELF, RolloutConfig, TeacherConfig
 from tunix_like.data.stream import SCANNED_ROWS
@@ -22,6 +21,8 @@ from tunix_like.models.sharding import check_divides
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.runtime.untrusted import Filled, fill
 from tunix_like.training.forward import with_prompts
+from tunix_like.training.memory import TeacherWork
+from tunix_like.training.sizes import teacher_work
 from tunix_like.training.train_step import TeacherInputs, TeacherSpec
 from tunix_like.types import GroupBatch, Problem
 
@@ -31,19 +32,12 @@ if TYPE_CHECKING:
 _PROMPT = "{prompt}"
 
 
-class Lesson(NamedTuple):
-    """What a teacher adds to the updates of a rollout batch: advantages per token, or inputs of the divergence in the
-    loss."""
-
-    token_advantages: Float[np.ndarray, "P G T"] | None = None
-    inputs: TeacherInputs | None = None
-
-
 class Teacher:
     """The model that scores the policy's tokens, and its prompts.
 
     Attributes:
       graphdef, params: the model; `params` is None if it has the current weights of the policy.
+      work: what the memory estimate needs.
     """
 
     def __init__(
@@ -53,11 +47,10 @@ class Teacher:
         params: Any,
         config: DecoderConfig,
         tokenizer: Tokenizer,
-        rollout: RolloutConfig,
+        work: TeacherWork,
     ):
         self.settings, self.graphdef, self.params, self.config = settings, graphdef, params, config
-        self.tokenizer = tokenizer
-        self.limit = settings.max_prompt_length or rollout.max_prompt_length
+        self.tokenizer, self.work, self.limit = tokenizer, work, work.prompt_width
 
     def identity(self, mesh: Any) -> dict[str, Any]:
         """Returns the settings that a run and its checkpoint must share, with a fingerprint of a teacher's weights."""
@@ -152,7 +145,7 @@ def make_teacher(learner: Learner, model: Decoder | None, settings: TeacherConfi
         if model is not None:
             raise UserError("teacher: teacher_config.path='self' takes no model; leave teacher unset.")
         graphdef, params = (learner.graphdef, None) if settings.of_policy else initial(None)
-        config = policy.config
+        kinds = policy.config, policy.param_dtype, policy.quantized
     else:
         if model is None:
             raise UserError(
@@ -161,11 +154,12 @@ def make_teacher(learner: Learner, model: Decoder | None, settings: TeacherConfi
             )
         check_decoder("teacher", model)
         check_divides(learner.mesh, model.config)
-        check_vocabulary(model.config, policy.config, learner.tokenizer)
+        check_vocabulary(model.config, learner.tokenizer)
         graphdef, params = initial(model)
-        config = model.config
-    check_positions(settings, config, learner.rollout_config)
-    return Teacher(settings, graphdef, params, config, learner.tokenizer, learner.rollout_config)
+        kinds = model.config, model.param_dtype, model.quantized
+    check_positions(settings, kinds[0], learner.rollout_config)
+    work = teacher_work(settings, learner.rollout_config, policy, kinds, learner.mesh)
+    return Teacher(settings, graphdef, params, kinds[0], learner.tokenizer, work)
 
 
 def check_positions(settings: TeacherConfig, config: DecoderConfig, rollout: RolloutConfig) -> None:
@@ -179,7 +173,7 @@ def check_positions(settings: TeacherConfig, config: DecoderConfig, rollout: Rol
         )
 
 
-def check_vocabulary(teacher: DecoderConfig, policy: DecoderConfig, tokenizer: Tokenizer) -> None:
+def check_vocabulary(teacher: DecoderConfig, tokenizer: Tokenizer) -> None:
     """Raises UserError if the vocabulary of a teacher lacks tokens of the policy's tokenizer. Padding may differ."""
     if teacher.vocab_size < tokenizer.vocab_size:
         raise UserError(

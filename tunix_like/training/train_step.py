@@ -166,7 +166,6 @@ def step_inputs(
     old_logprobs: Float[AnyArray, "P G T"] | None = None,
     ref_logprobs: Float[AnyArray, "P G T"] | None = None,
     token_advantages: Float[AnyArray, "P G T"] | None = None,
-    teacher: TeacherInputs | None = None,
 ) -> StepInputs:
     """Builds the inputs of one update, with arrays for `batch.trained` and `batch.estimator_ids` if they are None."""
     all_trained, first_estimator = np.ones(batch.scored.shape, bool), np.zeros(len(batch.scored), np.int32)
@@ -174,7 +173,7 @@ def step_inputs(
         trained=all_trained if batch.trained is None else batch.trained,
         estimator_ids=first_estimator if batch.estimator_ids is None else batch.estimator_ids,
     )
-    return StepInputs(batch, in_update, packed, old_logprobs, ref_logprobs, token_advantages, teacher)
+    return StepInputs(batch, in_update, packed, old_logprobs, ref_logprobs, token_advantages)
 
 
 def chunk_loss(
@@ -208,7 +207,7 @@ def _loss_of(
         selected = chunk.rows_of(values)
         return selected.reshape(len(selected), -1, *selected.shape[3:])
 
-    logprobs, entropy, *taught = (None if x is None else x.reshape(len(x), -1, x.shape[-1]) for x in outputs)
+    logprobs, entropy, *taught = (x.reshape(len(x), -1, x.shape[-1]) for x in outputs if x is not None)
     length = chunk.length.reshape(len(chunk.length), -1, 1)
     mask = rows(inputs.batch.sampled) & (length > 0)
     weight = jnp.where(length > 0, rows(weights)[..., None], 0.0)
@@ -283,7 +282,7 @@ def gradient(
     # The shapes of the metrics do not depend on the model, so the model is not traced for them.
     chunk = jax.eval_shape(chunk_of, packed, 0, 0)
     values = jax.ShapeDtypeStruct((*chunk.length.shape, inputs.batch.completion_tokens.shape[-1]), jnp.float32)
-    outputs = ChunkOutputs(*[values] * (2 if spec.teacher is None else 4))
+    outputs: Any = ChunkOutputs(*[values] * (2 if spec.teacher is None else 4))  # type: ignore[arg-type]
     _, extra = jax.eval_shape(functools.partial(_loss_of, spec), outputs, chunk, inputs, advantages, weights)
     totals = {
         "sums": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), extra["sums"]),

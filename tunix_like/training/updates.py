@@ -23,6 +23,7 @@ from tunix_like.models.lora import without_adapters
 from tunix_like.models.sharding import fetch, place_params, place_replicated, prompt_parts
 from tunix_like.training.forward import place_packed
 from tunix_like.training.guards import GapWatch, SkippedUpdate, SkipWatch, save_skipped
+from tunix_like.training.memory import TeacherWork
 from tunix_like.training.optimizer import updates_done
 from tunix_like.training.packing import Packed, choose_layout, pack, token_places
 from tunix_like.training.sizes import chunk_size, update_work
@@ -137,15 +138,15 @@ class Updates:
         live, metrics = self._live_rows(batch)
         starts = [*range(0, count, self.mini_batch_size)] * self.algo.num_iterations
         parts = [(np.arange(count) >= start) & (np.arange(count) < start + self.mini_batch_size) for start in starts]
-        by_token, inputs = None, None
-        teacher, old = self.teacher, None
+        teacher, old, by_token = self.teacher, None, None
+        lesson: TeacherInputs | None = None
         if len(parts) > 1 or (teacher is not None and teacher.spec is None):
             old = self._logprobs(trainer.graphdef, trainer.params, batch, live)
         if teacher is not None:
             seen = teacher.batch(batch, problems)
             if teacher.spec is not None:
                 prompts = place_replicated((seen.prompt_tokens, seen.prompt_lengths), mesh)
-                inputs = TeacherInputs(teacher.params, *prompts)
+                lesson = TeacherInputs(teacher.params, *prompts)
             else:
                 assert old is not None
                 by_token, taught = self._token_advantages(teacher, batch, seen, live, old)
@@ -162,7 +163,7 @@ class Updates:
             packed = self._pack(batch, live & part[:, None], self.mini_batch_size)
             tokens += int(np.sum(packed.length))
             places += token_places(packed, batch.completion_tokens.shape[2])
-            inputs = step_inputs(placed, part, place_packed(packed, mesh), *values, inputs)
+            inputs = step_inputs(placed, part, place_packed(packed, mesh), *values)._replace(teacher=lesson)
             trainer.state, row, advantages = trainer.programs.train_step(trainer.state, inputs, trainer.frozen)
             if not rows:
                 self._check_advantages(fetch(advantages, mesh), batch, problems)
@@ -225,7 +226,8 @@ class Updates:
     def _pack(self, batch: GroupBatch, rows: Bool[np.ndarray, "P G"], most_prompts: int) -> Packed:
         """Divides the completions that the mask `rows` selects into forward and backward passes (see `pack_update`)."""
         trainer, reference = self.trainer, self.reference is not None
-        return pack_update(trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts, reference)
+        work = None if self.teacher is None else self.teacher.work
+        return pack_update(trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts, reference, work)
 
     def _live_rows(self, batch: GroupBatch) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
         """Returns a mask of the completions that the model must process, and metrics about the completions that are
@@ -263,6 +265,7 @@ def pack_update(
     rows: Bool[np.ndarray, "P G"],
     most_prompts: int,
     reference: bool = False,
+    teacher: TeacherWork | None = None,
 ) -> Packed:
     """Packs completions of a rollout batch into chunks. The model processes one chunk per forward and backward pass.
     `train_micro_batch_size` is the size of the chunks; with `auto`, the size depends on the available memory.
@@ -271,9 +274,10 @@ def pack_update(
       rows: mask of the completions to pack.
       most_prompts: maximum number of prompts of an update.
       reference: whether a reference model is held in memory in addition to the policy.
+      teacher: the teacher that is held in memory, or None.
     """
     widths, size = (batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]), rows.shape[1]
-    work = update_work(training, model, (most_prompts, size), widths, reference, mesh)
+    work = update_work(training, model, (most_prompts, size), widths, reference, mesh, teacher=teacher)
     chunk = chunk_size(training.train_micro_batch_size, work)
     layout = choose_layout(size, most_prompts, widths, chunk, prompt_parts(mesh))
     return pack(batch.completion_lengths, rows, widths[1], layout, most_prompts)
