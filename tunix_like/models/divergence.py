@@ -69,10 +69,9 @@ def _piece_forward(
 ) -> tuple[Any, Any]:
     log_p, _ = _log_softmax(options, options.policy, hidden, head)
     log_q, _ = _log_softmax(options, options.teacher, of_teacher, teacher_head)
-    beta, ratio = options.beta, _log_ratio(options.beta, log_p, log_q)
-    by_policy, by_teacher = jnp.exp(log_p) * ratio, jnp.exp(log_q) * (log_q - log_p + ratio)  # log(p / m), log(q / m)
+    beta, (of_p, of_q) = options.beta, _log_ratios(options.beta, log_p, log_q)
     ours, theirs = (beta, 1 - beta) if beta in (0, 1) else (1 - beta, beta)
-    divergence = (ours * by_policy + theirs * by_teacher).sum(axis=-1)
+    divergence = (ours * jnp.exp(log_p) * of_p + theirs * jnp.exp(log_q) * of_q).sum(axis=-1)
     known = value_of(log_q, jnp.minimum(targets, options.size - 1), options.teacher.split)
     chosen = jnp.where(targets < options.size, known, -jnp.inf)
     return (divergence, chosen), (hidden, head, of_teacher, teacher_head)
@@ -100,7 +99,7 @@ def _piece_backward(options: _Options, saved: Any, cotangents: Any) -> tuple[Arr
     if options.beta == 0:
         of_logits = p - jnp.exp(log_q)
     else:
-        ratio = _log_ratio(options.beta, log_p, log_q)
+        ratio, _ = _log_ratios(options.beta, log_p, log_q)
         of_logits = p * (ratio - (p * ratio).sum(axis=-1, keepdims=True))
         of_logits *= 1.0 if options.beta == 1 else 1.0 - options.beta
     of_logits = of_divergence[..., None] * of_logits
@@ -128,10 +127,11 @@ def _log_softmax(options: _Options, of_model: LogitOptions, hidden: Array, head:
     return jax.nn.log_softmax(logits, axis=-1), slope
 
 
-def _log_ratio(beta: float, log_p: Array, log_q: Array) -> Array:
-    """Returns `log(p / m)` with `m = beta q + (1 - beta) p`, exactly 0 where `p = q`."""
+def _log_ratios(beta: float, log_p: Array, log_q: Array) -> tuple[Array, Array]:
+    """Returns `log(p / m)` and `log(q / m)` with `m = beta q + (1 - beta) p`, both exactly 0 where `p = q`."""
     d = log_q - log_p
     if beta in (0, 1):
-        return -beta * d
-    small = jnp.expm1(-jnp.abs(d))  # the two forms are equal; neither overflows for its sign of d
-    return jnp.where(d > 0, -d - jnp.log1p((1 - beta) * small), -jnp.log1p(beta * small))
+        return -beta * d, (1 - beta) * d
+    # With the larger of p and q taken out of m, nothing overflows and no large numbers are subtracted.
+    rest = jnp.log1p(jnp.where(d > 0, 1 - beta, beta) * jnp.expm1(-jnp.abs(d)))
+    return -jnp.maximum(d, 0.0) - rest, jnp.minimum(d, 0.0) - rest

@@ -23,7 +23,7 @@ from tunix_like.runtime.untrusted import Filled, fill
 from tunix_like.training.forward import with_prompts
 from tunix_like.training.memory import TeacherWork
 from tunix_like.training.sizes import teacher_work
-from tunix_like.training.train_step import TeacherInputs, TeacherSpec
+from tunix_like.training.train_step import TeacherSpec
 from tunix_like.types import GroupBatch, Problem
 
 if TYPE_CHECKING:
