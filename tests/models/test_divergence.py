@@ -92,7 +92,10 @@ def test_bounded_logits_and_vocabularies_of_different_sizes():
 @pytest.mark.parametrize("beta", BETAS)
 def test_a_teacher_equal_to_the_policy_gives_zero(beta):
     outputs = Outputs(jnp.asarray(HIDDEN, jnp.float32), jnp.asarray(HEAD, jnp.float32), None)
-    run = lambda hidden: token_divergence(outputs._replace(hidden=hidden), outputs, jnp.asarray(TARGETS), beta, 1.0, 6)[0]  # noqa: E731
+
+    def run(hidden):
+        return token_divergence(outputs._replace(hidden=hidden), outputs, jnp.asarray(TARGETS), beta, 1.0, 6)[0]
+
     divergence, pull_back = jax.vjp(run, outputs.hidden)
     assert np.abs(divergence).max() < 1e-6 and np.abs(pull_back(jnp.ones_like(divergence))[0]).max() < 1e-6
 
@@ -111,9 +114,11 @@ TRL = {
 def test_beta_has_the_meaning_of_trl(beta):
     place = np.arange(10).reshape(1, 2, 5)
     logits, of_teacher = (jnp.asarray(x, jnp.float32) for x in (np.sin(1 + 3 * place), 2 * np.cos(2 + 5 * place)))
-    run = lambda x: token_divergence(  # noqa: E731
-        Outputs(x, jnp.eye(5), None), Outputs(of_teacher, jnp.eye(5), None), jnp.zeros((1, 2), int), beta, 0.7, 100
-    )[0].sum()
+
+    def run(x):
+        outputs = Outputs(x, jnp.eye(5), None), Outputs(of_teacher, jnp.eye(5), None)
+        return token_divergence(*outputs, jnp.zeros((1, 2), int), beta, 0.7, 100)[0].sum()
+
     value, gradient = jax.value_and_grad(run)(logits)
     assert value == pytest.approx(TRL[beta][0], rel=1e-5)
     np.testing.assert_allclose(gradient[0, 0, :2], TRL[beta][1], rtol=1e-4)
@@ -122,9 +127,11 @@ def test_beta_has_the_meaning_of_trl(beta):
 def test_far_apart_distributions_stay_finite():
     far = jnp.array([[[200.0, 0, -200], [-200, 0, 200]]])
     for beta in (1e-3, 0.5, 1 - 1e-3):
-        run = lambda x, beta=beta: token_divergence(  # noqa: E731
-            Outputs(x, jnp.eye(3), None), Outputs(-far, jnp.eye(3), None), jnp.zeros((1, 2), int), beta, 1.0, 100
-        )[0]
+
+        def run(x, beta=beta):
+            outputs = Outputs(x, jnp.eye(3), None), Outputs(-far, jnp.eye(3), None)
+            return token_divergence(*outputs, jnp.zeros((1, 2), int), beta, 1.0, 100)[0]
+
         divergence, pull_back = jax.vjp(run, far)
         entropy = -beta * np.log(beta) - (1 - beta) * np.log1p(-beta)  # the largest value of this divergence
         np.testing.assert_allclose(divergence, entropy, rtol=1e-4)

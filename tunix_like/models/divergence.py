@@ -67,14 +67,16 @@ def _piece(
 def _piece_forward(
     options: _Options, hidden: Array, head: Array, of_teacher: Array, teacher_head: Array, targets: Array
 ) -> tuple[Any, Any]:
-    log_p, _ = _log_softmax(options, options.policy, hidden, head)
-    log_q, _ = _log_softmax(options, options.teacher, of_teacher, teacher_head)
+    p_logits, _ = _common_logits(options, options.policy, hidden, head)
+    q_logits, _ = _common_logits(options, options.teacher, of_teacher, teacher_head)
+    p_parts, q_parts = map(_normaliser, (p_logits, q_logits))
+    log_p, log_q = _normalised(p_logits, p_parts), _normalised(q_logits, q_parts)
     beta, (of_p, of_q) = options.beta, _log_ratios(options.beta, log_p, log_q)
     ours, theirs = (beta, 1 - beta) if beta in (0, 1) else (1 - beta, beta)
     divergence = (ours * jnp.exp(log_p) * of_p + theirs * jnp.exp(log_q) * of_q).sum(axis=-1)
     known = value_of(log_q, jnp.minimum(targets, options.size - 1), options.teacher.split)
     chosen = jnp.where(targets < options.size, known, -jnp.inf)
-    return (divergence, chosen), (hidden, head, of_teacher, teacher_head)
+    return (divergence, chosen), (hidden, head, of_teacher, teacher_head, p_parts, q_parts)
 
 
 def _piece_forward_with_zeros(options: _Options, *arguments: Any) -> tuple[Any, Any]:
@@ -87,14 +89,15 @@ def _piece_backward(options: _Options, saved: Any, cotangents: Any) -> tuple[Arr
     """Computes the gradients of the divergences with respect to hidden states and output matrix of the policy.
 
     For logits `l` of the policy, `dD/dl = (1 - beta) p (r - sum(p r))` with `r = log(p / m)`. For `beta` 1 it is the
-    same with `r = log(p / q)` and factor 1, for `beta` 0 it is `p - q`.
+    same with `r = log(p / q)` and factor 1, for `beta` 0 it is `p - q`. The forward pass stores the normalisers.
     """
-    (hidden, head, of_teacher, teacher_head), trained = saved
+    (hidden, head, of_teacher, teacher_head, p_parts, q_parts), trained = saved
     of_divergence = cotangents[0]
     if isinstance(of_divergence, jax.custom_derivatives.SymbolicZero):
         of_divergence = jnp.zeros(of_divergence.shape, of_divergence.dtype)
-    log_p, slope = _log_softmax(options, options.policy, hidden, head)
-    log_q, _ = _log_softmax(options, options.teacher, of_teacher, teacher_head)
+    p_logits, slope = _common_logits(options, options.policy, hidden, head)
+    q_logits, _ = _common_logits(options, options.teacher, of_teacher, teacher_head)
+    log_p, log_q = _normalised(p_logits, p_parts), _normalised(q_logits, q_parts)
     p = jnp.exp(log_p)
     if options.beta == 0:
         of_logits = p - jnp.exp(log_q)
@@ -117,14 +120,24 @@ def _piece_backward(options: _Options, saved: Any, cotangents: Any) -> tuple[Arr
 _piece.defvjp(_piece_forward_with_zeros, _piece_backward, symbolic_zeros=True)
 
 
-def _log_softmax(options: _Options, of_model: LogitOptions, hidden: Array, head: Array) -> tuple[Array, Any]:
-    """Returns the log-probabilities of the common tokens, and the derivative of the bounded logits (`logits_of`)."""
+def _common_logits(options: _Options, of_model: LogitOptions, hidden: Array, head: Array) -> tuple[Array, Any]:
+    """Returns the logits of the tokens that both vocabularies have, and the derivative of the bound of all logits."""
     whole = replicate(hidden) if of_model.split else hidden
     logits, slope = logits_of(of_model, whole, head)
     if logits.shape[-1] != options.size:
         logits = logits[..., : options.size]
         logits = split_vocabulary(logits) if of_model.split else logits
-    return jax.nn.log_softmax(logits, axis=-1), slope
+    return logits, slope
+
+
+def _normaliser(logits: Array) -> tuple[Array, Array]:
+    """Returns the largest logit and the logarithm of the sum of `exp(logits - largest)`; their sum would be rounded."""
+    top = logits.max(axis=-1, keepdims=True)
+    return top, jnp.log(jnp.exp(logits - top).sum(axis=-1, keepdims=True))
+
+
+def _normalised(logits: Array, parts: tuple[Array, Array]) -> Array:
+    return (logits - parts[0]) - parts[1]
 
 
 def _log_ratios(beta: float, log_p: Array, log_q: Array) -> tuple[Array, Array]:
