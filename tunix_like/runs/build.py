@@ -169,7 +169,7 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     teacher = _load_teacher(config, model, tokenizer, abstract, mesh)
     parts = Parts(config, learner, source, model, tokenizer, rewards, mesh, weights, environments, first, teacher)
     if config.training.best_metric is not None:  # checked here, because SFT can run before the learner is built
-        check_best_metric(config.training, parts.evaluator(config.eval) if len(source.eval) else None)
+        check_best_metric(config.training, parts.evaluator(config.eval) if len(source.eval) and parts.judged else None)
     return parts
 
 

@@ -89,9 +89,6 @@ class GapWatch:
         self.most = None
 
 
-_BY_TOKEN = ("old_logprobs", "ref_logprobs", "token_advantages")
-
-
 class SkippedUpdate(NamedTuple):
     """The inputs of a skipped update in host memory, without the weights.
 
@@ -106,7 +103,6 @@ class SkippedUpdate(NamedTuple):
     in_update: Bool[np.ndarray, "P"]
     old_logprobs: Float[np.ndarray, "P G T"] | None
     ref_logprobs: Float[np.ndarray, "P G T"] | None
-    token_advantages: Float[np.ndarray, "P G T"] | None = None
 
 
 def save_skipped(run: Path, skipped: SkippedUpdate) -> None:
@@ -114,7 +110,7 @@ def save_skipped(run: Path, skipped: SkippedUpdate) -> None:
     warning, and leaves no partial file."""
     file = run / FOLDER / f"step_{skipped.step:06d}_update_{skipped.update}.npz"
     arrays = {f"batch/{name}": value for name, value in skipped.batch._asdict().items()}
-    arrays |= {name: getattr(skipped, name) for name in ("live", "in_update", *_BY_TOKEN)}
+    arrays |= {name: getattr(skipped, name) for name in ("live", "in_update", "old_logprobs", "ref_logprobs")}
     numbers = json.dumps({"step": skipped.step, "update": skipped.update})
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +136,7 @@ def read_skipped(file: Path) -> SkippedUpdate:
             arrays = {name: archive[name] for name in archive.files}
         numbers = json.loads(str(arrays.pop("numbers")))
         batch = GroupBatch(**{name: arrays.get(f"batch/{name}") for name in GroupBatch._fields})
-        masks, logprobs = (arrays["live"], arrays["in_update"]), map(arrays.get, _BY_TOKEN)
+        masks, logprobs = (arrays["live"], arrays["in_update"]), map(arrays.get, ("old_logprobs", "ref_logprobs"))
         return SkippedUpdate(numbers["step"], numbers["update"], batch, *masks, *logprobs)
     except (OSError, EOFError, zipfile.BadZipFile, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: not a skipped update ({error}); give a file of RUN/{FOLDER}.") from None

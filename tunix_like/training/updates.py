@@ -171,9 +171,7 @@ class Updates:
         rows, advantages = fetch((rows, advantages), mesh)
         for number in self.skip_watch(rows):
             if trainer.written_folder is not None:
-                save_skipped(
-                    trainer.written_folder, SkippedUpdate(step, number, batch, live, parts[number], old, ref, by_token)
-                )
+                save_skipped(trainer.written_folder, SkippedUpdate(step, number, batch, live, parts[number], old, ref))
         self.skip_watch.check()
         if not stale:
             self.gap_watch(rows)
