@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tokenizers
 from flax import nnx
 
 import tunix_like
@@ -25,6 +27,9 @@ from tunix_like import (
     UserError,
     add_lora,
 )
+from tunix_like.cli import main as cli
+from tunix_like.compile.programs import make_plan, programs_of
+from tunix_like.config.load import load
 from tunix_like.config.schema import MeshConfig
 from tunix_like.data import reverse_text
 from tunix_like.data.tokenizer import Tokenizer
@@ -70,6 +75,8 @@ from .small_learner import (
 )
 from .test_environments import LENGTHS as TURN_LENGTHS
 from .test_environments import TURNS, Vowels
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 # --- the step ---------------------------------------------------------------------------------------------------------
 
@@ -416,9 +423,51 @@ def test_tokenizers_must_agree():
     check_tokenizers(None, ours)
     check_tokenizers(reverse_text.tokenizer(), ours)
     backend = ours._backend.to_str().replace('"a":', '"Z":')
-    import tokenizers
 
     with pytest.raises(
         UserError, match="teacher.path: its tokenizer is not that of the policy: token .* 'Z' there and 'a'"
     ):
         check_tokenizers(Tokenizer(tokenizers.Tokenizer.from_str(backend), eos_token=ours.token(ours.eos_id)), ours)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_command_trains_with_a_folder_and_resumes(tmp_path, monkeypatch, capsys):
+    """SFT makes the teacher. The policy, of another size, learns from rows without an answer, so without rewards, and
+    then beside rewards of the teacher's own task."""
+    monkeypatch.chdir(tmp_path)
+    yaml = str(EXAMPLES / "debug" / "reverse_text.yaml")
+    few = ["sft.max_steps=3", "data.batch_size=8", "eval.max_problems=8", "eval.samples=2", "eval.k=[1]"]
+    assert cli.main(["sft", yaml, *few, "training.output_dir=run"]) == 0
+    assert cli.main(["export", "run", "teacher"]) == 0
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "cd"}\n')
+    taught = ["train", yaml, *few[1:], "sft.max_steps=0", "model.config.hidden_size=16",
+              "model.config.num_hidden_layers=1", "teacher.path=teacher", "teacher.quantize=int8", "teacher.divergence=jsd"]  # fmt: skip
+    alone = [*taught, "algorithm.advantage_estimator=distillation", "data.name=jsonl", "data.path=rows.jsonl",
+             "data.batch_size=2", "model.tokenizer=teacher", "training.output_dir=alone"]  # fmt: skip
+    for steps in (2, 3):
+        assert cli.main([*alone, f"training.max_steps={steps}"]) == 0
+        said = capsys.readouterr().out
+        assert "teacher: teacher in int8, jsd (beta 0.5), coef 1" in said and "rewards:" not in said
+    rows = [row for row in metric_rows(tmp_path / "alone") if "train/loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3] and all(row["train/teacher/divergence"] > 0 for row in rows)
+    assert cli.main([*taught, "training.output_dir=beside", "training.max_steps=1"]) == 0
+    row = [row for row in metric_rows(tmp_path / "beside") if "train/loss" in row][-1]
+    assert row["train/teacher/divergence"] > 0 and "eval/pass@1" in row
+    assert cli.main([*alone, "training.max_steps=4", "teacher.coef=2.0"]) == 2
+    assert "teacher.coef: 1.0 -> 2.0" in capsys.readouterr().err
+    assert cli.main(["eval", "alone", "data.name=reverse_text", "data.path=null", *few[2:]]) == 0
+
+
+def test_programs_for_absent_devices():
+    """The programs of a run with a teacher are traced from shapes."""
+    yaml = str(EXAMPLES / "debug" / "reverse_text.yaml")
+    teacher = {"teacher.path=self", "teacher.prompt={prompt}{answer}", "teacher.max_prompt_length=24"}
+    for divergence, names in (("jsd", ["update"]), ("reverse_kl", ["update", "logprobs", "teacher"])):
+        config = load(yaml, [*teacher, f"teacher.divergence={divergence}", "teacher.weights=initial"])
+        made = {each.name: each for each in programs_of(make_plan(config, None))}
+        assert list(made)[: len(names)] == names
+        for name in names:
+            made[name].lower()
