@@ -442,11 +442,13 @@ def test_the_command_trains_with_a_folder_and_resumes(tmp_path, monkeypatch, cap
     few = ["sft.max_steps=3", "data.batch_size=8", "eval.max_problems=8", "eval.samples=2", "eval.k=[1]"]
     assert cli.main(["sft", yaml, *few, "training.output_dir=run"]) == 0
     assert cli.main(["export", "run", "teacher"]) == 0
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "cd"}\n')
+    capsys.readouterr()
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "cd"}\n' * 4)
     taught = ["train", yaml, *few[1:], "sft.max_steps=0", "model.config.hidden_size=16",
-              "model.config.num_hidden_layers=1", "teacher.path=teacher", "teacher.quantize=int8", "teacher.divergence=jsd"]  # fmt: skip
+              "model.config.num_hidden_layers=1", "teacher.path=teacher", "teacher.quantize=int8",
+              "teacher.divergence=jsd"]  # fmt: skip
     alone = [*taught, "algorithm.advantage_estimator=distillation", "data.name=jsonl", "data.path=rows.jsonl",
-             "data.batch_size=2", "model.tokenizer=teacher", "training.output_dir=alone"]  # fmt: skip
+             "model.tokenizer=teacher", "training.output_dir=alone"]  # fmt: skip
     for steps in (2, 3):
         assert cli.main([*alone, f"training.max_steps={steps}"]) == 0
         said = capsys.readouterr().out
