@@ -43,8 +43,7 @@ def token_divergence(
     def piece(hidden: Array, of_teacher: Array, targets: Array) -> tuple[Array, Array]:
         return _piece(options, hidden, policy.head, of_teacher, teacher.head, targets)
 
-    of_teacher = jax.lax.stop_gradient(teacher.hidden)
-    return in_pieces(piece, (policy.hidden, of_teacher, targets), chunk * parts)
+    return in_pieces(piece, (policy.hidden, teacher.hidden, targets), chunk * parts)
 
 
 class _Options(NamedTuple):

@@ -297,8 +297,8 @@ def gradient(
 
 
 def _teacher(spec: StepSpec, policy: Any, inputs: StepInputs) -> Callable[[Int[Array, "p"]], ChunkTeacher | None]:
-    """Returns a function that runs the teacher, without a gradient, on the prompts with given indices; it returns None
-    if the loss has no teacher. `policy` are the working weights of the policy."""
+    """Returns a function that runs the teacher on the prompts with given indices; it returns None if the loss has no
+    teacher. `policy` are the working weights of the policy. No gradient is taken with respect to the results."""
     if spec.teacher is None:
         return lambda prompts: None
     given, beta = inputs.teacher, spec.teacher.beta
@@ -306,7 +306,6 @@ def _teacher(spec: StepSpec, policy: Any, inputs: StepInputs) -> Callable[[Int[A
     graphdef, params = spec.graphdef, policy
     if given.params is not None:
         graphdef, params, _, _ = working_weights(spec.teacher.graphdef, given.params, {}, spec.options.stacked)
-    params = jax.lax.stop_gradient(params)
     size = nnx.merge(graphdef, params).config.vocab_size
     batch = with_prompts(inputs.batch, given.prompt_tokens, given.prompt_lengths, size)
 
