@@ -462,7 +462,14 @@ def test_the_command_trains_with_a_folder_and_resumes(tmp_path, monkeypatch, cap
     assert row["train/teacher/divergence"] > 0 and "eval/pass@1" in row
     assert cli.main([*alone, "training.max_steps=4", "teacher.coef=2.0"]) == 2
     assert "teacher.coef: 1.0 -> 2.0" in capsys.readouterr().err
-    assert cli.main(["eval", "alone", "data.name=reverse_text", "data.path=null", *few[2:]]) == 0
+    assert (
+        cli.main(["eval", "alone", "data.name=reverse_text", "data.path=null", "model.tokenizer=null", *few[2:]]) == 0
+    )
+    (tmp_path / "rows").mkdir()
+    for name in ("train", "test"):
+        shutil.copy(tmp_path / "rows.jsonl", tmp_path / "rows" / f"{name}.jsonl")
+    assert cli.main(["eval", "alone", "data.path=rows"]) == 2
+    assert "rewards.functions: this run had no rewards" in capsys.readouterr().err
 
 
 def test_programs_for_absent_devices():
