@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tunix_like.config.schema import RLTrainingConfig as RLTrainingConfig
     from tunix_like.config.schema import RolloutConfig as RolloutConfig
     from tunix_like.config.schema import SFTConfig as SFTConfig
+    from tunix_like.config.schema import TeacherConfig as TeacherConfig
     from tunix_like.data.curriculum import Curriculum as Curriculum
     from tunix_like.data.tokenizer import Tokenizer as Tokenizer
     from tunix_like.environments.local import LocalEnvironments as LocalEnvironments
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from tunix_like.training.learners import LEARNERS as LEARNERS
     from tunix_like.training.learners import CustomConfig as CustomConfig
     from tunix_like.training.learners import CustomLearner as CustomLearner
+    from tunix_like.training.learners import DistillationConfig as DistillationConfig
+    from tunix_like.training.learners import DistillationLearner as DistillationLearner
     from tunix_like.training.learners import DrGRPOConfig as DrGRPOConfig
     from tunix_like.training.learners import DrGRPOLearner as DrGRPOLearner
     from tunix_like.training.learners import GRPOConfig as GRPOConfig
@@ -70,8 +73,8 @@ if TYPE_CHECKING:
 
 _NAMES_OF_MODULE = {
     "tunix_like.config.schema": (
-        "AlgorithmConfig EnvironmentConfig EvalConfig LoraConfig OptimizerConfig PreferenceConfig "
-        "RLTrainingConfig RolloutConfig SFTConfig"
+        "AlgorithmConfig EnvironmentConfig EvalConfig LoraConfig OptimizerConfig PreferenceConfig RLTrainingConfig "
+        "RolloutConfig SFTConfig TeacherConfig"
     ),
     "tunix_like.errors": "EnvironmentUnavailable UserError",
     "tunix_like.models.decoder": "add_scalar_head",
@@ -88,9 +91,9 @@ _NAMES_OF_MODULE = {
     "tunix_like.training.generation": "generate",
     "tunix_like.training.learner": "Learner",
     "tunix_like.training.learners": (
-        "LEARNERS CustomConfig CustomLearner DrGRPOConfig DrGRPOLearner GRPOConfig GRPOLearner MaxPOConfig "
-        "MaxPOLearner MaxRLConfig MaxRLLearner OPOConfig OPOLearner PKPOConfig PKPOLearner PassKConfig PassKLearner "
-        "RLOOConfig RLOOLearner ReinforcePPConfig ReinforcePPLearner"
+        "LEARNERS CustomConfig CustomLearner DistillationConfig DistillationLearner DrGRPOConfig DrGRPOLearner "
+        "GRPOConfig GRPOLearner MaxPOConfig MaxPOLearner MaxRLConfig MaxRLLearner OPOConfig OPOLearner PKPOConfig "
+        "PKPOLearner PassKConfig PassKLearner RLOOConfig RLOOLearner ReinforcePPConfig ReinforcePPLearner"
     ),
     "tunix_like.algorithms.losses": "register_policy_loss_fn",
     "tunix_like.training.preferences": "DPOLearner RewardModelLearner",

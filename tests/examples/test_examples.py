@@ -68,10 +68,11 @@ def test_every_learner_by_one_override(name):
     named = load(EXAMPLES / name).algorithm.advantage_estimator
     for estimator, learner in LEARNERS.items():
         k = ["algorithm.k=4"] if estimator in NEED_K else []
+        k = ["teacher.path=teacher"] if estimator == "distillation" else k
         asked = load(EXAMPLES / name, [] if estimator == named else [f"algorithm.advantage_estimator={estimator}", *k])
         config, found = check_config(asked)
         assert found is learner
-        default = learner.config_class(**({"k": 4} if k else {}))
+        default = learner.config_class(**({"k": 4} if estimator in NEED_K else {}))
         assert config.algorithm.loss_agg_mode == default.loss_agg_mode
         assert config.algorithm.policy_loss_fn == default.policy_loss_fn
 

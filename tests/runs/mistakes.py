@@ -105,6 +105,26 @@ MISTAKES = {
     ),
     "half precision": ((*REVERSED, "model.param_dtype=bfloat16"), ["model.param_dtype", "lora.rank"]),
     "no adapters to export": (("export", "model", "out", "--adapter"), ["no adapters", "lora.rank"]),
+    # teachers
+    "no teacher": ((*REVERSED, "algorithm.advantage_estimator=distillation"), ["teacher.path", "needs a teacher"]),
+    "no folder of a teacher": ((*REVERSED, "teacher.path=nowhere"), ["nowhere: no such folder", "as teacher.path"]),
+    "teacher of another vocabulary": (
+        (*REVERSED, "teacher.path=small_vocabulary"),
+        ["teacher.path", "a vocabulary of 12 tokens", "tokenizer of the policy has 13"],
+    ),
+    "teacher with another tokenizer": (
+        (*REVERSED, "teacher.path=other_words"), ["teacher.path", "token 0 is 'w0' there and"],
+    ),
+    "teacher of few positions": (
+        (*REVERSED, "teacher.path=model", "rollout.max_prompt_length=60", "model.config.max_position_embeddings=80"),
+        ["teacher.path", "the teacher has 64 positions"],
+    ),
+    "teacher's beta": (
+        (*REVERSED, "teacher.path=model", "teacher.divergence=jsd", "teacher.beta=2"),
+        ["teacher.beta: got 2", "at most 1"],
+    ),
+    "self without a prompt": ((*REVERSED, "teacher.path=self"), ["teacher.prompt", "'{prompt} {solution}'"]),
+    "settings without a teacher": ((*REVERSED, "teacher.coef=2"), ["teacher.coef", "needs teacher.path"]),
     # algorithms
     "unknown estimator": (
         (*REVERSED, "algorithm.advantage_estimator=rlo"),

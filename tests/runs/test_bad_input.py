@@ -121,7 +121,7 @@ FILES = {
     "run/checkpoints/1/state/_METADATA": "{}",
 }
 MODELS = ("model", "missing_tensor", "mis_shaped", "small_vocabulary", "odd_field", "no_weights", "remote_code",
-          "pickled", "headless", "two_heads", "other_tokenizer")  # fmt: skip
+          "pickled", "headless", "two_heads", "other_tokenizer", "other_words")  # fmt: skip
 
 
 def fewer_words():
@@ -159,6 +159,8 @@ def place(tmp_path_factory):
     save_file(tensors | {"lm_head.weight": head}, place / "two_heads" / "model.safetensors")
     (place / "other_tokenizer" / "generation_config.json").write_text('{"eos_token_id": 12}')
     fewer_words().save(place / "other_tokenizer")
+    (place / "other_words" / "generation_config.json").write_text('{"eos_token_id": 1}')
+    fewer_words().save(place / "other_words")
     (place / "packed.jsonl.gz").write_bytes(gzip.compress(FILES["good.jsonl"].encode()))
     (place / "packed.yaml").write_bytes(gzip.compress(OWN_DATA.encode()))
     (place / "splits").mkdir()

@@ -85,10 +85,10 @@ def make_batch() -> GroupBatch:
 BATCH = make_batch()
 
 
-def make_objective(updates: int = 1, sources=None, **changes):
+def make_objective(updates: int = 1, sources=None, teacher=None, **changes):
     plain = {"advantage_estimator": "rloo", "policy_loss_fn": "reinforce", "loss_agg_mode": "seq-mean-token-sum"}
     settings = plain | {"kl_loss_mode": "low_var_kl", "kl_in_reward": False, "num_generations": SIZE} | changes
-    return build_objective(AlgorithmConfig(**settings), STEPS, updates, sources)
+    return build_objective(AlgorithmConfig(**settings), STEPS, updates, sources, teacher)
 
 
 class EveryMode:

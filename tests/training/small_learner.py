@@ -24,7 +24,8 @@ ROWS = [reverse_text.record(text) for text in TEXTS]
 TOKENIZER = reverse_text.tokenizer()
 SGD = optax.sgd(0.5)
 OWN = ("tokenizer", "engine", "mesh", "metric_fns", "eval_config", "ref_model", "on_row", "reward_weights",
-       "source_estimators", "success_threshold", "environment", "environment_config")  # fmt: skip
+       "source_estimators", "success_threshold", "environment", "environment_config",
+       "teacher", "teacher_config")  # fmt: skip
 
 
 def make_model(seed=0):

@@ -17,7 +17,10 @@ import optax
 import pytest
 from flax import nnx
 
+from tests.parameters import others_slow
+from tunix_like.algorithms.distillation import teacher_advantages
 from tunix_like.algorithms.losses import kl_estimate
+from tunix_like.config.schema import TeacherConfig
 from tunix_like.training.packing import Layout, pack
 from tunix_like.training.train_step import StepInputs, step_inputs
 from tunix_like.types import GroupBatch
@@ -187,3 +190,40 @@ def test_the_gradients_of_the_kl():
     assert difference(jax.grad(in_loss)(params, "mse_kl"), jax.grad(per_prefix)(params, False)) <= 1e-5
     assert difference(jax.grad(in_loss)(params, "low_var_kl"), jax.grad(per_prefix)(params, True)) <= 1e-5
     assert 0.26 < difference(jax.grad(in_loss)(params, "mse_kl"), true) < 0.28, "the figure of docs/algorithms.md"
+
+
+@pytest.mark.parametrize("kind", others_slow(WORLDS, "one turn"))
+def test_the_expected_gradient_of_a_teachers_advantages(kind):
+    """It is that of the sum of the next-token divergences KL(policy || teacher) at the sampled prefixes, and not that
+    of the KL of whole completions. All completions are enumerated; those of an update are equal."""
+    world, (graphdef, params) = WORLDS[kind], tiny()
+    other = jax.tree.map(lambda x: 3.0 * jnp.roll(x, 1, axis=-1), params)
+    sampled, every = jnp.asarray(world.sampled), np.arange(7)
+    values = teacher_advantages(own_logprobs(other, world), own_logprobs(params, world), sampled)
+    updates = [
+        one_group(world, np.full(3, i))._replace(token_advantages=np.broadcast_to(values[i], (1, 3, *values[i].shape)))
+        for i in every
+    ]
+    data = jax.tree.map(lambda *parts: jnp.asarray(np.stack(parts)), *updates)
+    objective = make_objective(
+        advantage_estimator="distillation",
+        policy_loss_fn="ppo_clip",
+        num_generations=3,
+        teacher=TeacherConfig(path="x"),
+    )
+    run = plain_step(graphdef, objective, keep_gradient, PLAIN)
+    gradients = jax.jit(jax.vmap(lambda data: run(params, params, data)[1]))(data)
+    probabilities = np.asarray(chances(params, world), np.float64)
+    found = jax.tree.map(lambda g: np.einsum("n,n...->...", probabilities, np.asarray(g, np.float64)), gradients)
+
+    def at_prefixes(params):
+        ours, theirs = token_logprobs(params, world), token_logprobs(other, world)
+        kl = jnp.where(sampled, (jnp.exp(ours) * (ours - theirs)).sum(-1), 0.0).sum(axis=1)
+        return (jax.lax.stop_gradient(chances(params, world)) * kl).sum()
+
+    def of_completions(params):
+        ratio = own_logprobs(params, world) - own_logprobs(other, world)
+        return (chances(params, world) * ratio.sum(axis=1)).sum()
+
+    assert difference(found, jax.grad(at_prefixes)(params)) <= 1e-5
+    assert difference(found, jax.grad(of_completions)(params)) > 0.05

@@ -1,4 +1,4 @@
-"""Tests the nine algorithms: their defaults, their losses against loops over tokens, and the rewards that they
+"""Tests the algorithms: their defaults, their losses against loops over tokens, and the rewards that they
 accept."""
 
 import functools
@@ -49,7 +49,9 @@ DEFAULTS = {
     "passk": ("PassKLearner", "token-mean", "ppo_clip", "low_var_kl", False),
     "opo": ("OPOLearner", "token-mean", "ppo_clip", "low_var_kl", False),
     "reinforce_pp": ("ReinforcePPLearner", "token-mean", "ppo_clip", "low_var_kl", False),
+    "distillation": ("DistillationLearner", "token-mean", "ppo_clip", "low_var_kl", False),
 }
+OF_REWARDS = [name for name in DEFAULTS if name != "distillation"]
 NEED_K = ("maxpo", "pkpo", "passk")
 
 
@@ -67,7 +69,7 @@ def test_defaults_of_unset_keys():
     assert resolve(AlgorithmConfig(loss_agg_mode="token-mean"), GRPOConfig).loss_agg_mode == "token-mean"
 
 
-@pytest.mark.parametrize("name", others_slow(DEFAULTS, "rloo", "maxrl"))
+@pytest.mark.parametrize("name", others_slow(OF_REWARDS, "rloo", "maxrl"))
 def test_each_learner_trains(name):
     """Each learner trains two steps. The metrics of the first step are those of its estimator, loss and weights."""
     rewards, found = [], []

@@ -42,6 +42,7 @@ OPTIONS = {
     "passk": {"k": 2},
     "opo": {"entropy_coef": 0.01},
     "reinforce_pp": {"sampler_is": "token"},
+    "distillation": {},
 }
 """Every learner with its estimator, each with another option that adds state or random numbers."""
 
@@ -66,6 +67,7 @@ def train(name, folder, steps, data=ROWS, optimizer=None, staleness=0, reward=ze
     JUDGE.calls = 0
     kind = LEARNERS[name]
     devices = 4 if staleness else None
+    teacher = {"teacher": tunix_like.load_model(HF, init="random", seed=1)[0]} if name == "distillation" else {}
     learner = kind(
         model=tunix_like.load_model(HF, init="random")[0],
         tokenizer=reverse_text.tokenizer(),
@@ -87,6 +89,7 @@ def train(name, folder, steps, data=ROWS, optimizer=None, staleness=0, reward=ze
             **training,
         ),
         eval_config=EvalConfig(samples=2, k=[1]),
+        **teacher,
     )
     # An evaluation compiles additional programs, so only some of the learners evaluate.
     evaluated = ROWS[:2] if name in ("grpo", "maxrl") else None

@@ -250,7 +250,9 @@ def command(monkeypatch, tmp_path):
 
     monkeypatch.setattr(recipe, "SFTTrainer", made)
     source = SimpleNamespace(train=ROWS, eval=[])
-    seen.parts = Parts(Config(sft=SFTConfig(max_steps=1)), MaxRLLearner, source, None, None, [], None)
+    seen.parts = Parts(
+        Config(sft=SFTConfig(max_steps=1)), MaxRLLearner, source, None, None, [("length", len, 1.0)], None
+    )
     seen.run = lambda follows: recipe.fine_tune(seen.parts, tmp_path, lambda row, total: None, another_follows=follows)
     return seen
 

@@ -34,6 +34,8 @@ class TokenInputs(NamedTuple):
 
     `old_logprobs` are the log-probabilities under the trainer's weights before the first update on the rollout batch.
     `rollout_logprobs` are the log-probabilities of the sampler. `entropy` is the entropy of the policy, in nats.
+    `teacher_divergence` is the divergence of the policy from a teacher, with a gradient, and `teacher_logprobs` are the
+    teacher's log-probabilities; None without a teacher in the loss.
     """
 
     logprobs: Tokens
@@ -42,6 +44,8 @@ class TokenInputs(NamedTuple):
     ref_logprobs: Tokens | None
     entropy: Tokens
     mask: Bool[Array, "*batch T"]
+    teacher_divergence: Tokens | None = None
+    teacher_logprobs: Tokens | None = None
 
 
 PolicyLossFunction = Callable[..., tuple[Tokens, dict[str, Tokens]]]

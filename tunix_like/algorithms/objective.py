@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 import tunix_like.algorithms.advantages  # noqa: F401  (registers the built-in estimators)
+from tunix_like.algorithms.distillation import DISTILLATION
 from tunix_like.algorithms.losses import (
     Rows,
     TokenInputs,
@@ -27,7 +28,7 @@ from tunix_like.algorithms.losses import (
 )
 from tunix_like.algorithms.off_policy import check_correction, sampler_correction
 from tunix_like.algorithms.registry import Estimator, check_parameters, find_estimator
-from tunix_like.config.schema import AlgorithmConfig
+from tunix_like.config.schema import AlgorithmConfig, TeacherConfig
 from tunix_like.errors import UserError
 from tunix_like.runtime.user_code import describe_error, is_own, kind_of
 from tunix_like.types import ById
@@ -75,6 +76,7 @@ class Objective:
       sources: maps a data source to the index of its estimator in `estimators`. Other sources use the run's estimator.
       loss_params: the configured parameters of the policy loss.
       max_tokens: `rollout.max_tokens_to_generate`.
+      teacher: the settings of the teacher; None without a teacher.
     """
 
     config: AlgorithmConfig
@@ -82,6 +84,7 @@ class Objective:
     sources: dict[str, int]
     loss_params: dict[str, Any]
     max_tokens: int
+    teacher: TeacherConfig | None = None
 
     @property
     def functions(self) -> tuple[Any, ...]:
@@ -97,7 +100,8 @@ class Objective:
     def key(self) -> Hashable:
         """Returns a hashable key of this objective. Objectives with equal keys are traced to the same program."""
         estimators = [(estimator.name, sorted(estimator.params.items())) for estimator in self.estimators]
-        settings = repr((self.config, estimators, sorted(self.loss_params.items())))
+        taught = None if self.teacher is None else (self.teacher.mixture, self.teacher.coef)
+        settings = repr((self.config, estimators, sorted(self.loss_params.items()), taught))
         return tuple(map(ById, self.functions)), settings, self.max_tokens  # a function of the user may be unhashable
 
     def parameters(self) -> dict[str, Any]:
@@ -111,12 +115,23 @@ class Objective:
         return self.config.beta > 0 and not self.config.kl_in_reward
 
     @property
+    def reads_rewards(self) -> bool:
+        """False if every estimator is `distillation`, so that completions need no rewards."""
+        return any(estimator.name != DISTILLATION for estimator in self.estimators)
+
+    @property
+    def teacher_in_loss(self) -> float | None:
+        """`beta` of the Jensen-Shannon divergence from the teacher; None if the loss has no such term."""
+        return None if self.teacher is None else self.teacher.mixture
+
+    @property
     def extra_term(self) -> bool:
-        """True if the loss has a term without the advantage: a KL, an entropy bonus, or a term of the policy loss."""
+        """True if the loss has a term without the group's advantage: a KL, an entropy bonus, a term of the policy loss
+        or of a teacher."""
         declared = find_policy_loss(str(self.config.policy_loss_fn)).extra_term
         loss_params = loss_parameters(str(self.config.policy_loss_fn)) | self.loss_params
         extra = loss_params[declared] != 0 if isinstance(declared, str) else declared
-        return self.reference_in_loss or self.config.entropy_coef > 0 or extra
+        return self.reference_in_loss or self.config.entropy_coef > 0 or extra or self.teacher is not None
 
     @property
     def skips_zero_advantages(self) -> bool:
@@ -212,6 +227,11 @@ class Objective:
             if correction is not None and rollout is not None and config.sampler_is_kl:
                 kl = correction.weights(correction.ratios(tokens.logprobs, rollout, mask)) * kl
             loss = loss + config.beta * kl
+        if self.teacher_in_loss is not None:
+            divergence, known = tokens.teacher_divergence, tokens.teacher_logprobs
+            assert self.teacher is not None and divergence is not None and known is not None
+            loss = loss + self.teacher.coef * divergence
+            metrics = metrics | {"teacher/divergence": divergence, "teacher/logprob": known}
         if config.entropy_coef > 0:
             loss = loss - config.entropy_coef * tokens.entropy
         return jnp.where(mask, loss, 0.0), metrics
@@ -275,6 +295,7 @@ def build_objective(
     max_tokens: int,
     updates_per_batch: int,
     source_estimators: Mapping[str, Mapping[str, Any]] | None = None,
+    teacher: TeacherConfig | None = None,
 ) -> Objective:
     """Builds the objective of `config`, a result of `resolve`. Checks its keys against the estimators and the loss.
 
@@ -282,6 +303,7 @@ def build_objective(
       max_tokens: `rollout.max_tokens_to_generate`.
       updates_per_batch: optimizer updates per rollout batch.
       source_estimators: maps a data source to its estimator, `{advantage_estimator: NAME, PARAMETER: VALUE, ...}`.
+      teacher: the settings of the teacher; None, or without `path`, if there is none.
 
     Raises:
       UserError: a key is set but not used, a required key is unset, a value is out of range, or keys conflict.
@@ -293,7 +315,8 @@ def build_objective(
         *(_source_estimator(source, fields, config) for source, fields in by_source.items()),
     )
     sources = {source: index for index, source in enumerate(by_source, start=1)}
-    objective = Objective(config, estimators, sources, _loss_parameters(config), max_tokens)
+    teacher = None if teacher is None or teacher.path is None else teacher
+    objective = Objective(config, estimators, sources, _loss_parameters(config), max_tokens, teacher)
     _check_combinations(objective, updates_per_batch)
     return objective
 
@@ -345,8 +368,28 @@ def _loss_parameters(config: AlgorithmConfig) -> dict[str, Any]:
     return params
 
 
+def _check_teacher(objective: Objective) -> None:
+    config = objective.config
+    if objective.teacher is None and any(estimator.name == DISTILLATION for estimator in objective.estimators):
+        raise UserError(
+            f"teacher.path: the estimator '{DISTILLATION}' has no rewards, so it needs a teacher. Set a model folder, "
+            "a hub id, or self with teacher.prompt."
+        )
+    if objective.reads_rewards:
+        return
+    unread = {
+        "dynamic_sampling": config.dynamic_sampling,
+        "binarize": config.binarize,
+        "overlong=penalty": config.overlong == "penalty",
+        "kl_in_reward": config.kl_in_reward and config.beta > 0,
+    }
+    for key in (key for key, used in unread.items() if used):
+        raise UserError(f"algorithm.{key}: the estimator '{DISTILLATION}' does not read rewards. Unset it.")
+
+
 def _check_combinations(objective: Objective, updates_per_batch: int) -> None:
     config = objective.config
+    _check_teacher(objective)
     if config.policy_loss_fn == "reinforce" and updates_per_batch > 1:
         raise UserError(
             f"algorithm.policy_loss_fn: 'reinforce' allows one update per rollout batch, but "

@@ -144,8 +144,9 @@ def picture(parts: Parts, learner: Learner | DPOLearner) -> None:
         return
     row, greedy = parts.source.eval[0], SamplingParams(temperature=0)
     # Uses a new engine, because the sampling servers of a run are disconnected when the run ends.
-    reference = learner.reference is not None
-    engine = make_engine(learner.graphdef, parts.tokenizer, parts.config.rollout, parts.mesh, reference)
+    teacher = learner.teacher if isinstance(learner, Learner) else None
+    others = learner.reference is not None, None if teacher is None else teacher.work
+    engine = make_engine(learner.graphdef, parts.tokenizer, parts.config.rollout, parts.mesh, *others)
     (answer,) = complete(engine, learner.params, parts.tokenizer, [row["prompt"]], greedy, seed=0)
     console.print_text("the first held-out problem with the greedy answer of the model:")
     console.print_text(parts.source.draw(row, answer))

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from tunix_like.algorithms.objective import Objective, build_objective
 from tunix_like.compile.costs import Trips
-from tunix_like.config.schema import Config, OptimizerConfig
+from tunix_like.config.schema import SELF, Config, OptimizerConfig
 from tunix_like.data import load_source, source_estimators
 from tunix_like.errors import UserError
 from tunix_like.models.attention import resolve_attention
@@ -59,7 +59,7 @@ from tunix_like.training.sizes import (
     estimate_memory,
     prefilled_prompts,
 )
-from tunix_like.training.train_step import StepInputs, StepSpec, TrainState, jit_train_step
+from tunix_like.training.train_step import StepInputs, StepSpec, TeacherInputs, TeacherSpec, TrainState, jit_train_step
 from tunix_like.types import GroupBatch
 
 logger = logging.getLogger("tunix_like")
@@ -101,6 +101,7 @@ class Plan:
     mesh: Mesh | None
     sampling_mesh: Mesh | None
     estimate: MemoryEstimate
+    teacher: Decoder | None = None
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -114,7 +115,16 @@ class Plan:
     @functools.cached_property
     def split(self) -> tuple[Any, Any]:
         """The graph definition, and the shapes of the parameters with their shardings."""
-        graphdef, state = nnx.split(self.model)
+        return self._split(self.model)
+
+    @functools.cached_property
+    def taught_by(self) -> tuple[Any, Any]:
+        """The same for the teacher. The weights are those of the policy if it is its own teacher; the initial weights
+        have the same shapes."""
+        return self.split if self.teacher is None else self._split(self.teacher)
+
+    def _split(self, model: Decoder) -> tuple[Any, Any]:
+        graphdef, state = nnx.split(model)
         return graphdef, param_shapes(nnx.to_pure_dict(state), self.mesh)
 
     @property
@@ -174,7 +184,13 @@ def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | No
     device = device or Device("cpu", device_memory())
     estimate = estimate_memory(config, model, mesh, device=device, refuse=False)
     sampling_mesh = None if estimate.layout is None else estimate.layout.mesh
-    return Plan(config, device, model, mesh, sampling_mesh, estimate)
+    teacher = None
+    if config.teacher.path not in (None, SELF):
+        teacher, _, _ = load_abstract(
+            str(config.teacher.path), dtype=model.dtype, param_dtype=model.dtype, quantize=config.teacher.quantize
+        )
+        teacher.attention, teacher.decoding = _attention(section.attention, teacher, devices)
+    return Plan(config, device, model, mesh, sampling_mesh, estimate, teacher)
 
 
 def _attention(name: str, model: Decoder, devices: Sequence[Any] | None) -> tuple[str, str | None]:
@@ -195,7 +211,7 @@ def update_program(plan: Plan) -> Program:
     config, graphdef = plan.config, plan.split[0]
     params, frozen = split_params(plan.split[1])
     own = source_estimators(config.data, config.algorithm)
-    objective = build_objective(config.algorithm, plan.widths[1], updates_per_batch(config), own)
+    objective = build_objective(config.algorithm, plan.widths[1], updates_per_batch(config), own, config.teacher)
     training = dataclasses.replace(config.training, actor_optimizer=config.optimizer)
     optimizer = training.actor_optimizer or OptimizerConfig()
     options = forward_options(config.rollout, training, config.algorithm, plan.device.backend)
@@ -204,11 +220,15 @@ def update_program(plan: Plan) -> Program:
     if isinstance(optimizer, OptimizerConfig):
         optimizer = build_optimizer(optimizer, training.max_steps or 1, segments is not None)
     state = TrainState(params, state_shapes(optimizer, params, segments))
-    step = jit_train_step(StepSpec(graphdef, objective, optimizer, options, shardings_of(state, plan.mesh), segments))
+    beta = objective.teacher_in_loss
+    teacher = None if beta is None else TeacherSpec(plan.taught_by[0], beta)
+    shardings = shardings_of(state, plan.mesh)
+    step = jit_train_step(StepSpec(graphdef, objective, optimizer, options, shardings, segments, teacher))
     most = min(config.training.mini_batch_size or plan.group[0], plan.group[0])
     packed, calls = _packed(plan, most), updates_per_batch(config)
     lower = functools.partial(step.lower, state, _step_inputs(plan, objective, packed), frozen)
     done = update_operations(plan.model.config, *plan.lengths, frozen=plan.model.adapters is not None)
+    done += _teacher_operations(plan) if teacher is not None else 0
     return Program(
         "update",
         lower,
@@ -223,18 +243,41 @@ def update_program(plan: Plan) -> Program:
 
 def logprobs_program(plan: Plan) -> Program | None:
     """Describes the program that computes the log-probabilities of a batch without a gradient (`training/updates.py`).
-    A step runs it if a batch has several updates, if there is a KL term, and once more if this is in the reward."""
+    A step runs it if a batch has several updates or advantages of a teacher, if there is a KL term, and once more if
+    this is in the reward."""
     config, algorithm = plan.config, plan.config.algorithm
-    calls = (updates_per_batch(config) > 1) + (algorithm.beta > 0) * (2 if algorithm.kl_in_reward else 1)
-    if not calls:
+    several = updates_per_batch(config) > 1 or _scores_before(config)
+    calls = several + (algorithm.beta > 0) * (2 if algorithm.kl_in_reward else 1)
+    return None if not calls else _logprobs("logprobs", plan, plan.model, plan.split, _batch(plan), calls)
+
+
+def teacher_program(plan: Plan) -> Program | None:
+    """Describes the program that computes the log-probabilities of a teacher, if these give the advantages."""
+    if not _scores_before(plan.config):
         return None
-    options = forward_options(config.rollout, config.training, algorithm, plan.device.backend)
+    return _logprobs("teacher", plan, plan.teacher or plan.model, plan.taught_by, _taught_batch(plan), 1)
+
+
+def _scores_before(config: Config) -> bool:
+    """Whether a teacher gives advantages per token, which are computed before the updates."""
+    return config.teacher.path is not None and config.teacher.mixture is None
+
+
+def _logprobs(name: str, plan: Plan, model: Decoder, split: tuple[Any, Any], batch: GroupBatch, calls: int) -> Program:
+    config = plan.config
+    options = forward_options(config.rollout, config.training, config.algorithm, plan.device.backend)
     packed = _packed(plan, plan.group[0])
     program = jax.jit(functools.partial(batch_logprobs, options=options), static_argnums=0)
-    lower = functools.partial(program.lower, *plan.split, _batch(plan), packed_shapes(packed, plan.mesh))
-    operations = calls * forward_operations(plan.model.config, *plan.lengths)
-    needed = calls * weight_bytes(plan.model, plan.mesh, _tokens(plan, plan.group[0]) / prompt_parts(plan.mesh))
-    return Program("logprobs", lower, plan.mesh, operations, needed, calls, _packed_trips(plan, packed))
+    lower = functools.partial(program.lower, *split, batch, packed_shapes(packed, plan.mesh))
+    lengths = np.full(plan.group[0], batch.prompt_tokens.shape[1]), plan.lengths[1]
+    operations = calls * forward_operations(model.config, *lengths)
+    needed = calls * weight_bytes(model, plan.mesh, _tokens(plan, plan.group[0]) / prompt_parts(plan.mesh))
+    return Program(name, lower, plan.mesh, operations, needed, calls, _packed_trips(plan, packed))
+
+
+def _teacher_operations(plan: Plan) -> float:
+    prompts = np.full(plan.group[0], plan.config.teacher.max_prompt_length or plan.widths[0])
+    return forward_operations((plan.teacher or plan.model).config, prompts, plan.lengths[1])
 
 
 def _tokens(plan: Plan, prompts: int) -> int:
@@ -284,12 +327,25 @@ def _batch(plan: Plan) -> GroupBatch:
     return replicated_shapes(batch, plan.mesh)
 
 
+def _taught_batch(plan: Plan) -> GroupBatch:
+    """Returns the shapes of a batch with the prompts of the teacher."""
+    width = plan.config.teacher.max_prompt_length or plan.widths[0]
+    tokens = replicated_shapes(jax.ShapeDtypeStruct((plan.group[0], width), jnp.int32), plan.mesh)
+    return _batch(plan)._replace(prompt_tokens=tokens)
+
+
 def _step_inputs(plan: Plan, objective: Objective, packed: Packed) -> StepInputs:
     batch = _batch(plan)
     in_update = replicated_shapes(jax.ShapeDtypeStruct(plan.group[:1], jnp.bool_), plan.mesh)
     old = batch.rollout_logprobs if updates_per_batch(plan.config) > 1 else None
     ref = batch.rollout_logprobs if objective.reference_in_loss else None
-    return StepInputs(batch, in_update, packed_shapes(packed, plan.mesh), old, ref)
+    by_token = batch.rollout_logprobs if _scores_before(plan.config) else None
+    teacher = None
+    if objective.teacher_in_loss is not None:
+        taught = _taught_batch(plan)
+        params = None if plan.config.teacher.of_policy else plan.taught_by[1]
+        teacher = TeacherInputs(params, taught.prompt_tokens, taught.prompt_lengths)
+    return StepInputs(batch, in_update, packed_shapes(packed, plan.mesh), old, ref, by_token, teacher)
 
 
 def _slots(plan: Plan) -> tuple[int, int]:
@@ -353,5 +409,5 @@ def decode_program(plan: Plan) -> Program:
 
 def programs_of(plan: Plan) -> list[Program]:
     """Describes all programs of a run, in the order of the report."""
-    found = update_program, logprobs_program, reshard_program, prefill_program, decode_program
+    found = update_program, logprobs_program, teacher_program, reshard_program, prefill_program, decode_program
     return [program for describe in found if (program := describe(plan)) is not None]

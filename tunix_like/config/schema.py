@@ -19,6 +19,8 @@ KL_LOSS_MODES = ("kl", "mse_kl", "low_var_kl")
 QUANTIZATIONS = ("int8", "nf4")
 PAIR_LEARNERS = ("dpo", "reward_model")
 """Values of `algorithm.advantage_estimator` whose learner trains on pairs of completions instead of rollouts."""
+SELF = "self"
+"""Value of `teacher.path`: the policy itself is the teacher."""
 OVERLONG = ("skip", "error")
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -140,8 +142,8 @@ class AlgorithmConfig(Checked):
 
     section = "algorithm"
     advantage_estimator: str | None = key(
-        doc="selects the learner: grpo, drgrpo, rloo, maxrl, maxpo, pkpo, passk, opo, reinforce_pp, or "
-        "FILE.py:function; on pairs: dpo, reward_model"
+        doc="selects the learner: grpo, drgrpo, rloo, maxrl, maxpo, pkpo, passk, opo, reinforce_pp, distillation (no "
+        "reward; needs teacher.path), or FILE.py:function; on pairs: dpo, reward_model"
     )
     num_generations: int = key(8, doc="completions per prompt (G)", at_least=2)
     num_iterations: int = key(1, doc="passes over a rollout batch", at_least=1)
@@ -214,6 +216,65 @@ class PreferenceConfig(Checked):
     center_rewards: float | None = key(
         doc="reward_model: weight of the squared sum of the two rewards of a pair (unset: 0)", above=0
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherConfig(Checked):
+    """Settings of a teacher, which scores every token that the policy samples (on-policy distillation)."""
+
+    section = "teacher"
+    path: str | None = key(
+        doc="folder or hub id of a model with the vocabulary of the policy, or self: the policy with teacher.prompt; "
+        "unset: no teacher"
+    )
+    quantize: str | None = key(doc="projections of the teacher in 8 or 4 bits", choices=QUANTIZATIONS)
+    weights: str | None = key(
+        doc="self: current (unset) or initial weights of the policy, without a gradient",
+        choices=("current", "initial"),
+    )
+    prompt: str | None = key(
+        doc="format string over columns and {prompt}, in place of the prompt's text (of the last message of the user), "
+        "e.g. '{prompt} {solution}'; required by self"
+    )
+    max_prompt_length: int | None = key(doc="tokens of that prompt (unset: rollout.max_prompt_length)", at_least=1)
+    divergence: str = key(
+        "reverse_kl",
+        doc="reverse_kl: advantage log teacher - log policy of the sampled token; jsd: generalised Jensen-Shannon "
+        "divergence of the next-token distributions in the loss",
+        choices=("reverse_kl", "jsd"),
+    )
+    beta: float | None = key(
+        doc="jsd: 0 KL(teacher | policy), 1 KL(policy | teacher), between them the mixture (unset: 0.5)",
+        at_least=0,
+        at_most=1,
+    )
+    coef: float = key(1.0, doc="weight of the teacher's term", above=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.path == SELF and self.prompt is None:
+            raise UserError(
+                "teacher.prompt: teacher.path=self needs what the teacher sees more than the policy; set a format "
+                "string over columns, e.g. '{prompt} {solution}'."
+            )
+        if self.path == SELF and self.quantize is not None:
+            raise UserError("teacher.quantize: teacher.path=self has the weights of the policy; unset it.")
+        if self.path not in (None, SELF) and self.weights is not None:
+            raise UserError("teacher.weights: only teacher.path=self reads it; unset it.")
+        if self.max_prompt_length is not None and self.prompt is None:
+            raise UserError("teacher.max_prompt_length: it needs teacher.prompt; set it or unset max_prompt_length.")
+        if self.divergence != "jsd" and self.beta is not None:
+            raise UserError("teacher.beta: only teacher.divergence=jsd reads it; unset it, or set that divergence.")
+
+    @property
+    def of_policy(self) -> bool:
+        """Whether the teacher has the current weights of the policy."""
+        return self.path == SELF and self.weights != "initial"
+
+    @property
+    def mixture(self) -> float | None:
+        """`beta` of the Jensen-Shannon divergence; None with another divergence."""
+        return (0.5 if self.beta is None else self.beta) if self.divergence == "jsd" else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -443,6 +504,7 @@ class Config:
     data: DataConfig = DataConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     preference: PreferenceConfig = PreferenceConfig()
+    teacher: TeacherConfig = TeacherConfig()
     rollout: RolloutConfig = RolloutConfig()
     rewards: RewardsConfig = RewardsConfig()
     environment: EnvironmentConfig = EnvironmentConfig()

@@ -16,6 +16,7 @@ import grain.python as grain
 import numpy as np
 from jaxtyping import Float, Int
 
+from tunix_like.algorithms.distillation import DISTILLATION
 from tunix_like.algorithms.pass_rates import PASS_RATES
 from tunix_like.config.schema import AlgorithmConfig, DataConfig, RolloutConfig
 from tunix_like.data.stream import Prompt, SharedBatches, usable
@@ -69,6 +70,11 @@ def check_curriculum(curriculum: Curriculum | None, algorithm: AlgorithmConfig, 
         raise UserError(
             "data.curriculum: prompts are drawn by the results of all earlier steps, so completions cannot be sampled "
             "ahead. Set rollout.max_staleness=0."
+        )
+    if algorithm.advantage_estimator == DISTILLATION:
+        raise UserError(
+            "data.curriculum: prompts are drawn by their rewards, and advantage_estimator=distillation has none. Set "
+            "data.curriculum=false, or an estimator of rewards."
         )
     if curriculum.correct and algorithm.dynamic_sampling:
         raise UserError(

@@ -89,10 +89,10 @@ def load_abstract(
     return nnx.merge(*_abstract(config, kinds, quantize)), tokenizer, checked
 
 
-def load_config(path_or_hub_id: str | Path | Mapping[str, Any]) -> DecoderConfig:
-    """Loads only the configuration of a model; no weights are downloaded."""
+def load_config(path_or_hub_id: str | Path | Mapping[str, Any], key: str = "model.path") -> DecoderConfig:
+    """Loads only the configuration of a model; no weights are downloaded. `key` names the path in an error message."""
     source = path_or_hub_id
-    return DecoderConfig.from_hf(source if isinstance(source, Mapping) else _find(source, with_weights=False))
+    return DecoderConfig.from_hf(source if isinstance(source, Mapping) else _find(source, with_weights=False, key=key))
 
 
 def _described(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from tunix_like.models.sharding import replicate, split_batch, split_vocabulary, vocabulary_parts
 
@@ -32,25 +33,32 @@ def token_logprobs(
     `n * chunk` tokens. Each device then holds as many logits as a single device without a mesh.
     """
     parts = vocabulary_parts(head.shape[-1])
-    options = _Options(temperature, entropy_gradient, cap, parts > 1)
+    options = LogitOptions(temperature, entropy_gradient, cap, parts > 1)
+    return in_pieces(lambda hidden, targets: _piece(options, hidden, head, targets), (hidden, targets), chunk * parts)
 
-    lanes, count = targets.shape
-    pieces = min(count, -(-lanes * count // (chunk * parts)))
+
+def in_pieces(
+    function: Callable[..., tuple[Array, Array]], arrays: Sequence[Shaped[Array, "A N ..."]], chunk: int
+) -> tuple[Float[Array, "A N"], Float[Array, "A N"]]:
+    """Returns `function(*arrays)`, computed for about `chunk` tokens at a time."""
+    lanes, count = arrays[0].shape[:2]
+    pieces = min(count, -(-lanes * count // chunk))
     if pieces == 1:
-        return _piece(options, hidden, head, targets)
+        return function(*arrays)
     even = -(-count // pieces)
     pad = pieces * even - count
-    hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(lanes, pieces, even, -1)
-    targets = jnp.pad(targets, ((0, 0), (0, pad))).reshape(lanes, pieces, even)
-    results = jax.lax.map(
-        lambda xs: _piece(options, xs[0], head, xs[1]), (hidden.swapaxes(0, 1), targets.swapaxes(0, 1))
-    )
-    chosen, entropy = (x.swapaxes(0, 1).reshape(lanes, -1)[:, :count] for x in results)
-    return chosen, entropy
+
+    def split(x: Array) -> Array:
+        padded = jnp.pad(x, ((0, 0), (0, pad), *((0, 0) for _ in x.shape[2:])))
+        return padded.reshape(lanes, pieces, even, *x.shape[2:]).swapaxes(0, 1)
+
+    results = jax.lax.map(lambda xs: function(*xs), tuple(map(split, arrays)))
+    first, second = (x.swapaxes(0, 1).reshape(lanes, -1)[:, :count] for x in results)
+    return first, second
 
 
-class _Options(NamedTuple):
-    """`split`: each device holds only a part of the vocabulary."""
+class LogitOptions(NamedTuple):
+    """How logits are computed; `split`: each device holds only a part of the vocabulary."""
 
     temperature: float
     entropy_gradient: bool
@@ -59,7 +67,7 @@ class _Options(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _piece(options: _Options, hidden: Array, head: Array, targets: Array) -> tuple[Array, Array]:
+def _piece(options: LogitOptions, hidden: Array, head: Array, targets: Array) -> tuple[Array, Array]:
     """Computes log-probabilities and entropies of some of the tokens that `token_logprobs` processes piece by piece.
 
     The gradient is defined explicitly, and needs one pass over the recomputed logits. Automatic differentiation would
@@ -69,32 +77,36 @@ def _piece(options: _Options, hidden: Array, head: Array, targets: Array) -> tup
     return _piece_forward(options, hidden, head, targets)[0]
 
 
-def _piece_forward(options: _Options, hidden: Array, head: Array, targets: Array) -> tuple[Any, Any]:
+def _piece_forward(options: LogitOptions, hidden: Array, head: Array, targets: Array) -> tuple[Any, Any]:
     whole = replicate(hidden) if options.split else hidden
-    logits, _ = _logits(options, whole, head)
+    logits, _ = logits_of(options, whole, head)
     top = logits.max(axis=-1, keepdims=True)
     weights = jnp.exp(logits - top)
     total = weights.sum(axis=-1)
     lse = jnp.log(total) + top[..., 0]
     mean = (weights * logits).sum(axis=-1) / total  # in the same pass over the logits as `total`
-    if options.split:  # each device looks up the targets in its own part of the vocabulary
-        # The barrier makes `index` and `zero` depend on the piece. Otherwise XLA:GPU computes both before the loop over
-        # pieces, as arrays of the size of the logits.
-        index, zero, own = jax.lax.optimization_barrier((jnp.arange(logits.shape[-1]), jnp.float32(0.0), targets))
-        chosen = jnp.where(index[None, None] == own[..., None], logits, zero).sum(axis=-1)
-    else:
-        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    chosen = value_of(logits, targets, options.split)
     return (chosen - lse, lse - mean), (hidden, head, targets, lse, mean)
 
 
-def _piece_forward_with_zeros(options: _Options, hidden: Any, head: Any, targets: Any) -> tuple[Any, Any]:
+def value_of(values: Float[Array, "A N V"], targets: Int[Array, "A N"], split: bool) -> Float[Array, "A N"]:
+    """Returns the values of the tokens `targets`. `split`: each device holds only a part of the vocabulary."""
+    if not split:
+        return jnp.take_along_axis(values, targets[..., None], axis=-1)[..., 0]
+    # Each device looks up the targets in its own part of the vocabulary. The barrier makes `index` and `zero` depend on
+    # the piece. Otherwise XLA:GPU computes both before the loop over pieces, as arrays of the size of the logits.
+    index, zero, own = jax.lax.optimization_barrier((jnp.arange(values.shape[-1]), jnp.float32(0.0), targets))
+    return jnp.where(index[None, None] == own[..., None], values, zero).sum(axis=-1)
+
+
+def _piece_forward_with_zeros(options: LogitOptions, hidden: Any, head: Any, targets: Any) -> tuple[Any, Any]:
     """Computes log-probabilities and entropies. Saves for the backward pass whether the output matrix is trained,
     because no gradient is computed for a frozen matrix."""
     out, saved = _piece_forward(options, hidden.value, head.value, targets.value)
     return out, (saved, () if head.perturbed else None)
 
 
-def _piece_backward(options: _Options, saved: Any, cotangents: Any) -> tuple[Array, Array | None, None]:
+def _piece_backward(options: LogitOptions, saved: Any, cotangents: Any) -> tuple[Array, Array | None, None]:
     """Computes the gradients of log-probabilities and entropies with respect to hidden states and output matrix.
 
     For logits `l`, `p = softmax(l)`, target `t`, entropy `H` and `mean = sum(p * l)`, the derivatives are
@@ -106,7 +118,7 @@ def _piece_backward(options: _Options, saved: Any, cotangents: Any) -> tuple[Arr
         (jnp.zeros(x.shape, x.dtype) if isinstance(x, zeros) else x)[..., None] for x in cotangents
     )
     hidden = replicate(hidden) if options.split else hidden  # replicated again instead of stored
-    logits, slope = _logits(options, hidden, head)
+    logits, slope = logits_of(options, hidden, head)
     probabilities = jnp.exp(logits - lse[..., None])
     is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
     of_logits = of_chosen * (jnp.where(is_target, 1.0, 0.0) - probabilities)
@@ -124,7 +136,7 @@ def _piece_backward(options: _Options, saved: Any, cotangents: Any) -> tuple[Arr
 _piece.defvjp(_piece_forward_with_zeros, _piece_backward, symbolic_zeros=True)
 
 
-def _logits(options: _Options, hidden: Array, head: Array) -> tuple[Float[Array, "A N V"], Array | float]:
+def logits_of(options: LogitOptions, hidden: Array, head: Array) -> tuple[Float[Array, "A N V"], Array | float]:
     """Computes logits (float32) from hidden states and the output matrix `head`, and applies cap and temperature. Also
     returns the derivative of the cap function at each logit; 1 without a cap."""
     logits = jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)

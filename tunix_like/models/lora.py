@@ -157,7 +157,8 @@ def fingerprint(config: DecoderConfig, frozen: Params, mesh: Mesh | None) -> dic
         base model has no name; the weights of such a model are drawn at random.
     """
     leaves = jax.tree_util.tree_leaves_with_path(frozen)
-    sums = fetch([_bit_sum(leaf) for _, leaf in leaves], mesh)
+    # One sum at a time: many programs at once over simulated devices can block each other.
+    sums = [fetch(_bit_sum(leaf), mesh) for _, leaf in leaves]
     totals = {jax.tree_util.keystr(path): int(total) for (path, _), total in zip(leaves, sums, strict=True)}
     named = (config.source or {}).get("_name_or_path") is not None
     read = {name: total for name, total in totals.items() if not any(leaf in name for leaf in QUANTIZED)}

@@ -155,7 +155,8 @@ class Collector:
         return rollout, metrics
 
     def _check_scored(self, rollout: Rollout) -> None:
-        self._unscored = 0 if rollout.scores.scored.any() else self._unscored + 1
+        missing = self.objective.reads_rewards and not rollout.scores.scored.any()
+        self._unscored = self._unscored + 1 if missing else 0
         if self._unscored >= self.most_unscored:
             raise EngineLost(
                 f"in each of the last {self._unscored} steps (training.max_unscored_steps) "
@@ -237,7 +238,7 @@ class Collector:
             scores = scores if episodes is None else with_environment(scores, episodes)
             rollout = Rollout(problems, texts, completions, scores, episodes)
             self._check_rewards(rollout)
-            if problems[0].number == 0 and not scores.scored.any():
+            if self.objective.reads_rewards and problems[0].number == 0 and not scores.scored.any():
                 raise UserError(nothing_scored_message(scores))
         self.first_failure(scores, self.rollouts)
         clock.lap("reward")
@@ -291,7 +292,7 @@ def training_batch(rollout: Rollout, task: Task, objective: Objective) -> GroupB
         segment_start=None if out.segment_start is None else out.segment_start[:, :, :steps],
         rollout_logprobs=out.logprobs[:, :, :steps],
         rewards=np.where(np.isnan(rewards), 0, rewards),
-        scored=~np.isnan(rewards),
+        scored=~np.isnan(rewards) if objective.reads_rewards else np.ones(rewards.shape, bool),
         trained=out.finished if task.algo.overlong == "mask" else None,
         estimator_ids=estimator_ids(objective, rollout),
         prompt_weights=None if None in factors else np.array(factors, np.float32),

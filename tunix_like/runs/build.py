@@ -16,12 +16,14 @@ from tunix_like.algorithms.objective import build_objective, check_accepts_negat
 from tunix_like.algorithms.registry import find_estimator
 from tunix_like.config.schema import (
     PAIR_LEARNERS,
+    SELF,
     AlgorithmConfig,
     Config,
     EvalConfig,
     ModelConfig,
     PreferenceConfig,
     RolloutConfig,
+    TeacherConfig,
 )
 from tunix_like.data import DataSource, check_parts, load_source, source_estimators, template_variables
 from tunix_like.data.curriculum import check_curriculum, curriculum_of
@@ -45,6 +47,8 @@ from tunix_like.training.learner import Learner
 from tunix_like.training.learners import LEARNERS, find_learner
 from tunix_like.training.optimizer import build_schedule
 from tunix_like.training.preferences import PAIR_LEARNER_CLASSES, DPOLearner, check_columns
+from tunix_like.training.sizes import described_teacher
+from tunix_like.training.teacher import check_positions, check_tokenizers, check_vocabulary, resolve_teacher
 from tunix_like.types import Engine
 
 
@@ -54,6 +58,7 @@ class Parts(NamedTuple):
     Attributes:
       weights: empty if the weights are loaded. If the model is abstract (shapes only), a text about its weights: the
         result of the comparison of the shapes with the stored weights, or that they are initialised at random.
+      teacher: the model of `teacher.path`; None without one, and if the policy is its own teacher.
       first_observation: the text or the messages that the environment adds to the prompt of the first data row; None
         without an environment.
     """
@@ -68,14 +73,20 @@ class Parts(NamedTuple):
     weights: str = ""
     environments: Environments | None = None
     first_observation: Any = None
+    teacher: Decoder | None = None
 
     def evaluator(self, settings: EvalConfig) -> Evaluator:
         """Builds an evaluator for the held-out problems of the run. `settings` replaces the config section `eval`."""
         graphdef = nnx.split(self.model)[0]
-        reference = self.config.has_reference
-        engine = make_engine(graphdef, self.tokenizer, self.config.rollout, self.mesh, reference)
+        others = self.config.has_reference, described_teacher(self.config, self.model, self.mesh)
+        engine = make_engine(graphdef, self.tokenizer, self.config.rollout, self.mesh, *others)
         given = self.tokenizer, self.source, self.rewards, self.environments
         return make_evaluator(self.config, settings, engine, *given)
+
+    @property
+    def judged(self) -> bool:
+        """Whether completions get rewards, so that they can be evaluated. Distillation needs none."""
+        return bool(self.rewards) or self.environments is not None
 
     @property
     def source_estimators(self) -> dict[str, dict[str, Any]]:
@@ -98,7 +109,8 @@ def check_config(config: Config) -> tuple[Config, type[Learner] | type[DPOLearne
     algorithm = resolve(config.algorithm, learner.config_class)
     template_variables(config.data)
     max_tokens, by_source = config.rollout.max_tokens_to_generate, source_estimators(config.data, algorithm)
-    objective = build_objective(algorithm, max_tokens, updates_per_batch(config), by_source)
+    teacher = resolve_teacher(None, config.teacher)
+    objective = build_objective(algorithm, max_tokens, updates_per_batch(config), by_source, teacher)
     trace_user_functions(objective, config.data.batch_size, algorithm.num_generations)
     algorithm = dataclasses.replace(algorithm, **_defaults_read(algorithm))
     if config.rollout.temperature == 0:
@@ -144,6 +156,8 @@ def _check_pairs(config: Config) -> tuple[Config, type[DPOLearner]]:
         unread += [f"rollout.{key}"] if getattr(config.rollout, key) != getattr(rollout, key) else []
     unread += ["training.mini_batch_size"] if config.training.mini_batch_size is not None else []
     unread += ["environment.name"] if kind_of(config) is not None else []
+    unread += ["data.curriculum"] if config.data.curriculum else []
+    unread += [f"teacher.{key}" for key in _changed(config.teacher, TeacherConfig())]
     if name == "reward_model":  # it neither samples nor answers
         unread += ["rewards.functions"] if config.rewards.functions is not None else []
         unread += ["sft.max_steps"] if config.sft.max_steps else []
@@ -210,11 +224,12 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     player = make_player(environments, config.environment, tokenizer, config.rollout)
     # Also checks that the prompts of the data can have several turns.
     first = None if player is None else player.check(source.train, config.rollout.max_prompt_length)
-    parts = Parts(config, learner, source, model, tokenizer, rewards, mesh, weights, environments, first)
+    teacher = _load_teacher(config, model, tokenizer, abstract, mesh)
+    parts = Parts(config, learner, source, model, tokenizer, rewards, mesh, weights, environments, first, teacher)
     if (
         config.training.best_metric is not None and not config.trains_pairs
     ):  # checked here, because SFT can run before the learner is built
-        check_best_metric(config.training, parts.evaluator(config.eval) if len(source.eval) else None)
+        check_best_metric(config.training, parts.evaluator(config.eval) if len(source.eval) and parts.judged else None)
     return parts
 
 
@@ -284,6 +299,26 @@ def _load_model(
         model_key = "model.config: it" if section.path is None else f"model.path: {section.path}"
         raise UserError(f"{model_key} has no tokenizer, and data.name={config.data.name} has none. {_TOKENIZER}")
     return model, tokenizer.with_template_variables(template_variables(config.data)), weights
+
+
+def _load_teacher(
+    config: Config, policy: Decoder, tokenizer: Tokenizer, abstract: bool, mesh: Mesh | None
+) -> Decoder | None:
+    """Loads the model of `teacher.path`, if there is one, after the checks that need no weights. Its weights have the
+    compute dtype of the policy."""
+    settings = config.teacher
+    if settings.path is None:
+        return None
+    if settings.path == SELF:
+        check_positions(settings, policy.config, config.rollout)
+        return None
+    described = load_config(settings.path, "teacher.path")
+    check_positions(settings, described, config.rollout)
+    check_vocabulary(described, tokenizer)
+    kinds = kinds_of(config) | {"param_dtype": policy.dtype}
+    model, theirs, _ = load_abstract(settings.path, quantize=settings.quantize, **kinds)
+    check_tokenizers(theirs, tokenizer)
+    return model if abstract else load_model(settings.path, quantize=settings.quantize, mesh=mesh, **kinds)[0]
 
 
 def loaded(config: Config, what: Any, mesh: Mesh | None) -> tuple[Decoder, Tokenizer | None]:

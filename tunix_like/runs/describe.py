@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from tunix_like.algorithms.objective import ESTIMATOR_KEYS, LOSS_KEYS
 from tunix_like.algorithms.off_policy import sampler_correction
-from tunix_like.config.schema import AlgorithmConfig, Config, RolloutConfig
+from tunix_like.config.schema import SELF, AlgorithmConfig, Config, RolloutConfig, TeacherConfig
 from tunix_like.errors import UserError
 from tunix_like.models.counts import adapter_count, parameter_count
 from tunix_like.models.decoder import Decoder
@@ -35,6 +35,7 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
         total = f"{prompts} prompts x {size} completions = {prompts * size} per step"
         learning = [
             ("loss", f"{algorithm.policy_loss_fn}, aggregation {algorithm.loss_agg_mode}, KL {kl}"),
+            *([] if config.teacher.path is None else [("teacher", _describe_teacher(config.teacher))]),
             ("options", _describe_options(algorithm)),
             ("batch", f"{total}, {updates} optimizer update(s)"),
         ]
@@ -70,6 +71,14 @@ def check_memory(parts: Parts) -> bool:
             "tunix-like doctor --config CONFIG --devices v5e-8."
         )
     return estimate.device.known
+
+
+def _describe_teacher(teacher: TeacherConfig) -> str:
+    beta = "" if teacher.mixture is None else f" (beta {teacher.mixture:g})"
+    weights = f" with its {teacher.weights or 'current'} weights" if teacher.path == SELF else ""
+    quantized = "" if teacher.quantize is None else f" in {teacher.quantize}"
+    prompt = "" if teacher.prompt is None else f", prompt {teacher.prompt!r}"
+    return f"{teacher.path}{weights}{quantized}, {teacher.divergence}{beta}, coef {teacher.coef:g}{prompt}"
 
 
 def _describe_environment(parts: Parts) -> str:

@@ -157,6 +157,8 @@ def make_learner(
         rollout_config=config.rollout,
         training_config=dataclasses.replace(config.training, output_dir=str(folder), actor_optimizer=config.optimizer),
         eval_config=config.eval,
+        teacher=parts.teacher,
+        teacher_config=config.teacher,
         mesh=parts.mesh,
         environment=parts.environments,
         environment_config=config.environment,
@@ -193,7 +195,7 @@ def fine_tune(parts: Parts, folder: Path, on_row: OnRow, another_follows: bool) 
     """Runs SFT on the run's model in place. If the last checkpoint cannot be written and no signal stopped SFT, the
     error is returned, so that the run can continue."""
     config, evaluate, evaluator = parts.config, None, None
-    if len(parts.source.eval):
+    if len(parts.source.eval) and parts.judged:
         quick = dataclasses.replace(config.eval, samples=1, k=[1], batch_size=4 * config.eval.batch_size)
         evaluator = parts.evaluator(quick)
         kept = folder / "rollouts" / "sft_eval" if processes.is_first() else None

@@ -253,8 +253,13 @@ def evaluator_of(trained: Trained, on_training_rows: bool = False) -> Evaluator:
             f"data.name={config.data.name} has no held-out rows. Set data.path=<another file or folder> with rows that "
             "were not trained on."
         )
+    environments = environments_of(config)
+    if not rewards and environments is None:
+        raise UserError(
+            "rewards.functions: this run had no rewards (distillation), and an evaluation needs one; set it."
+        )
     engine = make_engine(trained.graphdef, trained.tokenizer, config.rollout, trained.mesh)
-    given = trained.tokenizer, source, rewards, environments_of(config)
+    given = trained.tokenizer, source, rewards, environments
     evaluator = make_evaluator(config, config.eval, engine, *given)
     if evaluator.skipped is not None:
         evaluator.skipped.warn("evaluation")

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.models.decoder import KeyValue
+from tunix_like.models.divergence import Outputs, token_divergence
 from tunix_like.models.log_probabilities import token_logprobs
 from tunix_like.models.sharding import place_prompts, place_replicated, prompt_shapes, replicated_shapes
 from tunix_like.training.packing import Packed
@@ -121,14 +122,66 @@ def chunk_of(packed: Packed, number: Any, chunk: Any) -> Chunk:
     return Chunk(lane, group, *(array[number, chunk] for array in (packed.sample, packed.start, packed.length)))
 
 
+class ChunkTeacher(NamedTuple):
+    """A teacher of a chunk: its graph, weights and batch (with its own prompts), its states of the set's prompts, and
+    `beta` of the divergence from it (`models/divergence.py`)."""
+
+    graphdef: Any
+    params: Any
+    batch: GroupBatch
+    states: PromptStates
+    beta: float
+
+
+class ChunkOutputs(NamedTuple):
+    """Values of the tokens of a chunk, undefined beyond a completion's length: log-probabilities and entropies, and
+    with a teacher the divergence from it and its log-probabilities."""
+
+    logprobs: Float[Array, "A b r T"]
+    entropy: Float[Array, "A b r T"]
+    teacher_divergence: Float[Array, "A b r T"] | None = None
+    teacher_logprobs: Float[Array, "A b r T"] | None = None
+
+
 def chunk_logprobs(
-    graphdef: Any, params: Any, states: PromptStates, batch: GroupBatch, chunk: Chunk, options: ForwardOptions
-) -> tuple[Float[Array, "A b r T"], Float[Array, "A b r T"]]:
-    """Computes log-probabilities and entropies of the tokens of a chunk; undefined beyond a completion's length.
+    graphdef: Any,
+    params: Any,
+    states: PromptStates,
+    batch: GroupBatch,
+    chunk: Chunk,
+    options: ForwardOptions,
+    teacher: ChunkTeacher | None = None,
+) -> ChunkOutputs:
+    """Computes the outputs of the tokens of a chunk. The teacher's log-probabilities have no gradient.
 
     A model with a scalar head has, instead of the log-probability of a token, the number that its head gives before
     this token, and the entropy 0.
     """
+    model, hidden, tokens = _chunk_hidden(graphdef, params, states, batch, chunk, options)
+    lanes, _, steps = tokens.shape
+    targets, position = tokens.reshape(lanes, -1), chunk.start[..., None] + jnp.arange(steps)[None, None, None]
+
+    def of_completions(values: Array) -> Array:  # [A (b T)] -> [A b r T]
+        values = values.reshape(tokens.shape)[:, :, None]
+        return jnp.take_along_axis(values, jnp.minimum(position, steps - 1), axis=-1)
+
+    if model.score is not None:
+        scores = model.values(hidden)
+        return ChunkOutputs(of_completions(scores), of_completions(jnp.zeros_like(scores)))
+    where, outputs = (options.temperature, options.chunk), _outputs(model, hidden)
+    arguments = outputs.hidden, outputs.head, targets, *where, options.entropy_gradient, outputs.cap
+    found: tuple[Array, ...] = token_logprobs(*arguments)
+    if teacher is not None:
+        of_teacher = teacher.graphdef, teacher.params, teacher.states, teacher.batch
+        theirs = _outputs(*_chunk_hidden(*of_teacher, chunk, options)[:2])
+        found = *found, *token_divergence(outputs, theirs, targets, teacher.beta, *where)
+    return ChunkOutputs(*map(of_completions, found))
+
+
+def _chunk_hidden(
+    graphdef: Any, params: Any, states: PromptStates, batch: GroupBatch, chunk: Chunk, options: ForwardOptions
+) -> tuple[Decoder, Float[Array, "A bT D"], Int[Array, "A b T"]]:
+    """Returns the model, its hidden states at each place of the bins of a chunk, and the tokens at these places."""
     model = nnx.merge(graphdef, params)
     if chunk.lane is not None:
         pick = _picked if model.segments is None else jax.vmap(_picked, (0, None))
@@ -140,25 +193,11 @@ def chunk_logprobs(
     hidden = model.completion_hidden(
         states.hidden, states.cache, lengths, tokens, offsets, segments, remat=options.remat
     )
-    lanes, _, steps = tokens.shape
-    if model.score is not None:
-        values = model.values(hidden)
-        outputs = values, jnp.zeros_like(values)
-    else:
-        outputs = token_logprobs(
-            hidden.reshape(lanes, -1, hidden.shape[-1]),
-            model.output_weights(),
-            tokens.reshape(lanes, -1),
-            options.temperature,
-            options.chunk,
-            options.entropy_gradient,
-            model.config.logits_cap,
-        )
-    position = jnp.minimum(chunk.start[..., None] + jnp.arange(steps)[None, None, None], steps - 1)
-    logprobs, entropy = (
-        jnp.take_along_axis(values.reshape(tokens.shape)[:, :, None], position, axis=-1) for values in outputs
-    )
-    return logprobs, entropy
+    return model, hidden.reshape(len(tokens), -1, hidden.shape[-1]), tokens
+
+
+def _outputs(model: Decoder, hidden: Float[Array, "A bT D"]) -> Outputs:
+    return Outputs(hidden, model.output_weights(), model.config.logits_cap)
 
 
 @jax.custom_vjp
@@ -212,6 +251,14 @@ def _bins(chunk: Chunk, rows: Int[Array, "A b r T"], first: Int[Array, "A b r T"
     return tuple(jnp.where(real, x, other) for x, other in ((tokens, 0), (offsets, 1), (number, -1)))  # type: ignore[return-value]
 
 
+def with_prompts(
+    batch: GroupBatch, tokens: Int[AnyArray, "P S"], lengths: Int[AnyArray, "P"], vocabulary: int
+) -> GroupBatch:
+    """Returns the batch with the prompts of a teacher. Token ids outside its vocabulary become its last id."""
+    known = batch.completion_tokens.clip(max=vocabulary - 1)
+    return batch._replace(prompt_tokens=tokens, prompt_lengths=lengths, completion_tokens=known)
+
+
 def batch_logprobs(
     graphdef: Any, params: Any, batch: GroupBatch, packed: Packed, options: ForwardOptions
 ) -> Float[Array, "P G T"]:
@@ -224,7 +271,7 @@ def batch_logprobs(
 
         def one_chunk(index: Array, out: Array) -> Array:
             chunk = chunk_of(packed, number, index)
-            logprobs, _ = chunk_logprobs(graphdef, params, states, batch, chunk, options)
+            logprobs = chunk_logprobs(graphdef, params, states, batch, chunk, options).logprobs
             logprobs = jnp.where(jnp.arange(shape[-1])[None, None, None] < chunk.length[..., None], logprobs, 0.0)
             group = jnp.where(chunk.mask, chunk.group[:, None, None], shape[0])  # an index out of range is dropped
             return out.at[group, chunk.sample].set(logprobs, mode="drop")

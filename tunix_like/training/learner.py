@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from tunix_like.algorithms.objective import build_objective, check_accepts_negative, trace_user_functions
+from tunix_like.algorithms.objective import Objective, build_objective, check_accepts_negative, trace_user_functions
 from tunix_like.config.load import as_dict
 from tunix_like.config.schema import (
     AlgorithmConfig,
@@ -27,6 +28,7 @@ from tunix_like.config.schema import (
     OptimizerConfig,
     RLTrainingConfig,
     RolloutConfig,
+    TeacherConfig,
 )
 from tunix_like.data.curriculum import Curriculum, CurriculumBatches, check_curriculum
 from tunix_like.data.shared import warn_shared
@@ -65,6 +67,7 @@ from tunix_like.training.guards import remove_files_after
 from tunix_like.training.loop import run
 from tunix_like.training.rollouts_ahead import RolloutsAhead
 from tunix_like.training.step_metrics import advantage_metrics, speed_metrics, user_metrics
+from tunix_like.training.teacher import Teacher, make_teacher, resolve_teacher
 from tunix_like.training.trainer import Trainer, write_description
 from tunix_like.training.updates import Reference, Updates, make_reference
 from tunix_like.types import Engine, GroupBatch, RewardFunction
@@ -101,6 +104,9 @@ class Learner(Trainer):
       ref_model: reference model of the KL if `beta > 0`; it can be quantised. Its weights are copied only if they share
         memory with trained weights. Defaults to the model with its initial weights. If the adapters are newly
         initialised, the default is the frozen base without adapters, and nothing is copied.
+      teacher: scores every sampled token (on-policy distillation), in addition to the rewards, or alone with
+        `DistillationLearner`. It can be another model with the same vocabulary, and can be quantised.
+      teacher_config: settings of the teacher. With `path="self"`, the policy with another prompt is the teacher.
       mesh: devices to train on, from `tunix_like.models.sharding.build_mesh`; defaults to a single device.
       reward_weights: one factor per reward function; defaults to ones.
       success_threshold: a completion succeeds (pass@k) if its total reward is at least this value.
@@ -140,6 +146,8 @@ class Learner(Trainer):
         training_config: RLTrainingConfig | None = None,
         eval_config: EvalConfig | None = None,
         ref_model: Decoder | None = None,
+        teacher: Decoder | None = None,
+        teacher_config: TeacherConfig | None = None,
         mesh: Mesh | None = None,
         reward_weights: Sequence[float] | None = None,
         success_threshold: float = 1.0,
@@ -173,13 +181,19 @@ class Learner(Trainer):
         if self.rollout_config.top_p < 1 or self.rollout_config.top_k is not None:
             logger.warning("rollout.top_p, top_k: they truncate sampling, so completions are not samples of the policy")
         self.source_estimators = source_settings(source_estimators or {})
-        objective = build_objective(self.algo, self.rollout_config.max_tokens_to_generate, 1, self.source_estimators)
+        self.teacher_config = resolve_teacher(teacher, teacher_config)
+        objective = self._objective(1)
         trace_user_functions(objective, 2, self.algo.num_generations)
         self.set_rewards(reward_fns, reward_weights)
         check_turns(self.player is not None, engine)
         check_engine(self.rollout_config)
         check_staleness(self.algo, self.rollout_config, engine is not None)
-        parts = self.graphdef, self.tokenizer, self.rollout_config, mesh, self.algo.beta > 0
+        self.teacher: Teacher | None = None
+        if self.teacher_config.path is not None:
+            initial = functools.partial(make_reference, self)
+            self.teacher = make_teacher(self, teacher, self.teacher_config, initial)
+        work = None if self.teacher is None else self.teacher.work
+        parts = self.graphdef, self.tokenizer, self.rollout_config, mesh, self.algo.beta > 0, work
         self.engine: Engine = make_engine(*parts) if engine is None else CheckedEngine(engine, model.config, self.task)
         self.options = forward_options(self.rollout_config, self.training, self.algo)
         self.reference: Reference | None = make_reference(self, ref_model) if self.algo.beta > 0 else None
@@ -198,15 +212,18 @@ class Learner(Trainer):
 
         With a run folder, the names and weights of the rewards must be those of the checkpoint.
         """
-        nothing = self.player is not None and not reward_fns  # the environment gives the rewards
+        objective = self._objective(1)
+        # An environment gives rewards itself, and a teacher alone needs none.
+        nothing = (self.player is not None or not objective.reads_rewards) and not reward_fns
         rewards = [] if nothing else weighted_rewards(reward_fns, reward_weights)
         check_reward_names(self.player, [name for name, _, _ in rewards])
         if any(weight < 0 for _, _, weight in rewards):
-            objective = build_objective(
-                self.algo, self.rollout_config.max_tokens_to_generate, 1, self.source_estimators
-            )
             check_accepts_negative(objective, "reward_weights", "weights of at least 0")
         self._rewards = rewards
+
+    def _objective(self, updates_per_batch: int) -> Objective:
+        length = self.rollout_config.max_tokens_to_generate
+        return build_objective(self.algo, length, updates_per_batch, self.source_estimators, self.teacher_config)
 
     @property
     def rewards(self) -> list[WeightedReward]:
@@ -284,7 +301,8 @@ class Learner(Trainer):
         return last
 
     def _described(self) -> list[str]:
-        return [f"rewards {', '.join(name for name, _, _ in self.rewards) or 'of the environment'}"]
+        names = ", ".join(name for name, _, _ in self.rewards)
+        return [f"rewards {names or ('none' if self.player is None else 'of the environment')}"]
 
     def open_checkpoints(self) -> Checkpoints | None:
         if self.folder is None:
@@ -326,19 +344,27 @@ class Learner(Trainer):
         check_batch(self.mesh, "data.batch_size", batch_size)
         check_batch(self.mesh, "training.mini_batch_size", mini)
         updates = -(-batch_size // mini) * self.algo.num_iterations
-        lengths = self.rollout_config
-        objective = build_objective(self.algo, lengths.max_tokens_to_generate, updates, self.source_estimators)
+        objective = self._objective(updates)
+        if self.teacher is not None:
+            self.teacher.check_rows(train_ds)
         drawn_by = None if curriculum is None else (curriculum, self.algo.num_generations)
         forever = training.max_steps is not None
         batches = refusing(self._open_stream(train_ds, batch_size, shuffle, forever, curriculum=drawn_by), overlong)
         warn_shared(train_ds, eval_ds)
-        evaluator = None if eval_ds is None or len(eval_ds) == 0 else self.evaluator(eval_ds, overlong)
+        judged = bool(self.rewards) or self.player is not None
+        evaluator = self.evaluator(eval_ds, overlong) if eval_ds is not None and len(eval_ds) and judged else None
         check_best_metric(training, evaluator)
         self.identity = identity_of(self) | {"batch_size": batch_size, "mini_batch_size": mini} | self._base_identity()
         self.identity |= {"rows": len(train_ds)} if sized else {}
         self.identity |= {} if curriculum is None else {"curriculum": dataclasses.asdict(curriculum)}
         self.identity |= {} if self.folder is None else {INPUTS: fingerprints(train_ds, self.rewards)}
-        self._compile(objective, self.options, training.actor_optimizer or OptimizerConfig(), updates)
+        self._compile(
+            objective,
+            self.options,
+            training.actor_optimizer or OptimizerConfig(),
+            updates,
+            None if self.teacher is None else self.teacher.spec,
+        )
         files = RolloutFiles(None if self.written_folder is None else self.written_folder / "rollouts")
         drawn = self._call.rollouts.drawn if self._call is not None and self.folder is None else 0
         collector = Collector(
@@ -346,8 +372,9 @@ class Learner(Trainer):
             self.first_failure, drawn, self.player, training.max_unscored_steps,
         )  # fmt: skip
         own_engine = isinstance(self.engine, CheckedEngine)
-        step_updates = Updates(self, self.algo, objective, mini, self.reference, own_engine)
-        rollouts = RolloutsAhead(collector, self.engine, self.iterator, lengths.max_staleness, self.total)
+        step_updates = Updates(self, self.algo, objective, mini, self.reference, own_engine, self.teacher)
+        staleness = self.rollout_config.max_staleness
+        rollouts = RolloutsAhead(collector, self.engine, self.iterator, staleness, self.total)
         self.iterator = None if self.iterator is None else rollouts
         watch = SignalWatch(self.task, objective.extra_term)
         return _Call(rollouts, step_updates, evaluator, files, watch, profile)
@@ -416,7 +443,8 @@ class Learner(Trainer):
         """Writes completions and shows samples at the configured steps, and warns if there is no training signal."""
         if number == 1 or number % self.training.log_rollouts_every_n_steps == 0:
             call.files.write(number, rollout, batch, advantages)
-        call.signal_watch(number, rollout, batch, advantages)
+        if call.updates.objective.reads_rewards:
+            call.signal_watch(number, rollout, batch, advantages)
         every = self.training.log_samples_every_n_steps
         if self._on_samples is not None and every is not None and (number == 1 or number % every == 0):
             self._on_samples(number, pick_samples(rollout, advantages))
@@ -445,7 +473,8 @@ class Learner(Trainer):
         config = with_rollout(self.rollout_config, rollout)
         check_fit(self.model.config, self.tokenizer, config)
         model = self.graphdef, self.params, self.tokenizer
-        return generate_texts(*model, prompts, config, seed, self.mesh, self.reference is not None)
+        others = self.reference is not None, None if self.teacher is None else self.teacher.work
+        return generate_texts(*model, prompts, config, seed, self.mesh, *others)
 
     def _close_workers(self) -> None:
         close_pools(function for _, function, _ in self.rewards)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from tunix_like.algorithms.distillation import DISTILLATION
 from tunix_like.algorithms.registry import ADVANTAGE_ESTIMATORS, find_estimator
 from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError, nearest
@@ -88,6 +89,13 @@ class ReinforcePPConfig(MaxRLConfig):
     """Defaults of REINFORCE++, equal to those of MaxRL."""
 
     advantage_estimator: str | None = "reinforce_pp"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillationConfig(MaxRLConfig):
+    """Defaults of on-policy distillation, equal to those of MaxRL."""
+
+    advantage_estimator: str | None = DISTILLATION
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,6 +200,16 @@ class ReinforcePPLearner(Learner):
     config_class = ReinforcePPConfig
 
 
+class DistillationLearner(Learner):
+    """On-policy distillation (arXiv 2306.13649): a teacher scores the tokens that the policy samples.
+
+    `teacher_config` selects the divergence. Rewards are not read and `reward_fns` can be empty; they are only reported.
+    To add a teacher to rewards, give `teacher` and `teacher_config` to another learner.
+    """
+
+    config_class = DistillationConfig
+
+
 class CustomLearner(Learner):
     """Uses an estimator of the user, with MaxRL's loss and aggregation.
 
@@ -213,6 +231,7 @@ LEARNERS: dict[str, type[Learner]] = {
         PassKLearner,
         OPOLearner,
         ReinforcePPLearner,
+        DistillationLearner,
     )
 }
 """Maps the name of an estimator (`algorithm.advantage_estimator`) to its learner class, which has the default loss and

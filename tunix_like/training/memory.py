@@ -19,7 +19,7 @@ from tunix_like.models.config import Adapters, DecoderConfig
 from tunix_like.models.counts import Share, layer_count
 from tunix_like.models.layer_stack import longest_period
 from tunix_like.rollout.shapes import FIRST_CACHE
-from tunix_like.training.packing import choose_layout
+from tunix_like.training.packing import Layout, choose_layout
 
 KEPT_PER_TOKEN = {"inner": 5, "hidden": 6, "query": 5, "key": 3}
 """Number of vectors per token that a layer saves for its backward pass, for each of four widths: the width of the MLP,
@@ -76,6 +76,9 @@ LOGITS_COPIES = 2
 """Number of float32 arrays `[tokens, vocabulary]` in the forward and backward pass of the log-probabilities, for the
 tokens whose logits are computed at once."""
 
+DIVERGENCE_COPIES = 8
+"""The same with the divergence from a teacher in the loss (measured: 8.1 and 9.0)."""
+
 SAMPLED_LOGITS_COPIES = {False: 2, True: 3}
 """Number of float32 arrays `[rows, vocabulary]` while sampling, without (False) and with (True) top-p or top-k."""
 
@@ -85,7 +88,15 @@ contains the result, and gathered weights before their final layout. Measured fr
 v5e-8), 1.67 (Qwen3-30B-A3B, v5p-64) and 1.19 (Qwen3-1.7B, eight H200s)."""
 
 
-OF_THE_MODEL = ("weights", "reference", "optimizer", "gradients", "gradients and new weights", "cast weights")
+OF_THE_MODEL = (
+    "weights",
+    "reference",
+    "teacher",
+    "optimizer",
+    "gradients",
+    "gradients and new weights",
+    "cast weights",
+)
 """Components of the memory of a phase that do not depend on lengths or on the number of completions."""
 
 
@@ -127,6 +138,23 @@ def amount(size: float) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
+class TeacherWork:
+    """The quantities of a teacher that the memory estimate depends on.
+
+    Attributes:
+      model: the configuration of the teacher.
+      weights: bytes of its own weights on one device; 0 if it has the weights of the policy.
+      prompt_width: length in tokens of its padded prompts.
+      in_loss: whether its divergence is a term of the loss, so that it runs inside the update.
+    """
+
+    model: DecoderConfig
+    weights: int
+    prompt_width: int
+    in_loss: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Work:
     """The quantities that the memory estimate depends on.
 
@@ -142,6 +170,7 @@ class Work:
       moments: number of optimizer state arrays of the size of the trained weights; 2 for AdamW.
       clipped: whether the gradient's global norm is clipped.
       reference: whether a second model, the reference of the KL, is held in memory.
+      teacher: the teacher; None without one.
       remat: whether layers are recomputed in the backward pass.
       logits_chunk: number of tokens whose logits are computed at once.
       attention: value of `Decoder.attention`. Plain attention saves its scores for the backward pass.
@@ -167,6 +196,7 @@ class Work:
     moments: int = 2
     clipped: bool = True
     reference: bool = False
+    teacher: TeacherWork | None = None
     remat: bool = False
     logits_chunk: int = 1024
     attention: str = "auto"
@@ -232,9 +262,28 @@ def update_phases(work: Work, micro_batch: int) -> list[Phase]:
         temporaries |= _with_stacked_layers(work, tokens, prompt_tokens, copied)
         factor = ALLOCATED.get(work.backend, max(ALLOCATED.values()))
         temporaries = {name: int(factor * size) for name, size in temporaries.items()}
+    forward = {} if work.teacher is None else _teacher_forward(work, work.teacher, layout)
+    if work.teacher is not None and work.teacher.in_loss:
+        temporaries |= forward
     gradient = held | temporaries | {"batch": _batch(work)}
     step = held | {"gradients and new weights": STEP_COPIES[work.clipped] * work.trained, "batch": _batch(work)}
-    return [Phase("update", gradient), Phase("optimizer", step)]
+    phases = [Phase("update", gradient), Phase("optimizer", step)]
+    if work.teacher is not None and not work.teacher.in_loss:
+        phases.append(Phase("teacher", held | forward | {"logits": _logits(work, tokens), "batch": _batch(work)}))
+    return phases
+
+
+def _teacher_forward(work: Work, teacher: TeacherWork, layout: Layout) -> dict[str, int]:
+    """Returns the bytes of the states of a teacher's prompts, and of the temporaries of one of its layers, for the
+    prompts or for a chunk of completions."""
+    own = dataclasses.replace(work, model=teacher.model, widths=(teacher.prompt_width, work.widths[1]))
+    lanes, prompts = -(-layout.lanes // work.parts), -(-layout.prompts // work.parts)
+    tokens = lanes * layout.bins * work.widths[1]
+    states = (prompts + (0 if layout.own_lanes else lanes)) * _key_values(own, teacher.prompt_width)
+    layer = WORKING_INNER * tokens * (own.inner + teacher.model.hidden_size) * work.size
+    layer = max(layer, _scores_bytes(own, lanes * layout.bins, work.widths[1], sum(own.widths)))
+    layer = max(layer, _scores_bytes(own, prompts, teacher.prompt_width, teacher.prompt_width))
+    return {"teacher's prompts": teacher.model.num_layers * states, "teacher's layer": layer}
 
 
 def _with_stacked_layers(work: Work, tokens: int, prompt_tokens: int, lane_tokens: int) -> dict[str, int]:
@@ -333,7 +382,8 @@ def _held(work: Work) -> dict[str, int]:
     """Returns the components that a trainer always holds in memory."""
     held = {"weights": work.weights, "optimizer": work.moments * work.trained}
     # With adapters, the reference is the frozen base, which is already counted as weights.
-    return held | ({"reference": work.weights} if work.reference and work.adapters is None else {})
+    held |= {"reference": work.weights} if work.reference and work.adapters is None else {}
+    return held | ({"teacher": work.teacher.weights} if work.teacher is not None else {})
 
 
 def _key_values(work: Work, width: int) -> int:
@@ -412,7 +462,8 @@ def _layer_backward(work: Work, rows: int) -> int:
 
 def _logits(work: Work, tokens: int) -> int:
     pieces = -(-tokens // work.logits_chunk)
-    return LOGITS_COPIES * -(-tokens // pieces) * work.model.vocab_size * 4
+    copies = DIVERGENCE_COPIES if work.teacher is not None and work.teacher.in_loss else LOGITS_COPIES
+    return copies * -(-tokens // pieces) * work.model.vocab_size * 4
 
 
 def _batch(work: Work) -> int:

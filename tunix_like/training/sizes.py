@@ -24,16 +24,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from tunix_like.config.schema import Config, OptimizerConfig, RLTrainingConfig, RolloutConfig
+from tunix_like.config.schema import SELF, Config, OptimizerConfig, RLTrainingConfig, RolloutConfig, TeacherConfig
 from tunix_like.errors import UserError
 from tunix_like.models.counts import Share, parameter_shapes, share_of
+from tunix_like.models.loading import load_config
 from tunix_like.models.sharding import AXES, check_model, layout_mesh, prompt_parts
 from tunix_like.rollout.engines.registry import find_engine
 from tunix_like.rollout.shapes import slot_shape
 from tunix_like.runtime.accelerators import Accelerator, find_kind
 from tunix_like.runtime.processes import gather
 from tunix_like.training.bounds import decode_bytes
-from tunix_like.training.memory import Phase, Work, amount, rollout_phase, update_phases
+from tunix_like.training.memory import Phase, TeacherWork, Work, amount, rollout_phase, update_phases
 
 if TYPE_CHECKING:
     from tunix_like.models.config import Adapters, DecoderConfig
@@ -159,6 +160,7 @@ def update_work(
     reference: bool = False,
     mesh: Mesh | None = None,
     device: Device | None = None,
+    teacher: TeacherWork | None = None,
     whole_groups: bool = False,
 ) -> Work:
     """Returns the quantities on which the memory of one update depends.
@@ -167,6 +169,7 @@ def update_work(
       shape: number of prompts of the update, and number of completions per prompt.
       widths: lengths in tokens of the padded prompts and of the padded completions.
       reference: whether a second model, the reference of the KL, is held in memory.
+      teacher: the teacher that is held in memory, or None.
       whole_groups: whether all completions of a prompt are in one chunk.
     """
     chosen = training.actor_optimizer or OptimizerConfig()
@@ -174,10 +177,44 @@ def update_work(
         _work(model, *shape, widths, mesh, device),
         clipped=isinstance(chosen, OptimizerConfig) and chosen.max_grad_norm is not None,
         reference=reference,
+        teacher=teacher,
         remat=training.remat,
         logits_chunk=training.logprob_chunk_size,
         whole_groups=whole_groups,
     )
+
+
+def teacher_work(
+    settings: TeacherConfig,
+    rollout: RolloutConfig,
+    policy: Decoder,
+    kinds: tuple[DecoderConfig, Any, str | None],
+    mesh: Mesh | None,
+) -> TeacherWork:
+    """Returns the quantities of a teacher on which the memory depends.
+
+    Args:
+      kinds: config, dtype of the weights and quantisation of the teacher; those of the policy if it is the teacher.
+    """
+    config, dtype, quantized = kinds
+    if settings.of_policy or (settings.path == SELF and policy.adapters is not None):
+        weights = 0  # those of the policy, or its frozen base
+    else:
+        weights = _share(config, jnp.dtype(dtype), None, quantized, mesh).weights
+    width = settings.max_prompt_length or rollout.max_prompt_length
+    return TeacherWork(config, weights, width, settings.mixture is not None)
+
+
+def described_teacher(config: Config, policy: Decoder, mesh: Mesh | None) -> TeacherWork | None:
+    """Returns `teacher_work` of a config, from the config.json of the teacher; None without a teacher. Its weights have
+    the compute dtype of the policy."""
+    settings = config.teacher
+    if settings.path is None:
+        return None
+    kinds = (policy.config, policy.param_dtype, policy.quantized)
+    if settings.path != SELF:
+        kinds = (load_config(settings.path, "teacher.path"), policy.dtype, settings.quantize)
+    return teacher_work(settings, config.rollout, policy, kinds, mesh)
 
 
 def micro_batch_size(width: int, backend: str = "cpu") -> int:
@@ -256,6 +293,7 @@ def rollout_layout(
     mesh: Mesh | None,
     device: Device | None = None,
     reference: bool = False,
+    teacher: TeacherWork | None = None,
 ) -> SamplingLayout | None:
     """Returns the layout of the sampler; None if `mesh` and `rollout.devices` are None. The sampler has the devices of
     `mesh`, or those that `rollout.devices` reserves for sampling.
@@ -268,6 +306,7 @@ def rollout_layout(
 
     Args:
       reference: whether a second model, the reference of the KL, is held in memory.
+      teacher: the teacher that is held in memory, or None.
 
     Raises:
       UserError: `rollout.mesh` does not use every device, or heads or weights of the model are not divisible by the
@@ -294,7 +333,7 @@ def rollout_layout(
     per_process = processes.count(processes[0])
     splits = [tp for tp in range(1, per_process + 1) if per_process % tp == 0]
     possible = [layout for tp in splits if (layout := _possible(mesh, (size // tp, 1, tp), model)) is not None]
-    works = [_rollout_work(model, rollout, mesh, layout, device, reference) for layout in possible]
+    works = [_rollout_work(model, rollout, mesh, layout, device, (reference, teacher)) for layout in possible]
     rows = rollout.max_concurrent_rows
     least, usual = (rows if isinstance(rows, int) else each * size for each in (ROWS_PER_DEVICE, USUAL_ROWS_PER_DEVICE))
     fitting = [i for i, work in enumerate(works) if _sampling(work, least, USUAL_GROUP, least).bytes <= device.usable]
@@ -363,10 +402,18 @@ def prefilled_prompts(shape: tuple[int, int], prompts: int, group: int) -> int:
 
 
 def _rollout_work(
-    model: Decoder, rollout: RolloutConfig, mesh: Mesh | None, chosen: Mesh | None, device: Device, reference: bool
+    model: Decoder,
+    rollout: RolloutConfig,
+    mesh: Mesh | None,
+    chosen: Mesh | None,
+    device: Device,
+    others: tuple[bool, TeacherWork | None],
 ) -> Work:
+    """Returns the quantities on which the memory of sampling depends. `others`: whether there is a reference, and the
+    teacher."""
     widths = rollout.max_prompt_length, rollout.max_tokens_to_generate
-    work = dataclasses.replace(_work(model, 1, 1, widths, mesh, device), reference=reference)
+    reference, teacher = others
+    work = dataclasses.replace(_work(model, 1, 1, widths, mesh, device), reference=reference, teacher=teacher)
     return _for_sampling(work, model, rollout, chosen)
 
 
@@ -389,6 +436,7 @@ def concurrent_rows(
     sampling_mesh: Mesh | None = None,
     device: Device | None = None,
     reference: bool = False,
+    teacher: TeacherWork | None = None,
 ) -> int:
     """Returns the maximum number of completions that are sampled at the same time, of `group` completions of each of
     `prompts` prompts.
@@ -401,6 +449,7 @@ def concurrent_rows(
     Args:
       mesh, sampling_mesh: the meshes of the trainer and of the sampler.
       reference: whether a second model, the reference of the KL, is held in memory.
+      teacher: the teacher that is held in memory, or None.
 
     Raises:
       UserError: with `auto`, the memory is too small for the weights and a single completion.
@@ -409,7 +458,7 @@ def concurrent_rows(
     if isinstance(setting, int):
         return setting
     device = device or this_device()
-    work = _rollout_work(model, rollout, mesh, sampling_mesh, device, reference)
+    work = _rollout_work(model, rollout, mesh, sampling_mesh, device, (reference, teacher))
 
     def needed(rows: int, held: dict[str, int] | None) -> int:
         return _sampling(work, prompts, group, rows, held).bytes
@@ -514,11 +563,11 @@ def estimate_memory(
     training = dataclasses.replace(config.training, actor_optimizer=config.optimizer)
     setting = training.train_micro_batch_size
     most = min(training.mini_batch_size or data.batch_size, data.batch_size)
-    reference, pairs = config.has_reference, config.trains_pairs
-    update = update_work(training, model, (most, group), widths, reference, mesh, device, whole_groups=pairs)
+    pairs, reference, teacher = config.trains_pairs, config.has_reference, described_teacher(config, model, mesh)
+    update = update_work(training, model, (most, group), widths, reference, mesh, device, teacher, whole_groups=pairs)
     size = chosen(lambda: chunk_size(setting, update, device))
     update = dataclasses.replace(update, prompts=data.batch_size, update_prompts=most)
-    layout = rollout_layout(model, rollout, mesh, device, reference)
+    layout = rollout_layout(model, rollout, mesh, device, reference, teacher)
     evaluated = config.eval.batch_size, config.eval.samples
     sampling_mesh = None if layout is None else layout.mesh
     rows, phases = math.prod(evaluated) if pairs else data.batch_size * group, []
@@ -528,7 +577,9 @@ def estimate_memory(
 
         def sampled_at_once(prompts: int, samples: int) -> int:
             meshes = mesh, sampling_mesh
-            return chosen(lambda: concurrent_rows(model, rollout, prompts, samples, *meshes, device, reference))
+            return chosen(
+                lambda: concurrent_rows(model, rollout, prompts, samples, *meshes, device, reference, teacher)
+            )
 
         work = _for_sampling(update, model, rollout, sampling_mesh)
         sampled = {"evaluation": evaluated} if pairs else {"rollout": (data.batch_size, group), "evaluation": evaluated}

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.algorithms.losses import Rows, TokenInputs, Tokens
@@ -27,12 +28,15 @@ from tunix_like.training.forward import (
     CHUNKS,
     SETS,
     Chunk,
+    ChunkOutputs,
+    ChunkTeacher,
     ForwardOptions,
     PromptStates,
     batch_logprobs,
     chunk_logprobs,
     chunk_of,
     prompt_states,
+    with_prompts,
 )
 from tunix_like.training.packing import Packed
 from tunix_like.training.working_weights import constrain_working, gradients_of, working_weights
@@ -95,11 +99,25 @@ class TrainState(NamedTuple):
     opt_state: Any
 
 
+class TeacherInputs(NamedTuple):
+    """The weights of the teacher and its prompts, in the order of the batch. `params` is None if the teacher has the
+    current weights of the policy."""
+
+    params: Any
+    prompt_tokens: Int[AnyArray, "P S"]
+    prompt_lengths: Int[AnyArray, "P"]
+
+
 class StepInputs(NamedTuple):
     """The inputs of one optimizer update, on the devices.
 
     Advantages are computed over the whole rollout batch, and loss weights over the groups that `in_update` marks. The
     model processes only the completions in `packed`.
+
+    Attributes:
+      token_advantages: added to the advantages of the estimator, for signals per token such as that of a teacher; 0 at
+        tokens that the policy did not sample.
+      teacher: the teacher whose divergence is a term of the loss (`StepSpec.teacher`).
     """
 
     batch: GroupBatch
@@ -107,6 +125,15 @@ class StepInputs(NamedTuple):
     packed: Packed
     old_logprobs: Float[AnyArray, "P G T"] | None = None
     ref_logprobs: Float[AnyArray, "P G T"] | None = None
+    token_advantages: Float[AnyArray, "P G T"] | None = None
+    teacher: TeacherInputs | None = None
+
+
+class TeacherSpec(NamedTuple):
+    """The graph of a teacher, and `beta` of the divergence from it (`models/divergence.py`)."""
+
+    graphdef: Any
+    beta: float
 
 
 class StepSpec(NamedTuple):
@@ -120,6 +147,7 @@ class StepSpec(NamedTuple):
       shardings: shardings of the train state on a mesh; None on a single device.
       segments: describes which layers' moments are stacked in the optimizer state; None: each layer has its own
         moments. With stacked moments, the optimizer has fewer operations, which shortens compilation.
+      teacher: the teacher whose divergence is a term of the loss; None if the loss has no such term.
     """
 
     graphdef: Any
@@ -128,6 +156,7 @@ class StepSpec(NamedTuple):
     options: ForwardOptions
     shardings: TrainState | None = None
     segments: tuple[Segment, ...] | None = None
+    teacher: TeacherSpec | None = None
 
 
 def step_inputs(
@@ -136,6 +165,7 @@ def step_inputs(
     packed: Packed,
     old_logprobs: Float[AnyArray, "P G T"] | None = None,
     ref_logprobs: Float[AnyArray, "P G T"] | None = None,
+    token_advantages: Float[AnyArray, "P G T"] | None = None,
 ) -> StepInputs:
     """Builds the inputs of one update, with arrays for `batch.trained` and `batch.estimator_ids` if they are None."""
     all_trained, first_estimator = np.ones(batch.scored.shape, bool), np.zeros(len(batch.scored), np.int32)
@@ -143,7 +173,7 @@ def step_inputs(
         trained=all_trained if batch.trained is None else batch.trained,
         estimator_ids=first_estimator if batch.estimator_ids is None else batch.estimator_ids,
     )
-    return StepInputs(batch, in_update, packed, old_logprobs, ref_logprobs)
+    return StepInputs(batch, in_update, packed, old_logprobs, ref_logprobs, token_advantages)
 
 
 def chunk_loss(
@@ -154,21 +184,22 @@ def chunk_loss(
     inputs: StepInputs,
     advantages: Float[Array, "P G #T"],
     weights: Float[Array, "P G"],
+    teacher: ChunkTeacher | None = None,
 ) -> tuple[Float[Array, ""], dict[str, dict[str, Float[Array, ""]]]]:
     """Computes the contribution of a chunk to the loss, and sums and maxima over its tokens for the metrics."""
-    outputs = chunk_logprobs(spec.graphdef, params, states, inputs.batch, chunk, spec.options)
+    outputs = chunk_logprobs(spec.graphdef, params, states, inputs.batch, chunk, spec.options, teacher)
     return _loss_of(spec, outputs, chunk, inputs, advantages, weights)
 
 
 def _loss_of(
     spec: StepSpec,
-    outputs: tuple[Float[Array, "A b r T"], Float[Array, "A b r T"]],
+    outputs: ChunkOutputs,
     chunk: Chunk,
     inputs: StepInputs,
     advantages: Float[Array, "P G #T"],
     weights: Float[Array, "P G"],
 ) -> tuple[Float[Array, ""], dict[str, dict[str, Float[Array, ""]]]]:
-    """Like `chunk_loss`, from the log-probabilities and entropies of the chunk's tokens (`outputs`)."""
+    """Like `chunk_loss`, from the outputs of the chunk's tokens."""
 
     def rows(values: Any) -> Any:  # [P G ...] -> [A (b r) ...]
         if values is None:
@@ -176,13 +207,13 @@ def _loss_of(
         selected = chunk.rows_of(values)
         return selected.reshape(len(selected), -1, *selected.shape[3:])
 
-    logprobs, entropy = (x.reshape(len(x), -1, x.shape[-1]) for x in outputs)
+    logprobs, entropy, *taught = (x.reshape(len(x), -1, x.shape[-1]) for x in outputs if x is not None)
     length = chunk.length.reshape(len(chunk.length), -1, 1)
     mask = rows(inputs.batch.sampled) & (length > 0)
     weight = jnp.where(length > 0, rows(weights)[..., None], 0.0)
     rollout = rows(inputs.batch.rollout_logprobs)
     old = jax.lax.stop_gradient(logprobs) if inputs.old_logprobs is None else rows(inputs.old_logprobs)
-    tokens = TokenInputs(logprobs, old, rollout, rows(inputs.ref_logprobs), entropy, mask)
+    tokens = TokenInputs(logprobs, old, rollout, rows(inputs.ref_logprobs), entropy, mask, *taught)
     token_loss, token_metrics = spec.objective.token_loss(tokens, rows(advantages))
     largest: dict[str, Array] = {}
     if rollout is not None:  # the numerical difference between sampler and trainer
@@ -218,22 +249,24 @@ def gradient(
     graphdef, working, fixed, segments = working_weights(spec.graphdef, params, frozen or {}, spec.options.stacked)
     spec = spec._replace(graphdef=graphdef)
 
-    def loss(params: Any, states: PromptStates, chunk: Chunk) -> Any:
-        return chunk_loss(spec, join_params(params, fixed), states, chunk, inputs, advantages, weights)
+    def loss(params: Any, states: PromptStates, chunk: Chunk, teacher: ChunkTeacher | None) -> Any:
+        return chunk_loss(spec, join_params(params, fixed), states, chunk, inputs, advantages, weights, teacher)
 
     def states_of(params: Any, number: Any) -> PromptStates:
         whole = join_params(params, fixed)
         return prompt_states(spec.graphdef, whole, inputs.batch, packed.prompts[number], spec.options)
 
+    teacher_of = _teacher(spec, join_params(working, fixed), inputs)
     add = functools.partial(jax.tree.map, lambda total, part: total + part.astype(total.dtype))
 
     def one_set(number: Array, carry: Any) -> Any:
         states, pull_back = jax.vjp(lambda params: states_of(params, number), working)
+        teacher = teacher_of(packed.prompts[number])
 
         def one_chunk(place: Array, carry: Any) -> Any:
             grads, cotangents, totals = carry
             both = jax.grad(loss, argnums=(0, 1), has_aux=True)
-            (own, seen), extra = both(working, states, chunk_of(packed, number, place))
+            (own, seen), extra = both(working, states, chunk_of(packed, number, place), teacher)
             sums = jax.tree.map(jnp.add, totals["sums"], extra["sums"])
             largest = jax.tree.map(jnp.maximum, totals["largest"], extra["largest"])
             return add(grads, own), add(cotangents, seen), {"sums": sums, "largest": largest}
@@ -249,7 +282,8 @@ def gradient(
     # The shapes of the metrics do not depend on the model, so the model is not traced for them.
     chunk = jax.eval_shape(chunk_of, packed, 0, 0)
     values = jax.ShapeDtypeStruct((*chunk.length.shape, inputs.batch.completion_tokens.shape[-1]), jnp.float32)
-    _, extra = jax.eval_shape(functools.partial(_loss_of, spec), (values, values), chunk, inputs, advantages, weights)
+    outputs: Any = ChunkOutputs(*[values] * (2 if spec.teacher is None else 4))  # type: ignore[arg-type]
+    _, extra = jax.eval_shape(functools.partial(_loss_of, spec), outputs, chunk, inputs, advantages, weights)
     totals = {
         "sums": jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), extra["sums"]),
         "largest": jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), extra["largest"]),
@@ -260,6 +294,27 @@ def gradient(
         sums, totals = jax.lax.fori_loop(0, sets, one_set, (start, totals))
     assert spec.segments in (None, segments), "moments are stacked only if the weights of the update are"
     return gradients_of(sums, segments if spec.segments is None else None), totals
+
+
+def _teacher(spec: StepSpec, policy: Any, inputs: StepInputs) -> Callable[[Int[Array, "p"]], ChunkTeacher | None]:
+    """Returns a function that runs the teacher on the prompts with given indices; it returns None if the loss has no
+    teacher. `policy` are the working weights of the policy. No gradient is taken with respect to the results."""
+    if spec.teacher is None:
+        return lambda prompts: None
+    given, beta = inputs.teacher, spec.teacher.beta
+    assert given is not None
+    graphdef, params = spec.graphdef, policy
+    if given.params is not None:
+        graphdef, params, _, _ = working_weights(spec.teacher.graphdef, given.params, {}, spec.options.stacked)
+    size = nnx.merge(graphdef, params).config.vocab_size
+    batch = with_prompts(inputs.batch, given.prompt_tokens, given.prompt_lengths, size)
+
+    def run(prompts: Int[Array, "p"]) -> ChunkTeacher:
+        return ChunkTeacher(
+            graphdef, params, batch, prompt_states(graphdef, params, batch, prompts, spec.options), beta
+        )
+
+    return run
 
 
 def jit_train_step(spec: StepSpec, traced: Callable[[], None] = lambda: None) -> Any:
@@ -286,11 +341,11 @@ def train_step(
       frozen: parameters of the model that are not trained; None if there are none.
 
     Returns:
-      the new state, scalar metrics and the advantages. The state is unchanged in two cases: an advantage, the loss or
-      the gradient is non-finite (`update/skipped` is 1), or no token contributes to the loss (`update/empty` is 1). In
-      the second case, an optimizer step would change the weights by momentum and weight decay only. A batch whose
-      advantages are all 0 is not empty: the optimizer gets its gradient, which is 0 if every term of the loss contains
-      the advantage.
+      the new state, scalar metrics and the advantages of the estimator. The state is unchanged in two cases: an
+      advantage, the loss or the gradient is non-finite (`update/skipped` is 1), or no token contributes to the loss
+      (`update/empty` is 1). In the second case, an optimizer step would change the weights by momentum and weight decay
+      only. A batch whose advantages are all 0 is not empty: the optimizer gets its gradient, which is 0 if every term
+      of the loss contains the advantage.
     """
     batch = jax.tree.map(jnp.asarray, inputs.batch)
     lengths, ids = batch.sampled_lengths, batch.estimator_ids
@@ -298,9 +353,11 @@ def train_step(
     weights = spec.objective.weights(batch.scored, batch.trained, lengths, inputs.in_update, ids)
     if batch.prompt_weights is not None:
         weights = weights * batch.prompt_weights[:, None]
-    usable = jnp.isfinite(advantages).all()
-    sets = jnp.where(usable, inputs.packed.sets, 0)
     by_token = advantages if advantages.ndim == 3 else advantages[..., None]
+    if inputs.token_advantages is not None:
+        by_token = by_token + jnp.asarray(inputs.token_advantages)
+    usable = jnp.isfinite(by_token).all()
+    sets = jnp.where(usable, inputs.packed.sets, 0)
     grads, totals = gradient(spec, state.params, inputs, by_token, weights, sets, frozen)
     state = state._replace(params=with_stacked_layers(state.params, spec.segments))
     updates, opt_state = spec.optimizer.update(grads, state.opt_state, state.params)
@@ -360,7 +417,7 @@ def step_programs(spec: StepSpec, own: ProgramCache | None) -> StepPrograms:
     """
     cache = _SHARED if own is None else own
     leaves, structure = jax.tree.flatten(spec.shardings)
-    static = spec.graphdef, spec.objective.key(), ById(spec.optimizer), spec.options, spec.segments
+    static = spec.graphdef, spec.objective.key(), ById(spec.optimizer), spec.options, spec.segments, spec.teacher
     key = (*static, tuple(leaves), structure)
     if key not in cache:
         cache[key] = StepPrograms(spec)

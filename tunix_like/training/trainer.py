@@ -45,6 +45,7 @@ from tunix_like.training.train_step import (
     StepObjective,
     StepPrograms,
     StepSpec,
+    TeacherSpec,
     TrainState,
     step_programs,
 )
@@ -243,13 +244,19 @@ class Trainer(abc.ABC):
     # Subclasses call the following methods at the start of `train`.
 
     def _compile(
-        self, objective: StepObjective, options: ForwardOptions, optimizer: Any, updates_per_step: int = 1
+        self,
+        objective: StepObjective,
+        options: ForwardOptions,
+        optimizer: Any,
+        updates_per_step: int = 1,
+        teacher: TeacherSpec | None = None,
     ) -> None:
         """Builds the optimizer for a run of `self.total` steps, the optimizer state if there is none yet, and the
         compiled functions of a step.
 
         Args:
           optimizer: an `OptimizerConfig` or an optax transformation.
+          teacher: the teacher whose divergence is a term of the loss.
         """
         shared = objective.built_in and isinstance(optimizer, OptimizerConfig)
         copies_base = self.mesh is None and bool(self.frozen)
@@ -265,7 +272,7 @@ class Trainer(abc.ABC):
             moments = init_optimizer(optimizer, self.state.params, self._segments)
             self.state = self.state._replace(opt_state=moments)
         shardings = shardings_of(self.state, self.mesh)
-        spec = StepSpec(self.graphdef, objective, optimizer, options, shardings, self._segments)
+        spec = StepSpec(self.graphdef, objective, optimizer, options, shardings, self._segments, teacher)
         self.programs = step_programs(spec, None if shared else self._own_programs)
 
     def _open_stream(

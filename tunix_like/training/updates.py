@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float
 
+from tunix_like.algorithms.distillation import teacher_advantages
 from tunix_like.algorithms.losses import kl_estimate
 from tunix_like.algorithms.objective import Objective
 from tunix_like.config.schema import AlgorithmConfig, RLTrainingConfig
@@ -22,10 +23,12 @@ from tunix_like.models.lora import without_adapters
 from tunix_like.models.sharding import fetch, place_params, place_replicated, prompt_parts
 from tunix_like.training.forward import place_packed
 from tunix_like.training.guards import GapWatch, SkippedUpdate, SkipWatch, save_skipped
+from tunix_like.training.memory import TeacherWork
 from tunix_like.training.optimizer import updates_done
 from tunix_like.training.packing import Packed, choose_layout, pack, token_places
 from tunix_like.training.sizes import chunk_size, update_work
-from tunix_like.training.train_step import MAXIMA, step_inputs
+from tunix_like.training.teacher import Teacher
+from tunix_like.training.train_step import MAXIMA, TeacherInputs, step_inputs
 from tunix_like.training.trainer import Trainer
 from tunix_like.types import GroupBatch, Problem
 
@@ -72,6 +75,7 @@ class Updates:
       mini_batch_size: prompts per optimizer update.
       reference: the reference model of the KL, or None.
       own_engine: whether another engine than the in-process sampler generates the completions.
+      teacher: scores the sampled tokens, or None.
     """
 
     def __init__(
@@ -82,8 +86,9 @@ class Updates:
         mini_batch_size: int,
         reference: Reference | None,
         own_engine: bool,
+        teacher: Teacher | None = None,
     ):
-        self.trainer, self.algo, self.objective = trainer, algo, objective
+        self.trainer, self.algo, self.objective, self.teacher = trainer, algo, objective, teacher
         self.mini_batch_size, self.reference = mini_batch_size, reference
         self.skip_watch = SkipWatch(f"the loss '{algo.policy_loss_fn}'", trainer.training.max_skipped_updates)
         self.gap_watch = GapWatch(trainer.training.max_logprob_gap, own_engine)
@@ -133,11 +138,24 @@ class Updates:
         live, metrics = self._live_rows(batch)
         starts = [*range(0, count, self.mini_batch_size)] * self.algo.num_iterations
         parts = [(np.arange(count) >= start) & (np.arange(count) < start + self.mini_batch_size) for start in starts]
-        old = self._logprobs(trainer.graphdef, trainer.params, batch, live) if len(parts) > 1 else None
+        teacher, old, by_token = self.teacher, None, None
+        lesson: TeacherInputs | None = None
+        if len(parts) > 1 or (teacher is not None and teacher.spec is None):
+            old = self._logprobs(trainer.graphdef, trainer.params, batch, live)
+        if teacher is not None:
+            seen = teacher.batch(batch, problems)
+            if teacher.spec is not None:
+                prompts = place_replicated((seen.prompt_tokens, seen.prompt_lengths), mesh)
+                lesson = TeacherInputs(teacher.params, *prompts)
+            else:
+                assert old is not None
+                by_token, taught = self._token_advantages(teacher, batch, seen, live, old)
+                metrics |= taught
+        old = old if len(parts) > 1 else None
         ref = ref if self.objective.reference_in_loss else None
         if trainer.schedule is not None:
             metrics["learning_rate"] = float(trainer.schedule(updates_done(trainer.state.opt_state)))
-        placed, *logprobs = place_replicated((batch, old, ref), mesh)
+        placed, *values = place_replicated((batch, old, ref, by_token), mesh)
         rows: list[dict[str, Any]] = []
         advantages: Any = None
         tokens = places = 0  # computed tokens, and all token places of the packed chunks
@@ -145,7 +163,7 @@ class Updates:
             packed = self._pack(batch, live & part[:, None], self.mini_batch_size)
             tokens += int(np.sum(packed.length))
             places += token_places(packed, batch.completion_tokens.shape[2])
-            inputs = step_inputs(placed, part, place_packed(packed, mesh), *logprobs)
+            inputs = step_inputs(placed, part, place_packed(packed, mesh), *values)._replace(teacher=lesson)
             trainer.state, row, advantages = trainer.programs.train_step(trainer.state, inputs, trainer.frozen)
             if not rows:
                 self._check_advantages(fetch(advantages, mesh), batch, problems)
@@ -169,6 +187,29 @@ class Updates:
             "perf/update_operations": done * self.algo.num_iterations,
         }
 
+    def _token_advantages(
+        self,
+        teacher: Teacher,
+        batch: GroupBatch,
+        seen: GroupBatch,
+        live: Bool[np.ndarray, "P G"],
+        old: Float[np.ndarray, "P G T"],
+    ) -> tuple[Float[np.ndarray, "P G T"], dict[str, float]]:
+        """Returns the advantages of tokens that a teacher gives, and metrics.
+
+        Args:
+          seen: the batch as the teacher sees it.
+          old: log-probabilities of the policy.
+        """
+        trainer, mask = self.trainer, batch.sampled & live[..., None]
+        params = trainer.params if teacher.params is None else teacher.params
+        found = self._logprobs(teacher.graphdef, params, seen, live)
+        found = np.where(batch.completion_tokens < teacher.config.vocab_size, found, -np.inf)
+        values = teacher_advantages(jnp.asarray(found), jnp.asarray(old), jnp.asarray(mask))
+        divergence, own = np.asarray(values)[mask], found[mask]
+        metrics = {"teacher/divergence": float(-divergence.mean()), "teacher/logprob": float(own.mean())}
+        return teacher.settings.coef * np.asarray(values), metrics if mask.any() else {}
+
     def _logprobs(
         self, graphdef: Any, params: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"] | None = None
     ) -> Float[np.ndarray, "P G T"]:
@@ -183,7 +224,8 @@ class Updates:
     def _pack(self, batch: GroupBatch, rows: Bool[np.ndarray, "P G"], most_prompts: int) -> Packed:
         """Divides the completions that the mask `rows` selects into forward and backward passes (see `pack_update`)."""
         trainer, reference = self.trainer, self.reference is not None
-        return pack_update(trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts, reference)
+        work = None if self.teacher is None else self.teacher.work
+        return pack_update(trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts, reference, work)
 
     def _live_rows(self, batch: GroupBatch) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
         """Returns a mask of the completions that the model must process, and metrics about the completions that are
@@ -221,6 +263,7 @@ def pack_update(
     rows: Bool[np.ndarray, "P G"],
     most_prompts: int,
     reference: bool = False,
+    teacher: TeacherWork | None = None,
     whole_groups: bool = False,
 ) -> Packed:
     """Packs completions of a rollout batch into chunks. The model processes one chunk per forward and backward pass.
@@ -230,10 +273,12 @@ def pack_update(
       rows: mask of the completions to pack.
       most_prompts: maximum number of prompts of an update.
       reference: whether a reference model is held in memory in addition to the policy.
+      teacher: the teacher that is held in memory, or None.
       whole_groups: whether all completions of a prompt are in one chunk.
     """
     widths, size = (batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]), rows.shape[1]
-    work = update_work(training, model, (most_prompts, size), widths, reference, mesh, whole_groups=whole_groups)
+    shape = most_prompts, size
+    work = update_work(training, model, shape, widths, reference, mesh, teacher=teacher, whole_groups=whole_groups)
     chunk = chunk_size(training.train_micro_batch_size, work)
     layout = choose_layout(size, most_prompts, widths, chunk, prompt_parts(mesh), whole_groups)
     return pack(batch.completion_lengths, rows, widths[1], layout, most_prompts)

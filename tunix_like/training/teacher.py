@@ -1,0 +1,211 @@
+"""A teacher, which scores the tokens that the policy samples (section `teacher` of a config)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import grain.python as grain
+import numpy as np
+
+from tunix_like.config.schema import SELF, RolloutConfig, TeacherConfig
+from tunix_like.data.stream import SCANNED_ROWS
+from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.errors import UserError, check_type
+from tunix_like.models.config import DecoderConfig
+from tunix_like.models.decoder import Decoder, check_decoder
+from tunix_like.models.lora import fingerprint
+from tunix_like.models.sharding import check_divides
+from tunix_like.rollout.shapes import length_bucket, pad_tokens
+from tunix_like.runtime.untrusted import Filled, fill
+from tunix_like.training.forward import with_prompts
+from tunix_like.training.memory import TeacherWork
+from tunix_like.training.sizes import teacher_work
+from tunix_like.training.train_step import TeacherSpec
+from tunix_like.types import GroupBatch, Problem
+
+if TYPE_CHECKING:
+    from tunix_like.training.learner import Learner
+
+_PROMPT = "{prompt}"
+
+
+class Teacher:
+    """The model that scores the policy's tokens, and its prompts.
+
+    Attributes:
+      graphdef, params: the model; `params` is None if it has the current weights of the policy.
+      work: what the memory estimate needs.
+    """
+
+    def __init__(
+        self,
+        settings: TeacherConfig,
+        graphdef: Any,
+        params: Any,
+        config: DecoderConfig,
+        tokenizer: Tokenizer,
+        work: TeacherWork,
+    ):
+        self.settings, self.graphdef, self.params, self.config = settings, graphdef, params, config
+        self.tokenizer, self.work, self.limit = tokenizer, work, work.prompt_width
+
+    def identity(self, mesh: Any) -> dict[str, Any]:
+        """Returns the settings that a run and its checkpoint must share, with a fingerprint of a teacher's weights."""
+        settings = self.settings
+        fields = {name: getattr(settings, name) for name in ("weights", "prompt", "divergence", "coef")}
+        fields |= {"mixture": settings.mixture, "limit": self.limit, "self": settings.path == SELF}
+        return fields | ({} if settings.path == SELF else {"model": fingerprint(self.config, self.params, mesh)["all"]})
+
+    @property
+    def spec(self) -> TeacherSpec | None:
+        """The teacher of the compiled step; None if its divergence is not a term of the loss."""
+        return None if self.settings.mixture is None else TeacherSpec(self.graphdef, self.settings.mixture)
+
+    def check_rows(self, rows: Any) -> None:
+        """Checks the teacher's prompts of the first rows. Raises UserError if one cannot be built or is too long."""
+        if self.settings.prompt is None or not isinstance(rows, Sequence | grain.MapDataset):
+            return
+        for number in range(min(len(rows), SCANNED_ROWS)):
+            if (row := rows[number]) is not None:
+                columns = {name: value for name, value in row.items() if name != "prompt"}
+                self._tokens(row["prompt"], columns, f"training row {number}")
+
+    def batch(self, batch: GroupBatch, problems: Sequence[Problem]) -> GroupBatch:
+        """Returns the batch as the teacher sees it: with its prompts, and with token ids of its vocabulary."""
+        if self.settings.prompt is None:
+            return with_prompts(batch, batch.prompt_tokens, batch.prompt_lengths, self.config.vocab_size)
+        rows = [self._tokens(each.source, each.columns, f"prompt {each.text!r:.80}") for each in problems]
+        lengths = np.array([len(row) for row in rows], np.int32)
+        width = length_bucket(int(lengths.max()), self.limit)
+        return with_prompts(batch, pad_tokens(rows, width), lengths, self.config.vocab_size)
+
+    def _tokens(self, source: Any, columns: Mapping[str, Any], where: str) -> list[int]:
+        assert self.settings.prompt is not None
+        _, tokens = self.tokenizer.encode_prompt(taught_prompt(self.settings.prompt, source, columns, where), False)
+        if not 0 < len(tokens) <= self.limit:
+            raise UserError(
+                f"teacher.prompt: {where}: it has {len(tokens)} tokens; the limit is {self.limit}. Raise "
+                "teacher.max_prompt_length, or shorten it."
+            )
+        return tokens
+
+
+def taught_prompt(template: str, source: Any, columns: Mapping[str, Any], where: str) -> Any:
+    """Returns the prompt that a teacher sees: the filled template, or for a prompt of messages these messages with the
+    filled template as the content of the last message of the user.
+
+    Control tokens in columns are plain text, as in `data.prompt_template`. `{prompt}` keeps those of a text prompt.
+
+    Args:
+      source: the column `prompt` of the row: text or messages.
+      where: names the row in an error message.
+    """
+    if isinstance(source, str):
+        return _filled(template, source, columns, where)
+    users = [i for i, message in enumerate(source) if message["role"] == "user"]
+    if not users:
+        raise UserError(f"teacher.prompt: {where} has no message of the user, whose content the template replaces.")
+    last = users[-1]
+    text = _filled(template, source[last]["content"], columns, where)
+    return [*source[:last], {**source[last], "content": text}, *source[last + 1 :]]
+
+
+def _filled(template: str, prompt: str, columns: Mapping[str, Any], where: str) -> Filled:
+    known = {name: value for name, value in columns.items() if value is not None}
+    try:
+        pieces = [fill(piece, known) for piece in template.split(_PROMPT)]
+    except Exception as error:  # an unknown column, or a format that the value does not support
+        raise UserError(
+            f"teacher.prompt {template!r}: {where}: {type(error).__name__}: {error}; the row has the columns "
+            f"{', '.join(sorted(known)) or 'none'}, and {_PROMPT}."
+        ) from error
+    texts = [text for piece in pieces for text in (prompt, piece)][1:]
+    starts = itertools.accumulate(map(len, texts), initial=0)
+    out = Filled("".join(texts))
+    out.values = [
+        (begin + start, end + start)
+        for text, start in zip(texts, starts, strict=False)
+        for begin, end in getattr(text, "values", ())
+    ]
+    return out
+
+
+def make_teacher(learner: Learner, model: Decoder | None, settings: TeacherConfig, initial: Any) -> Teacher:
+    """Checks and builds the teacher of a learner.
+
+    Args:
+      model: the teacher; None if `settings.path` is `self`.
+      initial: a function that returns graph and weights of a model that no update changes (`updates.make_reference`).
+    """
+    policy = learner.model
+    if settings.path == SELF:
+        if model is not None:
+            raise UserError("teacher: teacher_config.path='self' takes no model; leave teacher unset.")
+        graphdef, params = (learner.graphdef, None) if settings.of_policy else initial(None)
+        kinds = policy.config, policy.param_dtype, policy.quantized
+    else:
+        if model is None:
+            raise UserError(
+                f"teacher: give the model of teacher_config.path={settings.path!r}, e.g. "
+                "teacher=tunix_like.load_model(folder)[0]."
+            )
+        check_decoder("teacher", model)
+        check_divides(learner.mesh, model.config)
+        check_vocabulary(model.config, learner.tokenizer)
+        graphdef, params = initial(model)
+        kinds = model.config, model.param_dtype, model.quantized
+    check_positions(settings, kinds[0], learner.rollout_config)
+    work = teacher_work(settings, learner.rollout_config, policy, kinds, learner.mesh)
+    return Teacher(settings, graphdef, params, kinds[0], learner.tokenizer, work)
+
+
+def check_positions(settings: TeacherConfig, config: DecoderConfig, rollout: RolloutConfig) -> None:
+    """Raises UserError if the prompts of a teacher and the completions do not fit into its context."""
+    total = (settings.max_prompt_length or rollout.max_prompt_length) + rollout.max_tokens_to_generate
+    if total > config.max_positions:
+        key = "rollout" if settings.max_prompt_length is None else "teacher"
+        raise UserError(
+            f"teacher.path: {key}.max_prompt_length + rollout.max_tokens_to_generate is {total}, but the teacher has "
+            f"{config.max_positions} positions (max_position_embeddings). Lower them."
+        )
+
+
+def check_vocabulary(teacher: DecoderConfig, tokenizer: Tokenizer) -> None:
+    """Raises UserError if the vocabulary of a teacher lacks tokens of the policy's tokenizer. Padding may differ."""
+    if teacher.vocab_size < tokenizer.vocab_size:
+        raise UserError(
+            f"teacher.path: the teacher has a vocabulary of {teacher.vocab_size} tokens (vocab_size), and the "
+            f"tokenizer of the policy has {tokenizer.vocab_size}. A teacher must have the tokenizer of the policy."
+        )
+
+
+def resolve_teacher(model: Any, settings: TeacherConfig | None) -> TeacherConfig:
+    """Returns the settings of a teacher (None: the defaults); `path` is set if the `model` is given.
+
+    Raises:
+      UserError: a setting has no effect, because there is no teacher.
+    """
+    settings = TeacherConfig() if settings is None else settings
+    check_type("teacher_config", settings, TeacherConfig, "give a tunix_like.TeacherConfig(...)")
+    if model is not None and settings.path is None:
+        return dataclasses.replace(settings, path="the argument teacher")
+    for field in dataclasses.fields(settings) if settings.path is None else ():
+        if getattr(settings, field.name) != field.default:
+            raise UserError(f"teacher.{field.name}: it needs teacher.path; set a model folder, a hub id or self.")
+    return settings
+
+
+def check_tokenizers(teacher: Tokenizer | None, policy: Tokenizer) -> None:
+    """Raises UserError if the tokenizer of a teacher's folder gives a token another meaning."""
+    if teacher is None:
+        return
+    for number in range(min(teacher.vocab_size, policy.vocab_size)):
+        ours, theirs = policy.token(number), teacher.token(number)
+        if ours != theirs and not any(token == f"<no token {number}>" for token in (ours, theirs)):
+            raise UserError(
+                f"teacher.path: its tokenizer is not that of the policy: token {number} is {theirs!r} there and "
+                f"{ours!r} here. A teacher must have the tokenizer of the policy."
+            )
