@@ -122,7 +122,8 @@ class AlgorithmConfig(Checked):
 
     section = "algorithm"
     advantage_estimator: str | None = key(
-        doc="selects the learner: grpo, drgrpo, rloo, maxrl, maxpo, pkpo, passk, opo, reinforce_pp, or FILE.py:function"
+        doc="selects the learner: grpo, drgrpo, rloo, maxrl, maxpo, pkpo, passk, opo, reinforce_pp, gdpo, or "
+        "FILE.py:function"
     )
     num_generations: int = key(8, doc="completions per prompt (G)", at_least=2)
     num_iterations: int = key(1, doc="passes over a rollout batch", at_least=1)
@@ -137,7 +138,9 @@ class AlgorithmConfig(Checked):
         False,
         doc="1 if the reward reaches rewards.success_threshold, else 0",
     )
-    policy_loss_fn: str | None = key(doc="ppo_clip, reinforce, gspo, cispo, dppo, dppo_kl, sapo, gmpo, vespo, or FILE.py:function")
+    policy_loss_fn: str | None = key(
+        doc="ppo_clip, reinforce, gspo, cispo, dppo, dppo_kl, sapo, gmpo, vespo, or FILE.py:function"
+    )
     loss_params: dict[str, Any] | None = key(doc="of your own loss")
     loss_agg_mode: str | None = key(doc="weights of tokens in the loss", choices=LOSS_AGG_MODES)
     epsilon: float | None = key(
@@ -148,8 +151,8 @@ class AlgorithmConfig(Checked):
     )
     epsilon_c: float | None = key(doc="ppo_clip, gspo: dual clip of negative advantages (unset: off)", above=1)
     dppo_mask_high: float | None = key(
-        doc="dppo: tokens with A > 0 whose probability exceeds the sampler's by more are dropped (unset: 0.2); dppo_kl: "
-        "in nats of KL (unset: 0.05)",
+        doc="dppo: tokens with A > 0 whose probability exceeds the sampler's by more are dropped (unset: 0.2); "
+        "dppo_kl: in nats of KL (unset: 0.05)",
         above=0,
         at_most=1,
     )
@@ -183,6 +186,11 @@ class AlgorithmConfig(Checked):
     sampler_is_threshold: float | None = key(doc="sampler_is: upper bound (unset: 2; masks 3)", above=0)
     sampler_is_min: float | None = key(doc="sampler_is: lower bound (unset: none)", above=0, below=1)
     sampler_is_kl: bool = key(False, doc="sampler_is: the KL in the loss too")
+    off_policy_mask_threshold: float | None = key(
+        doc="completions with A < 0 leave the policy loss if the sampler's log-probabilities exceed the current ones "
+        "by more, in nats per token on average (unset: off)",
+        above=0,
+    )
     overlong: str | None = key(
         doc="mask: truncated completions leave the loss; penalty: DAPO's soft penalty (unset: neither)",
         choices=("mask", "penalty"),
@@ -387,7 +395,8 @@ class RLTrainingConfig(Checked):
     )
     max_logprob_gap: float | None = key(
         0.1,
-        doc="mean difference between sampler and trainer, in nats per token, that stops the first update; null: off",
+        doc="mean difference between sampler and trainer, in nats per token, that stops the first step and in later "
+        "steps warns; null: off",
         above=0,
     )
     remat: bool = key(False, doc="recompute layers in the backward pass: less memory, a third more compute")
