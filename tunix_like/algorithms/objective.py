@@ -33,8 +33,10 @@ from tunix_like.runtime.user_code import describe_error, is_own, kind_of
 from tunix_like.types import ById
 
 ESTIMATOR_KEYS = ("k", "truncation_order", "ddof")
-LOSS_KEYS = ("epsilon", "epsilon_high", "epsilon_c", "dppo_mask_high", "dppo_mask_low", "kl_tau", "sapo_tau_pos")
-LOSS_KEYS += ("sapo_tau_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+LOSS_KEYS = (
+    *("epsilon", "epsilon_high", "epsilon_c", "dppo_mask_high", "dppo_mask_low", "kl_tau"),
+    *("sapo_tau_pos", "sapo_tau_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+)
 _NEED = {"overlong_buffer": "overlong", "overlong_penalty": "overlong", "max_extra_batches": "dynamic_sampling"}
 _NEED |= {key: "sampler_is" for key in ("sampler_is_threshold", "sampler_is_min", "sampler_is_kl")}
 
