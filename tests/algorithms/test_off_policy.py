@@ -468,9 +468,9 @@ def trl_off_policy_mask(advantages, new, sampling, mask, threshold) -> np.ndarra
 def test_off_policy_mask_removes_the_policy_loss_of_the_completions_of_trl(name):
     """Completions that are not dropped keep their loss and gradient bit for bit. Dropped ones keep the other terms."""
     new, sampling = some_logprobs()
-    old, mask = 0.9 * new + 0.1 * sampling, jnp.asarray(MASK)
+    old, mask = 0.5 * new + 0.5 * sampling, jnp.asarray(MASK)
     advantages = np.random.default_rng(8).normal(size=(*SHAPE[:2], 1))
-    kept = trl_off_policy_mask(advantages, np.asarray(new), np.asarray(sampling), MASK, 0.1)
+    kept = trl_off_policy_mask(advantages, np.asarray(new), np.asarray(sampling), MASK, 0.3)
     dropped = ~kept & MASK
     assert 0.1 < dropped.mean() < 0.9 and (MASK & kept & (advantages < 0)).any()
 
@@ -486,7 +486,7 @@ def test_off_policy_mask_removes_the_policy_loss_of_the_completions_of_trl(name)
         (_, (loss, metrics)), gradient = jax.value_and_grad(total, has_aux=True)(new)
         return np.asarray(loss), np.asarray(gradient), metrics
 
-    loss, gradient, metrics = both(off_policy_mask_threshold=0.1)
+    loss, gradient, metrics = both(off_policy_mask_threshold=0.3)
     plain_loss, plain_gradient, _ = both()
     np.testing.assert_array_equal(loss[kept], plain_loss[kept])
     np.testing.assert_array_equal(gradient[kept], plain_gradient[kept])
