@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from tunix_like.training.learners import DistillationLearner as DistillationLearner
     from tunix_like.training.learners import DrGRPOConfig as DrGRPOConfig
     from tunix_like.training.learners import DrGRPOLearner as DrGRPOLearner
+    from tunix_like.training.learners import GDPOConfig as GDPOConfig
+    from tunix_like.training.learners import GDPOLearner as GDPOLearner
     from tunix_like.training.learners import GRPOConfig as GRPOConfig
     from tunix_like.training.learners import GRPOLearner as GRPOLearner
     from tunix_like.training.learners import MaxPOConfig as MaxPOConfig
@@ -92,8 +94,9 @@ _NAMES_OF_MODULE = {
     "tunix_like.training.learner": "Learner",
     "tunix_like.training.learners": (
         "LEARNERS CustomConfig CustomLearner DistillationConfig DistillationLearner DrGRPOConfig DrGRPOLearner "
-        "GRPOConfig GRPOLearner MaxPOConfig MaxPOLearner MaxRLConfig MaxRLLearner OPOConfig OPOLearner PKPOConfig "
-        "PKPOLearner PassKConfig PassKLearner RLOOConfig RLOOLearner ReinforcePPConfig ReinforcePPLearner"
+        "GDPOConfig GDPOLearner GRPOConfig GRPOLearner MaxPOConfig MaxPOLearner MaxRLConfig MaxRLLearner OPOConfig "
+        "OPOLearner PKPOConfig PKPOLearner PassKConfig PassKLearner RLOOConfig RLOOLearner ReinforcePPConfig "
+        "ReinforcePPLearner"
     ),
     "tunix_like.algorithms.losses": "register_policy_loss_fn",
     "tunix_like.training.preferences": "DPOLearner RewardModelLearner",

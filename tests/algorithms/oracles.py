@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import tunix_like.algorithms.advantages  # noqa: F401  (registers the built-in estimators)
+from tunix_like.algorithms.advantages import sum_of_normalised
 from tunix_like.algorithms.registry import find_estimator
 
 NAN = float("nan")
@@ -37,6 +37,7 @@ EVERY: list[tuple[str, dict[str, Any]]] = [
     ("passk", {"k": 3}),
     ("opo", {}),
     ("reinforce_pp", {}),
+    ("gdpo", {}),
 ]
 IDS = ["-".join([n, *(f"{k}{v}" for k, v in p.items())]) for n, p in EVERY]
 every = pytest.mark.parametrize(("name", "params"), EVERY, ids=IDS)
@@ -65,7 +66,9 @@ def estimate(
     another `P` compiles anything. `test_advantages.py` tests the compiled `compute_advantages` against the same values.
     """
     count, size = rewards.shape
-    assert count <= rows or name != "reinforce_pp", "it looks at the whole batch"
+    if find_estimator(name).by_function:
+        rewards = sum_of_normalised(rewards[None], [1.0])
+    assert count <= rows or name not in ("reinforce_pp", "gdpo"), "it looks at the whole batch"
     padded, sizes = np.full((-(-count // rows) * rows, size), NAN), np.zeros((-(-count // rows) * rows, size), np.int32)
     padded[:count], sizes[:count] = rewards, 1 if lengths is None else lengths
     scored = ~np.isnan(padded)
@@ -245,6 +248,14 @@ def whitened(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.where(kept, (centred - np.mean(tokens)) / np.sqrt(np.var(tokens, ddof=1) + 1e-8), 0.0)
 
 
+def over_the_batch(sums: np.ndarray) -> np.ndarray:
+    """Defines the last step of `gdpo`. The input is `[P, G]`, NaN where a completion does not count."""
+    counted = sums[~np.isnan(sums)]
+    if len(counted) < 2:
+        return np.zeros(sums.shape)
+    return np.nan_to_num((sums - counted.mean()) / (counted.std(ddof=1) + 1e-6))
+
+
 def definition(
     name: str,
     params: dict[str, Any],
@@ -256,6 +267,9 @@ def definition(
     sizes = np.ones(rewards.shape, int) if lengths is None else lengths
     if name == "reinforce_pp":
         return whitened(rewards, sizes)
+    if name == "gdpo":
+        kept = (~np.isnan(rewards)).sum(axis=1, keepdims=True) >= 2
+        return over_the_batch(np.where(kept & ~np.isnan(rewards), definition("grpo", {}, rewards), NAN))
     out = np.zeros(rewards.shape)
     for row, group, length in zip(out, rewards, sizes, strict=True):
         scored = ~np.isnan(group)

@@ -112,12 +112,16 @@ def test_parameters_of_a_user_defined_estimator(registry):
 
 KEYS = {"k": 2, "truncation_order": 2, "ddof": 0}
 LOSS_KEYS = {"epsilon": 0.1, "epsilon_high": 0.3, "epsilon_c": 3.0}
-LOSS_KEYS |= {"dppo_mask_high": 0.1, "dppo_mask_low": 0.1, "kl_tau": 0.1}
+LOSS_KEYS |= {"dppo_mask_high": 0.1, "dppo_mask_low": 0.1, "kl_tau": 0.1, "sapo_tau_pos": 2.0, "sapo_tau_neg": 3.0}
+LOSS_KEYS |= {"vespo_k_pos": 1.0, "vespo_lambda_pos": 1.0, "vespo_k_neg": 1.0, "vespo_lambda_neg": 1.0}
+GDPO = {"advantage_estimator": "gdpo"}
 NEGATIVE = {"kl_in_reward": True, "beta": 0.1}
 PENALTY = {"overlong": "penalty", "overlong_buffer": 2}
 
 
-@pytest.mark.parametrize("name", ["grpo", "drgrpo", "rloo", "maxrl", "maxpo", "pkpo", "passk", "opo", "reinforce_pp"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "drgrpo", "rloo", "maxrl", "maxpo", "pkpo", "passk", "opo", "reinforce_pp", "gdpo"]
+)
 def test_a_key_that_the_estimator_does_not_read_is_an_error(name):
     read = {key: value for key, value in KEYS.items() if key in find_estimator(name).parameters()}
     assert make(advantage_estimator=name, **read).estimators[0].params == read
@@ -138,6 +142,13 @@ def test_a_key_that_the_loss_does_not_read_is_an_error(name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (GDPO | {"binarize": True}, "algorithm.binarize: it changes the total reward, but 'gdpo' normalises"),
+        (
+            GDPO | {"overlong": "penalty", "overlong_buffer": 2},
+            "algorithm.overlong=penalty: it changes the total reward",
+        ),
+        (GDPO | {"kl_in_reward": True, "beta": 0.1}, "algorithm.kl_in_reward: it changes the total reward"),
+        ({"policy_loss_fn": "vespo", "sampler_is": "token"}, "algorithm.sampler_is: 'vespo' already uses the sampler"),
         ({"advantage_estimator": "rlo"}, "algorithm.advantage_estimator: unknown .* 'rlo'. Did you mean 'rloo'"),
         ({"advantage_estimator": "maxpo"}, "algorithm.k: the estimator 'maxpo' requires it"),
         ({"advantage_estimator": "maxpo", "k": 4}, "algorithm.k: got 4.*1 <= k <= 3"),
@@ -519,7 +530,7 @@ def test_each_loss_gets_the_log_probabilities_of_its_definition():
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_masked_places_change_neither_loss_nor_gradient(name):
-    extra = {} if name == "dppo" else {"sampler_is": "sequence"}
+    extra = {} if POLICY_LOSSES[name].behaviour == "rollout" else {"sampler_is": "sequence"}
     objective = make(policy_loss_fn=name, beta=0.25, entropy_coef=0.125, **extra)
 
     @jax.jit

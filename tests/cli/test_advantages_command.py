@@ -93,6 +93,7 @@ def test_values_computed_by_hand(command):
         "passk k=2": [1, -third, -third, -third, 0, 0.5],
         "opo": [1 - 3 / 11, -3 / 11, -3 / 11, -3 / 11, 1 - 12 / 11, 0.3864],
         "reinforce_pp": None,
+        "gdpo": [1.5, -0.5, -0.5, -0.5, 0, 0.75],
     }
     assert list(columns) == list(values)
     assert columns["completion"] == ["1", "2", "3", "4", "sum", "mean size"]

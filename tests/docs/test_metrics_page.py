@@ -52,7 +52,7 @@ def all_rows(folder):
         make(
             AlgorithmConfig(
                 num_generations=4, beta=0.1, sampler_is="token", dynamic_sampling=True, overlong="mask",
-                advantage_estimator="grpo",
+                advantage_estimator="grpo", off_policy_mask_threshold=0.1,
             ),
             learner=GRPOLearner, reward={"length": rewards}, eval_config=SAMPLES, teacher=make_model(1),
         ),
@@ -71,6 +71,7 @@ def test_every_metric_of_training_and_evaluation_is_on_the_page(tmp_path):
     names = set().union(*rows)
     assert {"train/kl", "train/staleness", "train/environment/good", "train/dynamic_sampling/extra_batches"} <= names
     assert {"train/teacher/divergence", "train/teacher/logprob"} <= names
+    assert "train/off_policy_mask/dropped_frac" in names
     assert {"train/sampler_is/ess", "train/overlong/masked_frac", "train/pass@1/a", "eval/low/pass@1"} <= names
     assert {"train/perf/weights_sent_bytes", "train/perf/weights_sent_sec"} <= names
     assert "new" not in names and unknown([{"train/new": 1}], "train/", documented()) == ["new"]

@@ -129,7 +129,20 @@ _TEXTS = [
     "é" * 5000,
 ]
 _TEXTS += ["nowhere.py:f", "no.such.module", ":", ".py:", "/dev/null", "rows.jsonl", "model", "[", "a: b", "\n", "Ⅷ"]
-_NAMES = [*LEARNERS, "ppo_clip", "gspo", "dppo", *FAMILIES, *SOURCES, "mix", *_CHOICES, "exact_match", "q_proj", "fsdp"]
+_NAMES = [
+    *LEARNERS,
+    "ppo_clip",
+    "gspo",
+    "dppo",
+    "vespo",
+    *FAMILIES,
+    *SOURCES,
+    "mix",
+    *_CHOICES,
+    "exact_match",
+    "q_proj",
+    "fsdp",
+]
 _scalars = st.none() | st.booleans() | st.integers(-3, 9) | st.floats() | st.sampled_from([*_TEXTS, *_NAMES])
 _inner_names = st.sampled_from(["a", "name", "weight", "", "é", "rope_type", "full_attention", 1]) | st.text(max_size=3)
 KINDS: dict[str, st.SearchStrategy[Any]] = {

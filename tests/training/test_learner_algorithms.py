@@ -50,6 +50,7 @@ DEFAULTS = {
     "opo": ("OPOLearner", "token-mean", "ppo_clip", "low_var_kl", False),
     "reinforce_pp": ("ReinforcePPLearner", "token-mean", "ppo_clip", "low_var_kl", False),
     "distillation": ("DistillationLearner", "token-mean", "ppo_clip", "low_var_kl", False),
+    "gdpo": ("GDPOLearner", "sequence-mean-token-mean", "ppo_clip", "low_var_kl", False),
 }
 OF_REWARDS = [name for name in DEFAULTS if name != "distillation"]
 NEED_K = ("maxpo", "pkpo", "passk")
@@ -92,6 +93,23 @@ def test_each_learner_trains(name):
     assert "train/pg_clipfrac" in rows[0] or name == "rloo"
     assert ("train/is_ratio/mean" in rows[0]) == (name != "rloo")
     assert rows[0]["train/advantage/abs_mean"] == pytest.approx(np.abs(expected).mean(), rel=1e-5)
+
+
+def test_gdpo_gets_the_rewards_of_each_function():
+    """The advantages of a step are those of TRL's formula, from the rewards and the weights of two functions."""
+    one, two, found = [], [], []
+    learner = make(
+        LEARNERS["gdpo"].config_class(num_generations=4), learner=LEARNERS["gdpo"], max_steps=1,
+        reward={"one": watch_rewards(one), "two": watch_rewards(two, long_or_short)}, reward_weights=[1.0, 50.0],
+        metric_fns=[watch_advantages(found)],
+    )  # fmt: skip
+    collect(learner)
+    rewards = np.stack([one[0], two[0]])
+    mean, deviation = rewards.mean(axis=2, keepdims=True), rewards.std(axis=2, ddof=1, keepdims=True)
+    total = np.tensordot([1.0, 50.0], (rewards - mean) / (deviation + 1e-6), axes=1)
+    np.testing.assert_allclose(found[0], total / total.std(ddof=1), rtol=1e-4, atol=1e-5)
+    summed = tunix_like.compute_advantages(one[0] + 50 * two[0], "gdpo")
+    assert np.abs(summed - found[0]).max() > 0.05, "which the total reward does not give"
 
 
 def naive_loss(name, rewards, lengths, logprobs):

@@ -13,6 +13,7 @@ such a group other advantages.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -194,6 +195,44 @@ def reinforce_pp(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewar
     return jnp.where(kept & (tokens >= 2), unit * jax.lax.rsqrt(spread_out), 0.0)
 
 
+@register_advantage_estimator("gdpo", zero_when_constant=True, by_function=True)
+def gdpo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
+    """Divides `s_i`, a sum of normalised rewards, by its standard deviation over the batch: `s_i / (std + 1e-6)` (GDPO,
+    arXiv 2601.05242).
+
+    `rewards` are the sums `s_i` of `sum_of_normalised`. `std` is that of all scored completions of the batch (divided
+    by their number minus 1), without those in groups with fewer than two scored completions. The mean of `s_i` over the
+    batch, which the paper subtracts, is 0, because it is 0 in every group.
+    """
+    centred = _centred(rewards, scored)[0]
+    count = (scored & (scored.sum(axis=-1, keepdims=True) >= 2)).sum()
+    scale = jnp.maximum(jnp.abs(centred).max(), 1.0)  # the sum of squares of large values would overflow float32
+    unit = centred / scale
+    return unit / (jnp.sqrt((unit**2).sum() / jnp.maximum(count - 1, 1)) + 1e-6 / scale)
+
+
+def sum_of_normalised(rewards: Float[np.ndarray, "R P G"], weights: Sequence[float]) -> Float[np.ndarray, "P G"]:
+    """Standardises the rewards of each of `R` reward functions per group, `(r_i - m) / (std + 1e-6)`, and adds them up,
+    multiplied by `weights` (GDPO, arXiv 2601.05242).
+
+    `m` and `std` (divided by `n - 1`) are those of the group's `n` scored completions. NaN marks the reward of an
+    unscored completion; if one of its rewards is NaN, the sum is NaN and none of its rewards counts.
+    """
+    scored = ~np.isnan(rewards).any(axis=0)
+    count = scored.sum(axis=-1, keepdims=True)
+    total = np.where(scored, 0.0, np.nan)
+    for values, weight in zip(rewards.astype(np.float64), weights, strict=True):
+        top = np.where(scored, values, -np.inf).max(axis=-1, keepdims=True)
+        width = top - np.where(scored, values, np.inf).min(axis=-1, keepdims=True)
+        varied = scored & (width > 0)
+        # Values from -1 to 0: large rewards cannot overflow, and equal rewards of any size give exactly 0.
+        unit = np.where(varied, values - np.where(varied, top, 0.0), 0.0) / np.where(width > 0, width, 1.0)
+        unit = np.where(varied, unit - unit.sum(axis=-1, keepdims=True) / np.maximum(count, 1), 0.0)
+        deviation = np.sqrt((unit**2).sum(axis=-1, keepdims=True) / np.maximum(count - 1, 1))
+        total += weight * unit / (deviation + np.where(width > 0, 1e-6 / np.where(width > 0, width, 1.0), 1.0))
+    return total
+
+
 def compute_advantages(rewards: Any, advantage_estimator: str, *, lengths: Any = None, **params: Any) -> np.ndarray:
     """Computes the advantages of groups of rewards with the same function that the training step uses.
 
@@ -211,7 +250,8 @@ def compute_advantages(rewards: Any, advantage_estimator: str, *, lengths: Any =
         lengths have a wrong shape or wrong values; or a function of the user returns a wrong shape or a non-finite
         number.
     """
-    estimator = find_estimator(advantage_estimator).function
+    registered = find_estimator(advantage_estimator)
+    estimator = registered.function
     try:
         values = np.asarray(rewards, np.float64)
     except (TypeError, ValueError) as error:
@@ -223,6 +263,7 @@ def compute_advantages(rewards: Any, advantage_estimator: str, *, lengths: Any =
     scored = ~np.isnan(groups)
     check_rewards(advantage_estimator, checked, groups, scored)
     sizes = _token_counts(values.shape, lengths)
+    groups = sum_of_normalised(groups[None], [1.0]) if registered.by_function else groups
     out = jax.jit(functools.partial(estimator, **checked))(
         jnp.asarray(np.where(scored, groups, 0.0), jnp.float32),
         scored=jnp.asarray(scored),

@@ -26,7 +26,7 @@ from tunix_like.algorithms.losses import (
     kl_estimate,
     loss_parameters,
 )
-from tunix_like.algorithms.off_policy import check_correction, sampler_correction
+from tunix_like.algorithms.off_policy import check_correction, kept_by_mask, sampler_correction
 from tunix_like.algorithms.registry import Estimator, check_parameters, find_estimator
 from tunix_like.config.schema import AlgorithmConfig, TeacherConfig
 from tunix_like.errors import UserError
@@ -34,7 +34,10 @@ from tunix_like.runtime.user_code import describe_error, is_own, kind_of
 from tunix_like.types import ById
 
 ESTIMATOR_KEYS = ("k", "truncation_order", "ddof")
-LOSS_KEYS = ("epsilon", "epsilon_high", "epsilon_c", "dppo_mask_high", "dppo_mask_low", "kl_tau")
+LOSS_KEYS = (
+    *("epsilon", "epsilon_high", "epsilon_c", "dppo_mask_high", "dppo_mask_low", "kl_tau"),
+    *("sapo_tau_pos", "sapo_tau_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+)
 _NEED = {"overlong_buffer": "overlong", "overlong_penalty": "overlong", "max_extra_batches": "dynamic_sampling"}
 _NEED |= {key: "sampler_is" for key in ("sampler_is_threshold", "sampler_is_min", "sampler_is_kl")}
 
@@ -141,7 +144,8 @@ class Objective:
     @property
     def needs_rollout_logprobs(self) -> bool:
         loss = find_policy_loss(str(self.config.policy_loss_fn))
-        return self.config.sampler_is is not None or loss.behaviour == "rollout"
+        keys = self.config.sampler_is, self.config.off_policy_mask_threshold
+        return keys != (None, None) or loss.behaviour == "rollout"
 
     def estimator_ids(self, sources: Sequence[Any]) -> Int[np.ndarray, "P"]:
         """Returns the index in `estimators` of each group's estimator, given the prompts' `sources` (None: unknown)."""
@@ -220,6 +224,9 @@ class Objective:
             ratios = correction.ratios(tokens.old_logprobs, rollout, mask)
             weights = correction.weights(ratios)
             loss, metrics = weights * loss, metrics | correction.metrics(ratios, weights, mask)
+        if config.off_policy_mask_threshold is not None and rollout is not None:
+            kept = kept_by_mask(config.off_policy_mask_threshold, tokens.logprobs, rollout, advantages, mask)
+            loss, metrics = jnp.where(kept, loss, 0.0), metrics | {"off_policy_mask/dropped_frac": 1.0 - kept}
         if self.reference_in_loss:
             assert tokens.ref_logprobs is not None
             kl = kl_estimate(str(config.kl_loss_mode), tokens.logprobs, tokens.ref_logprobs, mask)
@@ -409,6 +416,13 @@ def _check_combinations(objective: Objective, updates_per_batch: int) -> None:
             f"rollout.max_tokens_to_generate ({objective.max_tokens})."
         )
     in_reward = bool(config.kl_in_reward and config.beta > 0)
+    by_function = [estimator.name for estimator in objective.estimators if estimator.registered.by_function]
+    changes = {"binarize": config.binarize, "overlong=penalty": config.overlong == "penalty", "kl_in_reward": in_reward}
+    for setting in (setting for setting, on in changes.items() if on and by_function):
+        raise UserError(
+            f"algorithm.{setting}: it changes the total reward, but '{by_function[0]}' normalises the reward of each "
+            "function. Unset it, or use another estimator."
+        )
     if in_reward and config.binarize:
         raise UserError(
             "algorithm.kl_in_reward: the KL is subtracted after algorithm.binarize, so rewards would not be 0 or 1. "

@@ -37,6 +37,8 @@ class Estimator:
         completions is dropped.
       sparse: whether completions often get advantage 0 although the rewards of their group differ. If True, the
         advantages are computed before the update, to skip these completions.
+      by_function: whether the estimator gets `advantages.sum_of_normalised` of the rewards of the single reward
+        functions, instead of their weighted sum.
     """
 
     function: AdvantageEstimator
@@ -45,6 +47,7 @@ class Estimator:
     headroom: Mapping[str, int]
     scored_beyond_k: int
     sparse: bool
+    by_function: bool = False
 
     def parameters(self) -> dict[str, Any]:
         """Returns the names of the estimator's own parameters, with their defaults."""
@@ -67,6 +70,7 @@ def register_advantage_estimator(
     headroom: Mapping[str, int] | None = None,
     scored_beyond_k: int = 0,
     sparse: bool = False,
+    by_function: bool = False,
 ) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
     """Registers an advantage estimator under `name`. The estimator is traced into the compiled training step, like a
     built-in estimator.
@@ -85,6 +89,7 @@ def register_advantage_estimator(
         completions is dropped. A group with fewer than two is always dropped.
       sparse: whether completions often get advantage 0 although the rewards of their group differ. If True, the
         advantages are computed before the update, to skip these completions.
+      by_function: whether the rewards of each reward function are normalised over the group before they are added.
 
     Raises:
       UserError: the name is taken, or contains `.` or `:`.
@@ -101,6 +106,7 @@ def register_advantage_estimator(
             dict(headroom or {}),
             scored_beyond_k,
             sparse,
+            by_function,
         )
         return function
 

@@ -142,8 +142,8 @@ class AlgorithmConfig(Checked):
 
     section = "algorithm"
     advantage_estimator: str | None = key(
-        doc="selects the learner: grpo, drgrpo, rloo, maxrl, maxpo, pkpo, passk, opo, reinforce_pp, distillation (no "
-        "reward; needs teacher.path), or FILE.py:function; on pairs: dpo, reward_model"
+        doc="selects the learner: grpo, drgrpo, rloo, maxrl, maxpo, pkpo, passk, opo, reinforce_pp, gdpo, distillation "
+        "(no reward; needs teacher.path), or FILE.py:function; on pairs: dpo, reward_model"
     )
     num_generations: int = key(8, doc="completions per prompt (G)", at_least=2)
     num_iterations: int = key(1, doc="passes over a rollout batch", at_least=1)
@@ -158,25 +158,39 @@ class AlgorithmConfig(Checked):
         False,
         doc="1 if the reward reaches rewards.success_threshold, else 0",
     )
-    policy_loss_fn: str | None = key(doc="ppo_clip, reinforce, gspo, cispo, dppo, or FILE.py:function")
+    policy_loss_fn: str | None = key(
+        doc="ppo_clip, reinforce, gspo, cispo, dppo, dppo_kl, sapo, gmpo, vespo, or FILE.py:function"
+    )
     loss_params: dict[str, Any] | None = key(doc="of your own loss")
     loss_agg_mode: str | None = key(doc="weights of tokens in the loss", choices=LOSS_AGG_MODES)
     epsilon: float | None = key(
-        doc="ppo_clip, gspo, cispo: lower clip range (unset: 0.2; gspo 3e-4)", above=0, at_most=1
+        doc="ppo_clip, gspo, cispo, gmpo: lower clip range (unset: 0.2; gspo 3e-4, gmpo 0.4)", above=0, at_most=1
     )
-    epsilon_high: float | None = key(doc="ppo_clip, gspo, cispo: upper clip range (unset: epsilon; gspo 4e-4)", above=0)
+    epsilon_high: float | None = key(
+        doc="ppo_clip, gspo, cispo, gmpo: upper clip range (unset: epsilon; gspo 4e-4)", above=0
+    )
     epsilon_c: float | None = key(doc="ppo_clip, gspo: dual clip of negative advantages (unset: off)", above=1)
     dppo_mask_high: float | None = key(
-        doc="dppo: tokens with A > 0 whose probability exceeds the sampler's by more are dropped (unset: 0.2)",
+        doc="dppo: tokens with A > 0 whose probability exceeds the sampler's by more are dropped (unset: 0.2); "
+        "dppo_kl: in nats of KL (unset: 0.05)",
         above=0,
         at_most=1,
     )
     dppo_mask_low: float | None = key(
-        doc="dppo: tokens with A <= 0 whose probability is lower by more are dropped (unset: 0.2)",
+        doc="dppo: tokens with A <= 0 whose probability is lower by more are dropped (unset: 0.2); dppo_kl: in nats of "
+        "KL (unset: 0.05)",
         above=0,
         at_most=1,
     )
-    kl_tau: float | None = key(doc="dppo: weight of the squared log-ratio to the sampler (unset: 1e-3)", at_least=0)
+    kl_tau: float | None = key(
+        doc="dppo, dppo_kl: weight of the squared log-ratio to the sampler (unset: 1e-3)", at_least=0
+    )
+    sapo_tau_pos: float | None = key(doc="sapo: how fast the gradient decays, A > 0 (unset: 1)", above=0)
+    sapo_tau_neg: float | None = key(doc="sapo: the same, A <= 0 (unset: 1.05)", above=0)
+    vespo_k_pos: float | None = key(doc="vespo: power of the ratio, A >= 0 (unset: 2)", at_least=0)
+    vespo_lambda_pos: float | None = key(doc="vespo: its decay, A >= 0 (unset: 3)", above=0)
+    vespo_k_neg: float | None = key(doc="vespo: power of the ratio, A < 0 (unset: 3)", at_least=0)
+    vespo_lambda_neg: float | None = key(doc="vespo: its decay, A < 0 (unset: 2)", above=0)
     beta: float = key(0.0, doc="weight of the KL to the reference; 0: no reference", at_least=0)
     kl_loss_mode: str | None = key(
         doc="kl (k1), mse_kl (k2), low_var_kl (k3); unset: k1 in the reward, k3 in the loss",
@@ -192,6 +206,11 @@ class AlgorithmConfig(Checked):
     sampler_is_threshold: float | None = key(doc="sampler_is: upper bound (unset: 2; masks 3)", above=0)
     sampler_is_min: float | None = key(doc="sampler_is: lower bound (unset: none)", above=0, below=1)
     sampler_is_kl: bool = key(False, doc="sampler_is: the KL in the loss too")
+    off_policy_mask_threshold: float | None = key(
+        doc="completions with A < 0 leave the policy loss if the sampler's log-probabilities exceed the current ones "
+        "by more, in nats per token on average (unset: off)",
+        above=0,
+    )
     overlong: str | None = key(
         doc="mask: truncated completions leave the loss; penalty: DAPO's soft penalty (unset: neither)",
         choices=("mask", "penalty"),
@@ -471,7 +490,8 @@ class RLTrainingConfig(Checked):
     )
     max_logprob_gap: float | None = key(
         0.1,
-        doc="mean difference between sampler and trainer, in nats per token, that stops the first update; null: off",
+        doc="mean difference between sampler and trainer, in nats per token, that stops the first step and in later "
+        "steps warns; null: off",
         above=0,
     )
     remat: bool = key(False, doc="recompute layers in the backward pass: less memory, a third more compute")

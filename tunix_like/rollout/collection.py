@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from tunix_like.algorithms.advantages import sum_of_normalised
 from tunix_like.algorithms.objective import Objective
 from tunix_like.algorithms.registry import check_rewards
 from tunix_like.config.schema import AlgorithmConfig, RLTrainingConfig
@@ -194,7 +195,7 @@ class Collector:
     def _has_signal(self, rollout: Rollout) -> Bool[np.ndarray, "P"]:
         """Returns for each prompt whether it has a training signal: the rewards of its completions differ, and it has
         as many scored completions as its advantage estimator needs."""
-        rewards = shaped_rewards(rollout, self.task)
+        rewards = shaped_rewards(rollout, self.task, self.objective)
         scored = ~np.isnan(rewards)
         return mixed_groups(rewards, scored) & self.objective.kept_groups(
             scored, estimator_ids(self.objective, rollout)
@@ -246,7 +247,7 @@ class Collector:
 
     def _check_rewards(self, rollout: Rollout) -> None:
         """Raises UserError if an advantage estimator does not accept one of the rewards."""
-        rewards, ids = shaped_rewards(rollout, self.task), estimator_ids(self.objective, rollout)
+        rewards, ids = shaped_rewards(rollout, self.task, self.objective), estimator_ids(self.objective, rollout)
 
         def describe(group: int, sample: int) -> str:
             parts = {
@@ -281,7 +282,7 @@ def training_batch(rollout: Rollout, task: Task, objective: Objective) -> GroupB
     lengths = np.array([len(problem.tokens) for problem in rollout.problems], np.int32)
     width = length_bucket(int(lengths.max()), limits.max_prompt_length)
     steps = length_bucket(int(out.lengths.max()), limits.max_tokens_to_generate)
-    rewards = shaped_rewards(rollout, task)
+    rewards = shaped_rewards(rollout, task, objective)
     factors = [problem.weight for problem in rollout.problems]
     return GroupBatch(
         prompt_tokens=pad_tokens([problem.tokens for problem in rollout.problems], width),
@@ -299,11 +300,19 @@ def training_batch(rollout: Rollout, task: Task, objective: Objective) -> GroupB
     )
 
 
-def shaped_rewards(rollout: Rollout, task: Task) -> Float[np.ndarray, "P G"]:
-    """Returns the total rewards after `shape_rewards`; NaN for an unscored completion."""
+def shaped_rewards(rollout: Rollout, task: Task, objective: Objective) -> Float[np.ndarray, "P G"]:
+    """Returns the rewards that the advantage estimators get; NaN for an unscored completion. They are the total rewards
+    after `shape_rewards` or, for an estimator with `by_function`, the results of `sum_of_normalised`."""
     lengths = rollout.completions.lengths
     total, most = rollout.scores.total.reshape(lengths.shape), task.rollout_config.max_tokens_to_generate
-    return shape_rewards(total, lengths, task.algo, most, task.success_threshold)
+    rewards = shape_rewards(total, lengths, task.algo, most, task.success_threshold)
+    by_function = np.array([estimator.registered.by_function for estimator in objective.estimators])
+    groups = by_function[estimator_ids(objective, rollout)]
+    if groups.any():
+        weights = {name: weight for name, _, weight in task.rewards}  # that of an environment is 1
+        parts = {name: values.reshape(lengths.shape)[groups] for name, values in rollout.scores.by_function.items()}
+        rewards[groups] = sum_of_normalised(np.stack([*parts.values()]), [weights.get(name, 1.0) for name in parts])
+    return rewards
 
 
 def shape_rewards(

@@ -12,6 +12,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
+from tunix_like.algorithms.losses import find_policy_loss
 from tunix_like.config.schema import AlgorithmConfig, RolloutConfig
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
@@ -95,7 +96,7 @@ def check_staleness(algorithm: AlgorithmConfig, rollout: RolloutConfig, elsewher
         raise UserError(
             f"{name} needs devices that only sample; set rollout.devices to their number, or rollout.engine=vllm."
         )
-    if algorithm.sampler_is is None:
+    if algorithm.sampler_is is None and find_policy_loss(str(algorithm.policy_loss_fn)).behaviour == "trainer":
         logger.warning(
             "%s: completions are sampled with weights that lack the newest updates, and nothing corrects the "
             "difference; set algorithm.sampler_is, e.g. token (docs/off_policy.md)",

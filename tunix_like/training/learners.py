@@ -99,6 +99,13 @@ class DistillationConfig(MaxRLConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GDPOConfig(GRPOConfig):
+    """Defaults of GDPO, equal to those of GRPO."""
+
+    advantage_estimator: str | None = "gdpo"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CustomConfig(MaxRLConfig):
     """Defaults for an estimator of the user, equal to those of MaxRL. `advantage_estimator` must be set."""
 
@@ -210,6 +217,17 @@ class DistillationLearner(Learner):
     config_class = DistillationConfig
 
 
+class GDPOLearner(Learner):
+    """Group reward-Decoupled Normalization Policy Optimization (arXiv 2601.05242), for several reward functions.
+
+    The rewards of each function are standardised over the group, added with the weights of the functions, and divided
+    by their standard deviation over the batch. Functions of small rewards then count as much as others of equal weight.
+    The gradient estimate is biased like that of GRPO.
+    """
+
+    config_class = GDPOConfig
+
+
 class CustomLearner(Learner):
     """Uses an estimator of the user, with MaxRL's loss and aggregation.
 
@@ -232,6 +250,7 @@ LEARNERS: dict[str, type[Learner]] = {
         OPOLearner,
         ReinforcePPLearner,
         DistillationLearner,
+        GDPOLearner,
     )
 }
 """Maps the name of an estimator (`algorithm.advantage_estimator`) to its learner class, which has the default loss and

@@ -174,7 +174,7 @@ class Updates:
                 save_skipped(trainer.written_folder, SkippedUpdate(step, number, batch, live, parts[number], old, ref))
         self.skip_watch.check()
         if not stale:
-            self.gap_watch(rows)
+            self.gap_watch(step, rows)
         computed = np.where(live, batch.completion_lengths, 0)
         done = update_operations(
             trainer.model.config, batch.prompt_lengths, computed, trainer.model.adapters is not None
