@@ -20,7 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix_like.algorithms.order_statistics import above_average, leave_two_out, marginal_contribution, spread
+from tunix_like.algorithms.order_statistics import (
+    Table,
+    above_average,
+    leave_two_out_table,
+    marginal_table,
+    order_statistic_table,
+    spread,
+    subset_table,
+    weighted,
+)
 from tunix_like.algorithms.registry import check_parameters, check_rewards, find_estimator, register_advantage_estimator
 from tunix_like.errors import UserError
 
@@ -83,13 +92,25 @@ def rloo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     return centred * (count / jnp.maximum(count - 1, 1))
 
 
+def _maxrl_table(size: int, *, truncation_order: int) -> Table:
+    return leave_two_out_table(size, (1.0,) * truncation_order)
+
+
 @register_advantage_estimator(
     "maxrl",
     zero_when_constant=True,
     takes=lambda params: "non-negative" if params.get("truncation_order") is None else "any",
     headroom={"truncation_order": 1},
+    table=_maxrl_table,
 )
-def maxrl(rewards: Rewards, *, scored: Scored, lengths: Lengths, truncation_order: int | None = None) -> Rewards:
+def maxrl(
+    rewards: Rewards,
+    *,
+    scored: Scored,
+    lengths: Lengths,
+    truncation_order: int | None = None,
+    table: Table | None = None,
+) -> Rewards:
     """Divides centred rewards by the mean reward: `(r_i - m) / m` if `m > 0`, else 0 (MaxRL, arXiv 2602.02710, Alg. 1).
 
     `m` is the mean of the rewards `r_i` of a group of `G` completions. Rewards must be non-negative. For 0/1 rewards
@@ -103,15 +124,23 @@ def maxrl(rewards: Rewards, *, scored: Scored, lengths: Lengths, truncation_orde
     rewards can then be any real numbers. The expected gradient is the gradient of `sum_{k<=T} max@k / k`, where max@k
     is the expected maximum reward of `k` completions.
     """
-    if truncation_order is not None:
-        return leave_two_out(rewards, scored, tuple((k, 1.0) for k in range(1, truncation_order + 1)))
+    if table is None and truncation_order is not None:
+        table = _maxrl_table(rewards.shape[-1], truncation_order=truncation_order)
+    if table is not None:
+        return weighted(rewards, scored, table)
     centred, mean, _, signal = _centred(rewards, scored)
     positive = signal & (mean > 0)
     return jnp.where(positive, centred / jnp.where(positive, mean, 1.0), 0.0)
 
 
-@register_advantage_estimator("maxpo", zero_when_constant=True, headroom={"k": 1}, scored_beyond_k=1, sparse=True)
-def maxpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
+def _maxpo_table(size: int, *, k: int) -> Table:
+    return leave_two_out_table(size, (0.0,) * (k - 1) + (float(k),))
+
+
+@register_advantage_estimator(
+    "maxpo", zero_when_constant=True, headroom={"k": 1}, scored_beyond_k=1, sparse=True, table=_maxpo_table
+)
+def maxpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int, table: Table | None = None) -> Rewards:
     """Computes the Leave-Two-Out advantage times k: `k L_k,i` with `L_k,i = q_i - V_k(-i)` (MaxPO, arXiv 2606.06080).
 
     `q_i` is the mean of the maximum reward over the subsets of `k` completions that contain completion `i`; `V_k(-i)`
@@ -119,11 +148,19 @@ def maxpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewa
     reward of `k` completions. For 0/1 rewards with pass rate `p` it is `k (1-p)^(k-1) grad p`, the gradient of pass@k.
     The advantages of a group sum to zero. `1 <= k <= G - 1` for groups of `G` completions; `k = 1` is RLOO.
     """
-    return leave_two_out(rewards, scored, ((k, float(k)),))
+    return weighted(rewards, scored, _maxpo_table(rewards.shape[-1], k=k) if table is None else table)
 
 
-@register_advantage_estimator("pkpo", zero_when_constant=lambda params: params["k"] > 1, headroom={"k": 0}, sparse=True)
-def pkpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
+def _pkpo_table(size: int, *, k: int) -> Table:
+    if k == 1:
+        raise UserError("k: 'pkpo' with k = 1 is another function of the rewards. Start the schedule at 2 or above.")
+    return marginal_table(size, k)
+
+
+@register_advantage_estimator(
+    "pkpo", zero_when_constant=lambda params: params["k"] > 1, headroom={"k": 0}, sparse=True, table=_pkpo_table
+)
+def pkpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int, table: Table | None = None) -> Rewards:
     """Computes the marginal contribution to max@k, `k (q_i - V_{k-1}(-i))` (PKPO, arXiv 2505.15201).
 
     `q_i` is the mean of the maximum reward over the subsets of `k` completions that contain completion `i`;
@@ -133,13 +170,15 @@ def pkpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewar
     not sum to zero. `1 <= k <= G` for groups of `G` completions; with `k = 1`, the advantage is the reward itself. The
     result is `G` times `s_loo_minus_one` of the paper.
     """
-    if k == 1:
+    if table is None and k == 1:
         return jnp.where(scored & (scored.sum(axis=-1, keepdims=True) >= 2), rewards, 0.0)
-    return k * marginal_contribution(rewards, scored, k)
+    return weighted(rewards, scored, _pkpo_table(rewards.shape[-1], k=k) if table is None else table)
 
 
-@register_advantage_estimator("passk", zero_when_constant=True, takes="binary", headroom={"k": 1}, sparse=True)
-def passk(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
+@register_advantage_estimator(
+    "passk", zero_when_constant=True, takes="binary", headroom={"k": 1}, sparse=True, table=subset_table
+)
+def passk(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int, table: Table | None = None) -> Rewards:
     """Computes standardised pass@k: `(q_i - V_k) / (sqrt(V_k (1 - V_k)) + 1e-6)` (pass@k training, arXiv 2508.10751).
 
     Rewards must be 0 or 1. `V_k` is the mean of the maximum reward over all subsets of `k` completions of the group,
@@ -147,7 +186,8 @@ def passk(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewa
     GRPO, the division by a standard deviation makes the estimator biased. `1 <= k <= G - 1` for groups of `G`
     completions; with `k = G`, all advantages would be zero.
     """
-    above, value, shortfall = above_average(rewards, scored, k)
+    table = subset_table(rewards.shape[-1], k) if table is None else table
+    above, value, shortfall = above_average(rewards, scored, table)
     deviation = jnp.sqrt(jnp.maximum(value * shortfall, 0.0))
     return above / (deviation + 1e-6)
 

@@ -37,6 +37,9 @@ class Estimator:
         completions is dropped.
       sparse: whether completions often get advantage 0 although the rewards of their group differ. If True, the
         advantages are computed before the update, to skip these completions.
+      table: computes the constants of the estimator on the host; None if its parameters cannot follow a schedule.
+      check: given the estimator's parameters and the group size, raises UserError for a wrong value. The message begins
+        with the name of the parameter.
     """
 
     function: AdvantageEstimator
@@ -45,10 +48,13 @@ class Estimator:
     headroom: Mapping[str, int]
     scored_beyond_k: int
     sparse: bool
+    table: Callable[..., Any] | None = None
+    check: Callable[[Params, int], None] | None = None
 
     def parameters(self) -> dict[str, Any]:
         """Returns the names of the estimator's own parameters, with their defaults."""
-        return own_parameters(self.function, frozenset({"scored", "lengths"}))
+        given = {"scored", "lengths"} if self.table is None else {"scored", "lengths", "table"}
+        return own_parameters(self.function, frozenset(given))
 
     def least_scored(self, params: Params) -> int:
         """Returns the minimum number of scored completions of a group; groups with fewer are dropped."""
@@ -67,6 +73,8 @@ def register_advantage_estimator(
     headroom: Mapping[str, int] | None = None,
     scored_beyond_k: int = 0,
     sparse: bool = False,
+    table: Callable[..., Any] | None = None,
+    check: Callable[[Params, int], None] | None = None,
 ) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
     """Registers an advantage estimator under `name`. The estimator is traced into the compiled training step, like a
     built-in estimator.
@@ -85,6 +93,11 @@ def register_advantage_estimator(
         completions is dropped. A group with fewer than two is always dropped.
       sparse: whether completions often get advantage 0 although the rewards of their group differ. If True, the
         advantages are computed before the update, to skip these completions.
+      table: `table(G, **parameters)` computes an array on the host. The estimator then has the keyword-only parameter
+        `table=None`. If a parameter follows a schedule, the estimator gets the array of the step as `table` and must
+        read nothing else of the parameters, so the step is compiled only once.
+      check: `check(parameters, G)` raises UserError for a wrong value. The message begins with the name of the
+        parameter.
 
     Raises:
       UserError: the name is taken, or contains `.` or `:`.
@@ -101,6 +114,8 @@ def register_advantage_estimator(
             dict(headroom or {}),
             scored_beyond_k,
             sparse,
+            table,
+            check,
         )
         return function
 
@@ -203,6 +218,11 @@ def check_parameters(name: str, params: Params, group_size: int, key: str = "alg
                 f"{key}.{field}: got {value}; '{name}' needs 1 <= {field} <= {group_size - spare}{reason} "
                 f"({group_size})" + (", because each subset leaves out one completion." if spare else ".")
             )
+    if estimator.check is not None:
+        try:
+            estimator.check(params, group_size)
+        except UserError as error:
+            raise UserError(f"{key}.{error}") from error
     return params
 
 
