@@ -13,6 +13,7 @@ such a group other advantages.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from tunix_like.algorithms.mixtures import power_coefficients, rank_weights
 from tunix_like.algorithms.order_statistics import (
     Table,
     above_average,
@@ -30,7 +32,14 @@ from tunix_like.algorithms.order_statistics import (
     subset_table,
     weighted,
 )
-from tunix_like.algorithms.registry import check_parameters, check_rewards, find_estimator, register_advantage_estimator
+from tunix_like.algorithms.registry import (
+    Params,
+    check_parameters,
+    check_rewards,
+    find_estimator,
+    is_number,
+    register_advantage_estimator,
+)
 from tunix_like.errors import UserError
 
 Rewards = Float[Array, "P G"]
@@ -192,6 +201,114 @@ def passk(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int, table: 
     return above / (deviation + 1e-6)
 
 
+def _check_maxk_mix(params: Params, size: int) -> None:
+    alpha, coefficients = params.get("alpha"), params.get("coefficients")
+    if (alpha is None) == (coefficients is None):
+        raise UserError("alpha, coefficients: 'maxk_mix' needs exactly one of them. Set alpha, or a list coefficients.")
+    if alpha is not None and not (is_number(alpha) and alpha >= 0):
+        raise UserError(f"alpha: got {alpha!r}; 'maxk_mix' needs a number of at least 0.")
+    if coefficients is not None:
+        _check_numbers("coefficients", coefficients)
+        if len(coefficients) > size - 1:
+            raise UserError(
+                f"coefficients: got {len(coefficients)}; 'maxk_mix' takes at most {size - 1}, one less than "
+                f"algorithm.num_generations ({size}), because each subset leaves out one completion."
+            )
+
+
+def _maxk_mix_table(size: int, *, alpha: float | None = None, coefficients: Sequence[float] | None = None) -> Table:
+    return leave_two_out_table(
+        size, power_coefficients(alpha, size - 1) if alpha is not None else tuple(map(float, coefficients or ()))
+    )
+
+
+@register_advantage_estimator("maxk_mix", zero_when_constant=True, table=_maxk_mix_table, check=_check_maxk_mix)
+def maxk_mix(
+    rewards: Rewards,
+    *,
+    scored: Scored,
+    lengths: Lengths,
+    alpha: float | None = None,
+    coefficients: Sequence[float] | None = None,
+    table: Table | None = None,
+) -> Rewards:
+    """Mixes Leave-Two-Out advantages: `sum_k c_k L_k,i`, `k = 1..G-1`, with `L_k,i` as in `maxpo`.
+
+    For 0/1 rewards with pass rate `p`, the expected gradient is `w(p) grad p` with `w(p) = sum_k c_k (1-p)^(k-1)`: the
+    weight can be any polynomial of degree `G - 2`. For other rewards, it is the gradient of `sum_k c_k max@k / k`. The
+    advantages of a group sum to zero. Terms with k above `n - 1` are left out in a group of `n` scored completions.
+
+    `coefficients` are `c_1, c_2, ...`; missing ones are 0. `alpha` sets them to those of the series of `p^-alpha`,
+    `c_k = Gamma(alpha + k - 1) / (Gamma(alpha) Gamma(k))`: 0 is RLOO, 1 is MaxRL of order `G - 1`.
+    """
+    if table is None:
+        table = _maxk_mix_table(rewards.shape[-1], alpha=alpha, coefficients=coefficients)
+    return weighted(rewards, scored, table)
+
+
+def _check_order_statistic(params: Params, size: int) -> None:
+    k, weights, statistic = params["k"], params.get("weights"), params.get("statistic")
+    if (weights is None) == (statistic is None):
+        raise UserError(
+            "weights, statistic: 'order_statistic' needs exactly one of them. Set a list weights, or a statistic such "
+            "as median."
+        )
+    if weights is not None:
+        _check_numbers("weights", weights)
+        if len(weights) != k:
+            raise UserError(
+                f"weights: got {len(weights)}; 'order_statistic' needs k ({k}) of them, that of the largest reward first."
+            )
+    elif not isinstance(statistic, str):
+        raise UserError(f"statistic: got {statistic!r}; give a name such as median.")
+    else:
+        rank_weights(statistic, k)
+
+
+def _order_statistic_table(
+    size: int, *, k: int, weights: Sequence[float] | None = None, statistic: str | None = None
+) -> Table:
+    ranks = rank_weights(statistic, k) if statistic is not None else tuple(map(float, weights or ()))
+    return order_statistic_table(size, ranks)
+
+
+@register_advantage_estimator(
+    "order_statistic",
+    zero_when_constant=True,
+    headroom={"k": 1},
+    scored_beyond_k=1,
+    sparse=True,
+    table=_order_statistic_table,
+    check=_check_order_statistic,
+)
+def order_statistic(
+    rewards: Rewards,
+    *,
+    scored: Scored,
+    lengths: Lengths,
+    k: int,
+    weights: Sequence[float] | None = None,
+    statistic: str | None = None,
+    table: Table | None = None,
+) -> Rewards:
+    """Computes the advantage of an order statistic of k rewards: `k (inc_i - loo_i)` (OrderGrad, arXiv 2606.06096).
+
+    The statistic is `sum_j weights_j X_(j:k)`, where `X_(1:k) >= ... >= X_(k:k)` are k sorted rewards, or the one with
+    the name `statistic` (see `rank_weights`). `inc_i` is the mean of the statistic over the subsets of `k` completions
+    that contain completion `i`; `loo_i` is this mean over the subsets without `i`. The expected gradient is the
+    gradient of the expected statistic of `k` completions. The advantages of a group sum to zero. `1 <= k <= G - 1` for
+    groups of `G` completions; weights `1, 0, ..., 0` are MaxPO.
+    """
+    if table is None:
+        table = _order_statistic_table(rewards.shape[-1], k=k, weights=weights, statistic=statistic)
+    return weighted(rewards, scored, table)
+
+
+def _check_numbers(name: str, values: Any) -> None:
+    if not isinstance(values, list | tuple) or not values or not all(map(is_number, values)):
+        raise UserError(f"{name}: got {values!r}; give a list of finite numbers, at least one.")
+
+
 @register_advantage_estimator("opo", zero_when_constant=True)
 def opo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     """Subtracts a length-weighted baseline: `r_i - sum_j l_j r_j / sum_j l_j` (OPO, arXiv 2505.23585).
@@ -241,7 +358,7 @@ def compute_advantages(rewards: Any, advantage_estimator: str, *, lengths: Any =
       rewards: `[G]` or `[groups, G]` numbers; NaN (or None) marks a completion that could not be scored.
       advantage_estimator: a registered name, or `FILE.py:function`.
       lengths: completion lengths in tokens, in the shape of `rewards`; defaults to ones.
-      **params: the estimator's parameters, e.g. `k=4`, `truncation_order=3`, `ddof=0`.
+      **params: the estimator's parameters, e.g. `k=4`, `truncation_order=3`, `ddof=0`, `alpha=0.5`.
 
     Returns:
       float32 advantages of the shape of `rewards`.

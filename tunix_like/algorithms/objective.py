@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +26,16 @@ from tunix_like.algorithms.losses import (
     loss_parameters,
 )
 from tunix_like.algorithms.off_policy import check_correction, sampler_correction
-from tunix_like.algorithms.registry import Estimator, check_parameters, find_estimator
+from tunix_like.algorithms.registry import ESTIMATOR_KEYS, Estimator, find_estimator, with_schedules
+from tunix_like.config.schedules import Schedule
 from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError
 from tunix_like.runtime.user_code import describe_error, is_own, kind_of
 from tunix_like.types import ById
 
-ESTIMATOR_KEYS = ("k", "truncation_order", "ddof")
+if TYPE_CHECKING:
+    from tunix_like.types import AnyArray
+
 LOSS_KEYS = ("epsilon", "epsilon_high", "epsilon_c", "dppo_mask_high", "dppo_mask_low", "kl_tau")
 _NEED = {"overlong_buffer": "overlong", "overlong_penalty": "overlong", "max_extra_batches": "dynamic_sampling"}
 _NEED |= {key: "sampler_is" for key in ("sampler_is_threshold", "sampler_is_min", "sampler_is_kl")}
@@ -40,20 +43,40 @@ _NEED |= {key: "sampler_is" for key in ("sampler_is_threshold", "sampler_is_min"
 
 @dataclasses.dataclass(frozen=True)
 class GroupEstimator:
-    """An advantage estimator with its configured parameters."""
+    """An advantage estimator with its configured parameters, some of which may be schedules."""
 
     name: str
     params: dict[str, Any]
+
+    @property
+    def schedules(self) -> dict[str, Schedule]:
+        return {key: value for key, value in self.params.items() if isinstance(value, Schedule)}
+
+    def at(self, step: int) -> GroupEstimator:
+        """Returns this estimator with the values that the schedules have in a step."""
+        return GroupEstimator(self.name, self.params | {key: value(step) for key, value in self.schedules.items()})
+
+    def table(self, step: int, group_size: int) -> Float[np.ndarray, "..."] | None:
+        """Returns the array that the estimator reads in a step; None without a schedule."""
+        build = self.registered.table
+        if build is None or not self.schedules:
+            return None
+        return np.asarray(build(group_size, **self.at(step).params), np.float32)
 
     @property
     def registered(self) -> Estimator:
         return find_estimator(self.name)
 
     def __call__(
-        self, rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], lengths: Int[Array, "P G"]
+        self,
+        rewards: Float[Array, "P G"],
+        scored: Bool[Array, "P G"],
+        lengths: Int[Array, "P G"],
+        table: Float[Array, "..."] | None = None,
     ) -> Float[Array, "P G"]:
+        params = self.params if table is None else self.params | {"table": table}
         try:
-            out = self.registered.function(rewards, scored=scored, lengths=lengths, **self.params)
+            out = self.registered.function(rewards, scored=scored, lengths=lengths, **params)
         except UserError:
             raise
         except Exception as error:
@@ -66,6 +89,18 @@ class GroupEstimator:
         return out
 
 
+class Scheduled(NamedTuple):
+    """The inputs of the compiled step from the schedules of an objective, one entry per estimator.
+
+    Attributes:
+      tables: the arrays of `GroupEstimator.table`.
+      least_scored: minimum number of scored completions of a group.
+    """
+
+    tables: tuple[Float[AnyArray, "..."] | None, ...]
+    least_scored: Int[AnyArray, "E"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """The objective of a learner; all defaults are filled in and all values are checked.
@@ -75,6 +110,7 @@ class Objective:
       sources: maps a data source to the index of its estimator in `estimators`. Other sources use the run's estimator.
       loss_params: the configured parameters of the policy loss.
       max_tokens: `rollout.max_tokens_to_generate`.
+      arrays: the values of the schedules, inside the compiled step (see `bound`).
     """
 
     config: AlgorithmConfig
@@ -82,6 +118,7 @@ class Objective:
     sources: dict[str, int]
     loss_params: dict[str, Any]
     max_tokens: int
+    arrays: Scheduled | None = None
 
     @property
     def functions(self) -> tuple[Any, ...]:
@@ -99,6 +136,29 @@ class Objective:
         estimators = [(estimator.name, sorted(estimator.params.items())) for estimator in self.estimators]
         settings = repr((self.config, estimators, sorted(self.loss_params.items())))
         return tuple(map(ById, self.functions)), settings, self.max_tokens  # a function of the user may be unhashable
+
+    def at(self, step: int) -> Objective:
+        """Returns this objective with the values that the schedules have in a step; the first step is 1."""
+        return dataclasses.replace(self, estimators=tuple(estimator.at(step) for estimator in self.estimators))
+
+    def scheduled(self, step: int) -> Scheduled | None:
+        """Returns the arrays that the schedules give to the compiled step; None without a schedule."""
+        tables = tuple(estimator.table(step, self.config.num_generations) for estimator in self.estimators)
+        return None if all(table is None for table in tables) else Scheduled(tables, self.at(step)._least_scored())
+
+    def bound(self, scheduled: Scheduled) -> Objective:
+        """Returns this objective with the arrays that `scheduled` returned, which may be traced. The compiled step
+        calls it, so another step needs no other program."""
+        return dataclasses.replace(self, arrays=scheduled)
+
+    def schedule_metrics(self, step: int) -> dict[str, float]:
+        """Returns the values of the schedules in a step."""
+        prefixes = {0: ""} | {index: f"{source}/" for source, index in self.sources.items()}
+        return {
+            f"schedule/{prefixes[index]}{key}": float(schedule(step))
+            for index, estimator in enumerate(self.estimators)
+            for key, schedule in estimator.schedules.items()
+        }
 
     def parameters(self) -> dict[str, Any]:
         """Returns all parameters of the run's advantage estimator and of the policy loss, with their values."""
@@ -136,7 +196,9 @@ class Objective:
         """Returns which groups have enough scored completions for their estimator. Other groups are not trained on."""
         return scored.sum(axis=-1) >= self._least_scored()[ids]
 
-    def _least_scored(self) -> Int[np.ndarray, "E"]:
+    def _least_scored(self) -> Int[AnyArray, "E"]:
+        if self.arrays is not None:
+            return self.arrays.least_scored
         return np.array([e.registered.least_scored(e.params) for e in self.estimators], np.int32)
 
     def live_rows(
@@ -168,13 +230,14 @@ class Objective:
     ) -> Float[Array, "P G"]:
         """Computes the advantages of each group with its estimator. Completions that are unscored, or in a group with
         too few scored completions, get 0."""
+        tables = (None,) * len(self.estimators) if self.arrays is None else self.arrays.tables
         if len(self.estimators) == 1:
-            out = self.estimators[0](rewards, scored, lengths)
+            out = self.estimators[0](rewards, scored, lengths, tables[0])
         else:
             out = jnp.zeros_like(rewards)
-            for index, estimator in enumerate(self.estimators):
+            for index, (estimator, table) in enumerate(zip(self.estimators, tables, strict=True)):
                 selected = scored & (ids == index)[:, None]
-                out = jnp.where(selected, estimator(rewards, selected, lengths), out)
+                out = jnp.where(selected, estimator(rewards, selected, lengths, table), out)
         kept = scored.sum(axis=-1) >= jnp.asarray(self._least_scored())[ids]
         return jnp.where(scored & kept[:, None], out, 0.0).astype(jnp.float32)
 
@@ -310,7 +373,7 @@ def _group_estimator(name: str, params: dict[str, Any], config: AlgorithmConfig)
             )
         if key in params:
             raise UserError(f"algorithm.{key} and algorithm.estimator_params.{key} are both set; unset one of them.")
-    return GroupEstimator(name, check_parameters(name, params | extra, config.num_generations))
+    return GroupEstimator(name, with_schedules(name, params | extra, config.num_generations))
 
 
 def _source_estimator(source: str, given: Mapping[str, Any], config: AlgorithmConfig) -> GroupEstimator:
@@ -320,7 +383,7 @@ def _source_estimator(source: str, given: Mapping[str, Any], config: AlgorithmCo
         find_estimator(name)
     except UserError as error:
         raise UserError(f"data source '{source}': {error}") from error
-    return GroupEstimator(name, check_parameters(name, fields, config.num_generations, f"data source '{source}'"))
+    return GroupEstimator(name, with_schedules(name, fields, config.num_generations, f"data source '{source}'"))
 
 
 def _loss_parameters(config: AlgorithmConfig) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Computes advantages of max@K, the expected maximum reward of K completions, and of other order statistics of K.
 
-Let `x_(1) <= ... <= x_(n)` be the scored rewards of a group. Each reward is `x_(1)` plus the gaps
-`x_(f+1) - x_(f)` below it. The j-th largest reward of a subset is `x_(1)` plus the gaps below which fewer than j members
-of the subset lie above; these are the j-th largest values of 0/1 rewards that are 1 above the gap. So the advantages of
-real rewards are sums over the gaps, with the advantages of 0/1 rewards as static weights:
+Let `x_(1) <= ... <= x_(n)` be the scored rewards of a group. Each reward is `x_(1)` plus the gaps `x_(f+1) - x_(f)`
+below it. The j-th largest reward of a subset is `x_(1)` plus the gaps above which at least j members of the subset lie.
+So every mean of such statistics is a sum over the gaps, each times the same mean for 0/1 rewards that are 1 above the
+gap, and so are the advantages:
 
     A_(i) = sum_{f < i} up_f (x_(f+1) - x_(f)) - sum_{f >= i} down_f (x_(f+1) - x_(f))
 

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from tunix_like.algorithms import LARGEST_REWARD
+from tunix_like.config.schedules import read_schedule
 from tunix_like.errors import UserError, nearest
 from tunix_like.runtime.user_code import check_new_name, is_place, load_function
 from tunix_like.types import AdvantageEstimator
@@ -21,6 +22,9 @@ from tunix_like.types import AdvantageEstimator
 Params = Mapping[str, Any]
 
 REWARD_KINDS = ("any", "non-negative", "binary")
+
+ESTIMATOR_KEYS = ("k", "truncation_order", "ddof", "alpha", "coefficients", "weights", "statistic")
+"""The keys of `algorithm` that are parameters of estimators."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +209,7 @@ def check_parameters(name: str, params: Params, group_size: int, key: str = "alg
     for field, default in declared.items():
         if default is inspect.Parameter.empty and field not in params:
             section = key
-            if key == "algorithm" and field not in ("k", "truncation_order", "ddof"):
+            if key == "algorithm" and field not in ESTIMATOR_KEYS:
                 section = "algorithm.estimator_params"
             raise UserError(f"{section}.{field}: the estimator '{name}' requires it. Set {section}.{field}=<value>.")
     for field, spare in estimator.headroom.items():
@@ -224,6 +228,39 @@ def check_parameters(name: str, params: Params, group_size: int, key: str = "alg
         except UserError as error:
             raise UserError(f"{key}.{error}") from error
     return params
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a parameter is a finite number."""
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and bool(np.isfinite(value))
+
+
+def with_schedules(name: str, params: Params, group_size: int, key: str = "algorithm") -> dict[str, Any]:
+    """Like `check_parameters`, but a parameter may be a mapping `{start, end, steps}`, which becomes a `Schedule`. The
+    values at both of its ends are checked.
+
+    Raises:
+      UserError: as `check_parameters`, or the estimator does not accept a schedule.
+    """
+    estimator, declared = find_estimator(name), find_estimator(name).parameters()
+    mappings = {field: value for field, value in params.items() if isinstance(value, Mapping) and field in declared}
+    if estimator.table is None:
+        for field in mappings.keys() & set(ESTIMATOR_KEYS):
+            raise UserError(f"{key}.{field}: the estimator '{name}' takes no schedule. Set a number.")
+        return check_parameters(name, params, group_size, key)
+    schedules = {
+        field: read_schedule(value, f"{key}.{field}", field in estimator.headroom) for field, value in mappings.items()
+    }
+    checked: dict[str, Any] = {}
+    for end in ("end", "start"):
+        values = {field: getattr(schedule, end) for field, schedule in schedules.items()}
+        checked = check_parameters(name, {**params, **values}, group_size, key)
+        if schedules:
+            try:
+                estimator.table(group_size, **checked)
+            except UserError as error:
+                raise UserError(f"{key}.{error}") from error
+    return checked | schedules
 
 
 def _place(group: int, sample: int) -> str:

@@ -285,7 +285,9 @@ def _step_inputs(plan: Plan, objective: Objective, packed: Packed) -> StepInputs
     in_update = replicated_shapes(jax.ShapeDtypeStruct(plan.group[:1], jnp.bool_), plan.mesh)
     old = batch.rollout_logprobs if updates_per_batch(plan.config) > 1 else None
     ref = batch.rollout_logprobs if objective.reference_in_loss else None
-    return StepInputs(batch, in_update, packed_shapes(packed, plan.mesh), old, ref)
+    scheduled = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), objective.scheduled(1))
+    scheduled = replicated_shapes(scheduled, plan.mesh)
+    return StepInputs(batch, in_update, packed_shapes(packed, plan.mesh), old, ref, scheduled)
 
 
 def _slots(plan: Plan) -> tuple[int, int]:

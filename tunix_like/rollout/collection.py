@@ -134,18 +134,18 @@ class Collector:
 
         def score() -> Collected:
             scored = self._score(step, sampled, clock) if rollout is None else rollout
-            return self._finish(scored, counts, row_steps, clock)
+            return self._finish(step, scored, counts, row_steps, clock)
 
         return score
 
-    def _finish(self, rollout: Rollout, metrics: dict[str, Any], row_steps: int, clock: Clock) -> Collected:
+    def _finish(self, step: int, rollout: Rollout, metrics: dict[str, Any], row_steps: int, clock: Clock) -> Collected:
         self._check_scored(rollout)
         metrics |= rollout_metrics(rollout, self.task.success_threshold)
         tokens = int(rollout.sampled_lengths.sum())
         metrics["perf/generation_tokens_per_sec"] = tokens / sampling_seconds(clock.seconds)
         metrics["perf/rollout_occupancy"] = tokens / row_steps if row_steps else float("nan")
         if len(rollout.problems) > self.batch_size:
-            chosen = np.sort(np.argsort(~self._has_signal(rollout), kind="stable")[: self.batch_size])
+            chosen = np.sort(np.argsort(~self._has_signal(step, rollout), kind="stable")[: self.batch_size])
             rollout = pick_groups(rollout, chosen)
         return rollout, metrics
 
@@ -166,7 +166,7 @@ class Collector:
         Returns `rollout`, the groups of the first batch, joined with those of the extra batches, and metrics.
         """
         cap, extra = self.task.algo.max_extra_batches or EXTRA_BATCHES, 0
-        while (short := self.batch_size - int(self._has_signal(rollout).sum())) > 0 and extra < cap:
+        while (short := self.batch_size - int(self._has_signal(step, rollout).sum())) > 0 and extra < cap:
             sampled = self._sample(params, clock)
             if sampled is None:
                 break
@@ -185,14 +185,13 @@ class Collector:
         counts = {"extra_batches": extra, "short_groups": max(short, 0), "unused_groups": max(-short, 0)}
         return rollout, {f"dynamic_sampling/{name}": float(count) for name, count in counts.items()}
 
-    def _has_signal(self, rollout: Rollout) -> Bool[np.ndarray, "P"]:
+    def _has_signal(self, step: int, rollout: Rollout) -> Bool[np.ndarray, "P"]:
         """Returns for each prompt whether it has a training signal: the rewards of its completions differ, and it has
         as many scored completions as its advantage estimator needs."""
         rewards = shaped_rewards(rollout, self.task)
         scored = ~np.isnan(rewards)
-        return mixed_groups(rewards, scored) & self.objective.kept_groups(
-            scored, estimator_ids(self.objective, rollout)
-        )
+        kept = self.objective.at(step).kept_groups(scored, estimator_ids(self.objective, rollout))
+        return mixed_groups(rewards, scored) & kept
 
     def _sample(self, params: Any, clock: Clock) -> _Sampled | None:
         """Samples completions for the next batch of prompts; None if there is none."""

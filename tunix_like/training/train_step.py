@@ -79,6 +79,22 @@ class StepObjective(Protocol):
         """Computes the loss per token, which is 0 for masked tokens, and metrics per token."""
 
 
+@runtime_checkable
+class ScheduledObjective(StepObjective, Protocol):
+    """An objective whose parameters can follow schedules."""
+
+    def bound(self, scheduled: Any) -> StepObjective:
+        """Returns the objective with the values in the arrays `scheduled` (`StepInputs.scheduled`)."""
+
+
+def bound(objective: StepObjective, scheduled: Any) -> StepObjective:
+    """Returns the objective with the values of its schedules; None: there are no schedules."""
+    if scheduled is None:
+        return objective
+    assert isinstance(objective, ScheduledObjective)
+    return objective.bound(scheduled)
+
+
 MAXIMA = ("is_ratio/max", "logprob_gap/max")
 """Metrics of an update that are maxima over its tokens; the other metrics are means or counts."""
 
@@ -99,7 +115,8 @@ class StepInputs(NamedTuple):
     """The inputs of one optimizer update, on the devices.
 
     Advantages are computed over the whole rollout batch, and loss weights over the groups that `in_update` marks. The
-    model processes only the completions in `packed`.
+    model processes only the completions in `packed`. `scheduled` has the arrays of the step for an objective whose
+    parameters follow schedules (None: no schedules).
     """
 
     batch: GroupBatch
@@ -107,6 +124,7 @@ class StepInputs(NamedTuple):
     packed: Packed
     old_logprobs: Float[AnyArray, "P G T"] | None = None
     ref_logprobs: Float[AnyArray, "P G T"] | None = None
+    scheduled: Any = None
 
 
 class StepSpec(NamedTuple):
@@ -136,6 +154,7 @@ def step_inputs(
     packed: Packed,
     old_logprobs: Float[AnyArray, "P G T"] | None = None,
     ref_logprobs: Float[AnyArray, "P G T"] | None = None,
+    scheduled: Any = None,
 ) -> StepInputs:
     """Builds the inputs of one update, with arrays for `batch.trained` and `batch.estimator_ids` if they are None."""
     all_trained, first_estimator = np.ones(batch.scored.shape, bool), np.zeros(len(batch.scored), np.int32)
@@ -143,7 +162,7 @@ def step_inputs(
         trained=all_trained if batch.trained is None else batch.trained,
         estimator_ids=first_estimator if batch.estimator_ids is None else batch.estimator_ids,
     )
-    return StepInputs(batch, in_update, packed, old_logprobs, ref_logprobs)
+    return StepInputs(batch, in_update, packed, old_logprobs, ref_logprobs, scheduled)
 
 
 def chunk_loss(
@@ -294,8 +313,9 @@ def train_step(
     """
     batch = jax.tree.map(jnp.asarray, inputs.batch)
     lengths, ids = batch.sampled_lengths, batch.estimator_ids
-    advantages = spec.objective.advantages(batch.rewards, batch.scored, lengths, ids)
-    weights = spec.objective.weights(batch.scored, batch.trained, lengths, inputs.in_update, ids)
+    objective = bound(spec.objective, inputs.scheduled)
+    advantages = objective.advantages(batch.rewards, batch.scored, lengths, ids)
+    weights = objective.weights(batch.scored, batch.trained, lengths, inputs.in_update, ids)
     usable = jnp.isfinite(advantages).all()
     sets = jnp.where(usable, inputs.packed.sets, 0)
     by_token = advantages if advantages.ndim == 3 else advantages[..., None]
@@ -326,7 +346,7 @@ class StepPrograms:
     Attributes:
       train_step: runs one optimizer update (see `jit_train_step`).
       logprobs: compiled `batch_logprobs`, a function of graph, parameters, batch and packed completions.
-      advantages: compiled `StepObjective.advantages`.
+      advantages: compiled `StepObjective.advantages`, with `StepInputs.scheduled` as first argument.
       traces: number of times `train_step` was traced so far, once for each set of array shapes.
     """
 
@@ -338,7 +358,7 @@ class StepPrograms:
 
         self.train_step = jit_train_step(spec, count)
         self.logprobs = jax.jit(functools.partial(batch_logprobs, options=spec.options), static_argnums=0)
-        self.advantages = jax.jit(spec.objective.advantages)
+        self.advantages = jax.jit(lambda scheduled, *inputs: bound(spec.objective, scheduled).advantages(*inputs))
 
 
 ProgramCache = OrderedDict[Hashable, StepPrograms]
