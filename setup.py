@@ -57,6 +57,7 @@ EXTRAS = {
         *TEST,
         "transformers>=5.23.0",  # the reference that models, tokenizers and exports are compared with
         "peft>=0.21.2",  # the reference that adapters are compared with
+        "trl>=1.16.0",  # the reference that losses of pairs are compared with; brings datasets
         "aiohttp>=3.14",  # the engine over HTTP, whose servers the tests also play
         "playwright>=1.65",  # drives a Chromium of the machine, where there is one, through the page of `report`
         "websockets>=15.0.1",  # the extra `openenv`

@@ -31,7 +31,7 @@ CONFIG = Path(__file__).parents[1] / "examples" / "maze.yaml"
 KEYS = (
     "model.init=pretrained", "model.config=null", "sft.max_steps=0", "data.batch_size=16", "data.eval_size=128",
     "data.train_size=4000", "algorithm.num_generations=8", "algorithm.sampler_is=token", "rollout.devices=1",
-    "optimizer.learning_rate=2e-4", "optimizer.schedule=constant", "eval.samples=8", "eval.k=[1]", "rewards.workers=0",
+    "optimizer.learning_rate=5e-5", "optimizer.schedule=constant", "eval.samples=8", "eval.k=[1]", "rewards.workers=0",
     f"rewards.functions=[{{name: '{__file__}:slow_maze'}}]",
 )  # fmt: skip
 
@@ -65,7 +65,7 @@ def main() -> None:
     """Prints the seconds of a step and pass@1 of each run, and writes them to `--json FILE`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of the model that the training starts from")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from tunix_like.config.schema import EvalConfig as EvalConfig
     from tunix_like.config.schema import LoraConfig as LoraConfig
     from tunix_like.config.schema import OptimizerConfig as OptimizerConfig
+    from tunix_like.config.schema import PreferenceConfig as PreferenceConfig
     from tunix_like.config.schema import RLTrainingConfig as RLTrainingConfig
     from tunix_like.config.schema import RolloutConfig as RolloutConfig
     from tunix_like.config.schema import SFTConfig as SFTConfig
+    from tunix_like.data.curriculum import Curriculum as Curriculum
     from tunix_like.data.tokenizer import Tokenizer as Tokenizer
     from tunix_like.environments.local import LocalEnvironments as LocalEnvironments
     from tunix_like.environments.pool import EnvironmentPool as EnvironmentPool
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from tunix_like.environments.registry import register_environment as register_environment
     from tunix_like.errors import EnvironmentUnavailable as EnvironmentUnavailable
     from tunix_like.errors import UserError as UserError
+    from tunix_like.models.decoder import add_scalar_head as add_scalar_head
     from tunix_like.models.loading import export_model as export_model
     from tunix_like.models.lora import add_lora as add_lora
     from tunix_like.models.lora import load_adapter as load_adapter
@@ -65,14 +68,18 @@ if TYPE_CHECKING:
     from tunix_like.training.learners import ReinforcePPLearner as ReinforcePPLearner
     from tunix_like.training.learners import RLOOConfig as RLOOConfig
     from tunix_like.training.learners import RLOOLearner as RLOOLearner
+    from tunix_like.training.preferences import DPOLearner as DPOLearner
+    from tunix_like.training.preferences import RewardModelLearner as RewardModelLearner
+    from tunix_like.training.reward_model import RewardModel as RewardModel
     from tunix_like.training.sft import SFTTrainer as SFTTrainer
 
 _NAMES_OF_MODULE = {
     "tunix_like.config.schema": (
-        "AlgorithmConfig EnvironmentConfig EvalConfig LoraConfig OptimizerConfig RLTrainingConfig RolloutConfig "
-        "SFTConfig"
+        "AlgorithmConfig EnvironmentConfig EvalConfig LoraConfig OptimizerConfig PreferenceConfig "
+        "RLTrainingConfig RolloutConfig SFTConfig"
     ),
     "tunix_like.errors": "EnvironmentUnavailable UserError",
+    "tunix_like.models.decoder": "add_scalar_head",
     "tunix_like.models.loading": "export_model",
     "tunix_like.models.lora": "add_lora load_adapter merge_lora save_adapter",
     "tunix_like.rewards": "register_reward_fn",
@@ -93,7 +100,10 @@ _NAMES_OF_MODULE = {
     ),
     "tunix_like.algorithms.losses": "register_policy_loss_fn",
     "tunix_like.algorithms.mixtures": "fit_weight",
+    "tunix_like.training.preferences": "DPOLearner RewardModelLearner",
+    "tunix_like.training.reward_model": "RewardModel",
     "tunix_like.training.sft": "SFTTrainer",
+    "tunix_like.data.curriculum": "Curriculum",
     "tunix_like.data.tokenizer": "Tokenizer",
 }
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names.split()}

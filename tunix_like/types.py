@@ -32,6 +32,8 @@ class Problem:
       tokens: the token ids of the prompt.
       columns: all other columns of the row, passed to reward functions by name.
       source: the prompt before rendering: a text, or a list of messages.
+      row: index of the row in the training data; None without a curriculum.
+      weight: factor of the loss of the prompt's completions; None without a curriculum that corrects its draws.
     """
 
     number: int
@@ -39,6 +41,8 @@ class Problem:
     tokens: Sequence[int]
     columns: Mapping[str, Any]
     source: Any = None
+    row: int | None = None
+    weight: float | None = None
 
 
 class GroupBatch(NamedTuple):
@@ -56,6 +60,7 @@ class GroupBatch(NamedTuple):
         another source (None: the policy sampled every token of each completion).
       segment_start: index of the first token of each token's segment. A token sees only the prompt and the earlier
         tokens of its own segment, so a completion can contain several contexts (None: each completion is one segment).
+      prompt_weights: factor of each group's loss (None: 1).
     """
 
     prompt_tokens: Int[AnyArray, "P S"]
@@ -69,6 +74,7 @@ class GroupBatch(NamedTuple):
     estimator_ids: Int[AnyArray, "P"] | None = None
     token_mask: Bool[AnyArray, "P G T"] | None = None
     segment_start: Int[AnyArray, "P G T"] | None = None
+    prompt_weights: Float[AnyArray, "P"] | None = None
 
     @property
     def sampled(self) -> Bool[AnyArray, "P G T"]:

@@ -155,3 +155,18 @@ def test_keys_of_other_sources_are_refused():
         source(path="x")
     with pytest.raises(UserError, match="data.name=mazes is unknown. Did you mean 'maze'"):
         load_source(DataConfig(name="mazes"))
+
+
+def test_pairs_have_a_right_and_a_wrong_walk_of_the_same_maze():
+    """The wrong walk leaves the right path at a junction and steps into no wall. The rows are the same every time."""
+    made = load_source(DataConfig(name="maze_pairs", maze_size=7, train_size=120, eval_size=10))
+    plain = source(maze_size=7, train_size=120, eval_size=10)
+    turns = set()
+    for pair, row in zip([*made.train, *made.eval], [*plain.train, *plain.eval], strict=True):
+        assert pair == row | {"chosen": row["answer"], "rejected": pair["rejected"]} and pair == maze.with_pair(row)
+        right, wrong = (pair[name].split() for name in ("chosen", "rejected"))
+        assert wrong[-1] == "DONE" and 0 < len(wrong) <= len(right) and wrong != right
+        path, reached = maze.walk(row["grid"], pair["rejected"])
+        assert not reached and len(path) == len(wrong), "every move is possible"
+        turns.add(sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(right, wrong, strict=False))))
+    assert len(turns) > 3

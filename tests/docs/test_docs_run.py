@@ -190,6 +190,10 @@ def home(tmp_path_factory):
     write_rows(home / "mine.jsonl", 40, "{}")
     sums = [{"Task No.": i, "first": i, "second": 3, "the sum": i + 3} for i in range(40)]
     (home / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    pair = {"prompt": "Why is the sky blue?", "chosen": "Air scatters blue light most.", "rejected": "The sea."}
+    (home / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 20)
+    judge = tunix_like.add_scalar_head(tunix_like.load_model(home / next(iter(MODELS)))[0])
+    tunix_like.export_model(judge, tunix_like.load_model(home / next(iter(MODELS)))[1], home / "judge")
     (home / "path" / "to").mkdir(parents=True)
     shutil.copy(ROOT / "examples" / "own_estimator" / "estimator.py", home / "path" / "to" / "file.py")
     for page in PAGES:

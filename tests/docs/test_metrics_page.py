@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.rollout.engines.stand_in import StandIn
-from tests.training import test_environments, test_staleness
+from tests.training import test_environments, test_preferences, test_reward_model, test_staleness
 from tests.training.small_learner import ROWS, TOKENIZER, collect, make, make_model
 from tunix_like import AlgorithmConfig, EvalConfig, GRPOLearner, RolloutConfig, SFTConfig, SFTTrainer
 from tunix_like.models.loading import export_model
@@ -73,6 +73,15 @@ def test_every_metric_of_training_and_evaluation_is_on_the_page(tmp_path):
     assert {"train/sampler_is/ess", "train/overlong/masked_frac", "train/pass@1/a", "eval/low/pass@1"} <= names
     assert {"train/perf/weights_sent_bytes", "train/perf/weights_sent_sec"} <= names
     assert "new" not in names and unknown([{"train/new": 1}], "train/", documented()) == ["new"]
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "orpo", None])
+def test_every_metric_of_preferences_is_on_the_page(loss):
+    pairs, judge = test_preferences, test_reward_model
+    learner = judge.make(max_steps=1) if loss is None else pairs.make(pairs.LOSSES[loss], max_steps=1)
+    rows = pairs.collect(learner, held_out=pairs.ROWS[:2])
+    assert unknown(rows, "train/", documented("Preferences")) == []
+    assert unknown(rows, "eval/", documented("Preferences")) == []
 
 
 def test_every_metric_of_fine_tuning_is_on_the_page():

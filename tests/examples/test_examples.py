@@ -23,6 +23,7 @@ from tunix_like.config.load import load
 from tunix_like.runs.build import check_config
 from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.training.learners import LEARNERS, CustomLearner
+from tunix_like.training.preferences import PAIR_LEARNER_CLASSES
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +59,7 @@ def test_every_yaml_loads(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert f"tunix-like train examples/{name}" in (EXAMPLES / name).read_text(), "the header says the command"
     config, learner = check_config(load(f"examples/{name}"))
-    assert learner is LEARNERS.get(str(config.algorithm.advantage_estimator), CustomLearner)
+    assert learner is (LEARNERS | PAIR_LEARNER_CLASSES).get(str(config.algorithm.advantage_estimator), CustomLearner)
 
 
 @pytest.mark.parametrize("name", PLAIN)

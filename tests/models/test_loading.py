@@ -167,8 +167,8 @@ def test_chatml_end_token_with_the_generation_config_of_a_base_model(folder, tmp
     model, tokenizer = load_model(folder)
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=8)
     trainer = SFTTrainer(model=model, tokenizer=tokenizer, sft_config=SFTConfig(max_steps=1), rollout_config=rollout)
-    assert trainer.eos_id == tokenizer.eos_id == 2
-    assert trainer.eos_id in make_engine(nnx.split(model)[0], tokenizer, rollout).eos_ids
+    assert trainer._answers.eos_id == tokenizer.eos_id == 2
+    assert trainer._answers.eos_id in make_engine(nnx.split(model)[0], tokenizer, rollout).eos_ids
     export_model(model, tokenizer, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [5, 2]
 

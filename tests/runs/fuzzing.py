@@ -60,7 +60,10 @@ BASES: dict[str, dict[str, Any]] = {
     },
     "maxpo": {"algorithm": {"advantage_estimator": "maxpo", "k": 2, "policy_loss_fn": "dppo"}},
     "maze": {
-        "data": {"name": "maze", "maze_size": 5, "train_size": 2, "eval_size": 1},
+        "data": {
+            "name": "maze", "maze_size": 5, "train_size": 2, "eval_size": 1,
+            "curriculum": True, "curriculum_correct": False, "curriculum_floor": 0.5, "curriculum_discount": 0.5,
+        },
         "rollout": {"max_prompt_length": 48},
     },
     "mix": {

@@ -257,6 +257,13 @@ MISTAKES = {
     "cap of no dynamic sampling": (
         (*REVERSED, "algorithm.max_extra_batches=2"), ["algorithm.max_extra_batches", "algorithm.dynamic_sampling"],
     ),
+    "floor of no curriculum": (
+        (*REVERSED, "data.curriculum_floor=0.5"), ["data.curriculum_floor", "needs data.curriculum=true"],
+    ),
+    "corrected draws that dynamic sampling selects": (
+        (*REVERSED, "data.curriculum=true", "algorithm.dynamic_sampling=true"),
+        ["data.curriculum", "algorithm.dynamic_sampling", "Set data.curriculum_correct=false"],
+    ),
     "schedule without an end": (
         (*REVERSED, "algorithm.dynamic_sampling=true", "training.max_steps=null", "optimizer.schedule=cosine"),
         ["optimizer.schedule", "no known end", "set training.max_steps, or use 'constant'"],

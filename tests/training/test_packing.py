@@ -221,3 +221,19 @@ def test_layout_uses_the_micro_batch_size():
 )
 def test_layouts_of_examples(asked, expected):
     assert choose_layout(*asked) == expected
+
+
+def test_whole_groups_are_in_one_lane():
+    """So that a loss of all completions of a prompt can be computed in one chunk, also if chunks are to be smaller."""
+    rng = np.random.default_rng(0)
+    given = itertools.product((1, 2, 5), (16, 64, 512), (1, 2, 3, 8, 100), (1, 4))
+    for prompts, width, micro, parts in given:
+        lengths = rng.integers(1, 65, (prompts, 2))
+        layout = choose_layout(2, prompts, (width, 64), micro, parts, whole_groups=True)
+        assert layout.lanes * layout.bins <= max(2 * parts, micro + 2 * parts)
+        lanes: dict[int, set[tuple[int, ...]]] = {}
+        for place, rows in members(pack(lengths, np.ones((prompts, 2), bool), 64, layout)).items():
+            for group, sample, *_ in rows:
+                lanes.setdefault(group, set()).add((*place[:3], sample))
+        assert all(len(both) == 2 and len({place[:3] for place in both}) == 1 for both in lanes.values())
+        assert len(lanes) == prompts

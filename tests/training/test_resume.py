@@ -17,7 +17,7 @@ from absl import flags
 
 import tunix_like
 from tests.tiny_model import HF
-from tunix_like import EvalConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig, UserError
+from tunix_like import Curriculum, EvalConfig, OptimizerConfig, RLTrainingConfig, RolloutConfig, UserError
 from tunix_like.config.schema import MeshConfig
 from tunix_like.data import reverse_text
 from tunix_like.models.sharding import build_mesh
@@ -62,7 +62,7 @@ def zero_or_one(prompts, completions, **columns):
     return [float(sum(map(ord, text)) % 3 == 0) for text in completions]
 
 
-def train(name, folder, steps, data=ROWS, optimizer=None, staleness=0, reward=zero_or_one, **training):
+def train(name, folder, steps, data=ROWS, optimizer=None, staleness=0, reward=zero_or_one, curriculum=None, **training):
     JUDGE.calls = 0
     kind = LEARNERS[name]
     devices = 4 if staleness else None
@@ -89,7 +89,8 @@ def train(name, folder, steps, data=ROWS, optimizer=None, staleness=0, reward=ze
         eval_config=EvalConfig(samples=2, k=[1]),
     )
     # An evaluation compiles additional programs, so only some of the learners evaluate.
-    learner.train(data, ROWS[:2] if name in ("grpo", "maxrl") else None, batch_size=4)
+    evaluated = ROWS[:2] if name in ("grpo", "maxrl") else None
+    learner.train(data, evaluated, batch_size=4, curriculum=curriculum)
 
 
 def as_killed_after(step, whole, folder, steps=STEPS):
@@ -115,7 +116,7 @@ def outcome(folder, steps=STEPS):
 
 def assert_same(one, two):
     assert one[:-1] == two[:-1]
-    assert set(one[-1]) == {"params", "opt_state", "drawn"}
+    assert set(one[-1]) - {"curriculum"} == {"params", "opt_state", "drawn"}
     jax.tree.map(np.testing.assert_array_equal, one[-1], two[-1])
 
 
@@ -129,6 +130,18 @@ def test_every_learner_resumes_bitwise(name, tmp_path):
         assert_same(outcome(parts), outcome(tmp_path / "whole"))
     rewards = [row["train/rewards/mean"] for row in metric_rows(tmp_path / "whole")[-STEPS:]]
     assert len(set(rewards)) > 1, "steps differ"
+
+
+def test_a_run_with_a_curriculum_resumes_bitwise(tmp_path):
+    curriculum = Curriculum(floor=0.3)
+    train("rloo", tmp_path / "whole", STEPS, curriculum=curriculum)
+    as_killed_after(2, tmp_path / "whole", tmp_path / "parts")
+    train("rloo", tmp_path / "parts", STEPS, curriculum=curriculum)
+    whole = outcome(tmp_path / "whole")
+    assert_same(outcome(tmp_path / "parts"), whole)
+    assert (whole[-1]["curriculum"] > 0).any(axis=1).sum() > 4, "more prompts were drawn than those of one batch"
+    with pytest.raises(UserError, match="curriculum"):
+        train("rloo", tmp_path / "parts", STEPS + 1)
 
 
 @pytest.mark.parametrize(("name", "staleness"), [("reinforce_pp", 1), ("reinforce_pp", 4), ("maxrl", 2), ("maxrl", 4)])

@@ -255,6 +255,15 @@ def test_mixed_estimators_in_one_step():
     assert TRACES["mixed"] == traces
 
 
+def test_prompt_weights_multiply_the_loss_of_each_group():
+    """The advantages of RLOO are proportional to the rewards."""
+    factors = np.array([0.5, 2.0, 1.25], np.float32)
+    weighted = gradient_of(data_of(batch=BATCH._replace(prompt_weights=factors)))[0]
+    scaled = gradient_of(data_of(batch=BATCH._replace(rewards=BATCH.rewards * factors[:, None])))[0]
+    assert difference(weighted, scaled) < 1e-6
+    assert difference(weighted, gradient_of(data_of())[0]) > 0.1
+
+
 @pytest.mark.slow
 def test_kl_and_entropy_need_groups_without_signal(other_logprobs):
     """KL and entropy give completions of advantage 0 a gradient too, so omitting them would change the gradient."""

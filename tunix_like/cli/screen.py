@@ -15,6 +15,7 @@ from tunix_like.storage.checkpoint_files import complete_steps
 from tunix_like.training.engine import make_engine
 from tunix_like.training.generation import complete
 from tunix_like.training.learner import Learner
+from tunix_like.training.preferences import DPOLearner
 from tunix_like.types import SamplingParams
 
 
@@ -81,7 +82,7 @@ def show_samples(step: int, samples: Samples) -> None:
     console.table(f'step {step}, prompt "{prompt}"{known}', columns, rows, texts=columns[-1:])
 
 
-def results(folder: Path, parts: Parts, learner: Learner) -> None:
+def results(folder: Path, parts: Parts, learner: Learner | DPOLearner) -> None:
     """Prints what `train` shows at the end: the evaluations, the best checkpoint, the run folder and, if the data
     source can draw problems, a drawing of one problem."""
     closing_table(folder, parts)
@@ -137,9 +138,9 @@ def _before_and_after(before: dict[str, Any], after: dict[str, Any], parts: Part
     )
 
 
-def picture(parts: Parts, learner: Learner) -> None:
+def picture(parts: Parts, learner: Learner | DPOLearner) -> None:
     """Prints a drawing of the first held-out problem with the greedy answer, if the data source can draw it."""
-    if parts.source.draw is None or not len(parts.source.eval):
+    if parts.source.draw is None or not len(parts.source.eval) or parts.model.config.scalar_head:
         return
     row, greedy = parts.source.eval[0], SamplingParams(temperature=0)
     # Uses a new engine, because the sampling servers of a run are disconnected when the run ends.

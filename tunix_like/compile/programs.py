@@ -24,6 +24,7 @@ from tunix_like.algorithms.objective import Objective, build_objective
 from tunix_like.compile.costs import Trips
 from tunix_like.config.schema import Config, OptimizerConfig
 from tunix_like.data import load_source, source_estimators
+from tunix_like.errors import UserError
 from tunix_like.models.attention import resolve_attention
 from tunix_like.models.attention_blocked import ALL_BLOCKS, BLOCK, CAUSAL_BLOCKS
 from tunix_like.models.attention_decoding import decoding_kernel
@@ -153,6 +154,9 @@ def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | No
         or the parameters.
     """
     config, _ = check_config(config)
+    if config.trains_pairs:
+        name = config.algorithm.advantage_estimator
+        raise UserError(f"doctor: programs of algorithm.advantage_estimator={name} are not described; use --dry-run.")
     section = config.model
     incomplete = section.path is None and "vocab_size" not in (section.config or {})
     what = named_model(section, chosen_tokenizer(config, load_source(config.data).tokenizer) if incomplete else None)

@@ -19,6 +19,8 @@ LOSS_AGG_MODES = ("token-mean", "sequence-mean-token-mean", "seq-mean-token-sum"
 ATTENTIONS = ("auto", "plain", "blocked", "cudnn", "splash")
 KL_LOSS_MODES = ("kl", "mse_kl", "low_var_kl")
 QUANTIZATIONS = ("int8", "nf4")
+PAIR_LEARNERS = ("dpo", "reward_model")
+"""Values of `algorithm.advantage_estimator` whose learner trains on pairs of completions instead of rollouts."""
 OVERLONG = ("skip", "error")
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -80,7 +82,8 @@ class DataConfig(Checked):
     section = "data"
     name: str = key(
         "maze",
-        doc="maze, gsm8k, reverse_text, maze_steps, guess, calculator, jsonl, hub, verifiers, or mix (of sources)",
+        doc="maze, maze_pairs, gsm8k, reverse_text, maze_steps, guess, calculator, jsonl, hub, verifiers, or mix (of "
+        "sources)",
     )
     sources: list[dict[str, Any]] | None = key(
         doc="of a mix: each has name, the data keys of its source and, optionally, label, weight, "
@@ -112,9 +115,24 @@ class DataConfig(Checked):
         doc="prompts that are empty or longer than rollout.max_prompt_length; skip: count them; error: stop",
         choices=OVERLONG,
     )
+    curriculum: bool = key(
+        False, doc="draw prompts by the estimated probability that their completions both succeed and fail"
+    )
+    curriculum_correct: bool | None = key(
+        doc="curriculum: weight the loss of each prompt so that the expected gradient is that of uniform draws (unset: "
+        "true)"
+    )
+    curriculum_floor: float | None = key(
+        doc="curriculum: fraction of the draws that are uniform (unset: 0.2)", above=0, at_most=1
+    )
+    curriculum_discount: float | None = key(
+        doc="curriculum: factor of a prompt's earlier results at each draw (unset: 0.9)", at_least=0, at_most=1
+    )
     train_size: int | None = key(doc="rows used or generated; unset: the source's default", at_least=1)
     eval_size: int | None = key(doc="held-out rows used or generated; unset: the source's default", at_least=1)
-    maze_size: int | None = key(doc="maze, maze_steps: side length with walls, odd (unset: 9)", at_least=5, at_most=255)
+    maze_size: int | None = key(
+        doc="maze, maze_pairs, maze_steps: side length with walls, odd (unset: 9)", at_least=5, at_most=255
+    )
     text_length: int | None = key(doc="reverse_text: maximum length (unset: 4)", at_least=2, at_most=1000)
 
 
@@ -125,7 +143,7 @@ class AlgorithmConfig(Checked):
     section = "algorithm"
     advantage_estimator: str | None = key(
         doc="selects the learner: grpo, drgrpo, rloo, maxrl, maxpo, maxk_mix, order_statistic, pkpo, passk, opo, "
-        "reinforce_pp, or FILE.py:function"
+        "reinforce_pp, or FILE.py:function; on pairs: dpo, reward_model"
     )
     num_generations: int = key(8, doc="completions per prompt (G)", at_least=2)
     num_iterations: int = key(1, doc="passes over a rollout batch", at_least=1)
@@ -205,6 +223,22 @@ class AlgorithmConfig(Checked):
                 for end in (schedule.start, schedule.end):
                     given: dict[str, Any] = {name: end}
                     AlgorithmConfig(**given)  # checks the range
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferenceConfig(Checked):
+    """Settings of learning from pairs of completions, the columns `chosen` and `rejected`."""
+
+    section = "preference"
+    loss: str = key("sigmoid", doc="dpo: the loss of a pair", choices=("sigmoid", "ipo", "orpo"))
+    beta: float = key(0.1, doc="dpo: scale of the log-ratios to the reference; orpo: weight of the odds ratio", above=0)
+    label_smoothing: float = key(
+        0.0, doc="dpo, sigmoid: assumed fraction of pairs whose completions are swapped", at_least=0, below=0.5
+    )
+    reference_free: bool = key(False, doc="dpo: the reference is uniform, no model (orpo never has one)")
+    center_rewards: float | None = key(
+        doc="reward_model: weight of the squared sum of the two rewards of a pair (unset: 0)", above=0
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -433,6 +467,7 @@ class Config:
     lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     rollout: RolloutConfig = RolloutConfig()
     rewards: RewardsConfig = RewardsConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -441,3 +476,16 @@ class Config:
     eval: EvalConfig = EvalConfig()
     training: RLTrainingConfig = RLTrainingConfig()
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+
+    @property
+    def trains_pairs(self) -> bool:
+        """Whether the run trains on pairs of completions instead of rollouts."""
+        return self.algorithm.advantage_estimator in PAIR_LEARNERS
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the run holds a second model, its reference, in memory."""
+        if not self.trains_pairs:
+            return self.algorithm.beta > 0
+        free = self.preference.reference_free or self.preference.loss == "orpo"
+        return self.algorithm.advantage_estimator == "dpo" and not free

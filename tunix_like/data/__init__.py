@@ -53,6 +53,7 @@ class Source(NamedTuple):
 
 SOURCES = {
     "maze": Source("maze:load", frozenset({"maze_size", "seed"})),
+    "maze_pairs": Source("maze:load_pairs", frozenset({"maze_size", "seed"})),
     "gsm8k": Source("gsm8k:load", _ROW_KEYS),
     "reverse_text": Source("reverse_text:load", frozenset({"text_length", "seed"})),
     "maze_steps": Source("games:load_maze_steps", frozenset({"maze_size", "seed"})),

@@ -8,6 +8,7 @@ newlines. The task is from arXiv 2602.02710, section 6.2. Its reward is in `rewa
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 import random
 from typing import TYPE_CHECKING
@@ -28,11 +29,13 @@ __all__ = [
     "grid_of",
     "grids",
     "load",
+    "load_pairs",
     "make",
     "record",
     "solve",
     "tokenizer",
     "walk",
+    "with_pair",
 ]
 
 _CELL_TOKENS = {"#": "WALL", ".": "PATH", "S": "START", "G": "GOAL"}
@@ -54,6 +57,41 @@ def load(config: DataConfig) -> DataSource:
         reward="maze",
         draw=lambda row, completion: draw(row["grid"], completion),
     )
+
+
+def load_pairs(config: DataConfig) -> DataSource:
+    """Generates the mazes of `load`, each with a right and a wrong walk: the columns `chosen` and `rejected`."""
+    source = load(config)
+    train, held_out = (MappedRows(rows, with_pair) for rows in (source.train, source.eval))
+    return dataclasses.replace(source, train=train, eval=held_out)
+
+
+def with_pair(row: Record) -> Record:
+    """Adds to the row of a maze the columns `chosen`, its answer, and `rejected`, a walk that leaves the right path at
+    a random junction and then goes on without turning back, until a dead end or the length of the answer.
+
+    On a path without junctions, the wrong walk stops one move before GOAL.
+    """
+    grid, right = row["grid"].split("\n"), row["answer"].split()[:-1]
+    rng = random.Random(row["grid"])
+
+    def onward(walk: list[str]) -> list[str]:
+        """Returns the moves after `walk` that do not turn back."""
+        cells = [(1, 1)]
+        for move in walk:
+            cells.append((cells[-1][0] + MOVES[move][0], cells[-1][1] + MOVES[move][1]))
+        beyond = {move: (cells[-1][0] + down, cells[-1][1] + across) for move, (down, across) in MOVES.items()}
+        return [move for move, (y, x) in beyond.items() if grid[y][x] != "#" and (y, x) not in cells[-2:]]
+
+    junctions = [place for place in range(len(right)) if len(onward(right[:place])) > 1]
+    wrong = right[:-1]
+    if junctions:
+        wrong = right[: junctions[int(rng.random() * len(junctions))]]
+        choices = [move for move in onward(wrong) if move != right[len(wrong)]]
+        while choices and len(wrong) < len(right):
+            wrong.append(choices[int(rng.random() * len(choices))])
+            choices = onward(wrong)
+    return {**row, "chosen": row["answer"], "rejected": " ".join([*wrong, "DONE"])}
 
 
 def grids(config: DataConfig) -> tuple[list[str], list[str]]:

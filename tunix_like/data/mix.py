@@ -21,7 +21,7 @@ from tunix_like.algorithms.registry import ESTIMATOR_KEYS, with_schedules
 from tunix_like.config.keys import check_ranges, key
 from tunix_like.config.load import read_section
 from tunix_like.config.schema import AlgorithmConfig, DataConfig
-from tunix_like.data.source import REWARD_COLUMN, SOURCE_COLUMN, DataSource, MappedRows, Record, Rows
+from tunix_like.data.source import OF_THE_RUN, REWARD_COLUMN, SOURCE_COLUMN, DataSource, MappedRows, Record, Rows
 from tunix_like.data.stream import SCANNED_ROWS, render, usable
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, nearest
@@ -33,9 +33,8 @@ logger = logging.getLogger("tunix_like")
 LONGEST_EPOCH = 50_000_000
 """Maximum number of rows in an epoch of a mix, including repeated rows. The stored order takes 8 bytes per row."""
 
-_OF_THE_RUN = ("batch_size", "shuffle", "overlong_prompts")
 _OF_A_SOURCE = tuple(
-    field.name for field in dataclasses.fields(DataConfig) if field.name not in (*_OF_THE_RUN, "sources")
+    field.name for field in dataclasses.fields(DataConfig) if field.name not in (*OF_THE_RUN, "sources")
 )
 _OF_AN_ESTIMATOR = ("advantage_estimator", *ESTIMATOR_KEYS)
 
@@ -99,7 +98,7 @@ def _entry(values: Mapping[str, Any], place: str) -> Entry:
     share_keys = [field.name for field in dataclasses.fields(_Share)]
     allowed = [*_OF_A_SOURCE, *share_keys, *_OF_AN_ESTIMATOR]
     for name in values:
-        if name in _OF_THE_RUN:
+        if name in OF_THE_RUN:
             raise UserError(f"{place}.{name} applies to all sources; set it as data.{name}, beside data.sources.")
         if name not in allowed:
             raise UserError(f"{place}.{name}: unknown key. {nearest(str(name), allowed)}")

@@ -6,6 +6,7 @@ Chat messages are not rendered here. The tokenizer renders them when it encodes 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import string
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
@@ -65,14 +66,30 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 def with_prompt(row: Record) -> Record:
     """Returns the row with `prompt` and `answer` from the column `messages` (the format of OpenAI and TRL), if it has
-    this column and no prompt: the answer begins at the first message of the assistant."""
-    if row.get("prompt") is not None or row.get("messages") is None:
+    this column and no prompt: the answer begins at the first message of the assistant. Messages in the columns `chosen`
+    and `rejected` (TRL's preferences with an implicit prompt) begin with the same messages, which are the prompt."""
+    if row.get("prompt") is not None:
         return row
+    if row.get("messages") is None:
+        return _with_shared_prompt(row) if row.get("chosen") is not None else row
     messages = conversation(row["messages"], "messages")
     first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
     if not first:
         raise UserError("column 'messages' needs a message of another role, followed by one of the assistant.")
     return {**row, "prompt": messages[:first], "answer": chat_answer(messages[first:], "messages")}
+
+
+def _with_shared_prompt(row: Record) -> Record:
+    chosen, rejected = (conversation(row.get(name), name) for name in ("chosen", "rejected"))
+    shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
+    while shared and not all(len(both) > shared and both[shared]["role"] == "assistant" for both in (chosen, rejected)):
+        shared -= 1
+    if not shared:
+        raise UserError(
+            "columns 'chosen' and 'rejected': without a column 'prompt' they must begin with the same messages, which "
+            "are the prompt, followed by different ones of the assistant."
+        )
+    return {**row, "prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
 
 
 def is_conversation(value: Any) -> bool:
@@ -188,7 +205,7 @@ class PromptFormat:
 
     def check(self, row: Record, where: str) -> None:
         """Checks that the prompt and the answer can be built from the row; a message begins with `where`."""
-        if self.template is None and row.get("messages") is None:
+        if self.template is None and row.get("messages") is None and not is_conversation(row.get("chosen")):
             _check_columns(row, ["prompt"], f"{where}: without data.prompt_template a row needs")
         for key, template in (("prompt_template", self.template), ("answer_template", self.answer)):
             if template is not None:
@@ -279,7 +296,13 @@ def check_generated(config: DataConfig, rows: int, row_bytes: int) -> None:
         )
 
 
-_SHARED_KEYS = frozenset({"name", "sources", "batch_size", "shuffle", "overlong_prompts", "train_size", "eval_size"})
+OF_THE_RUN = (
+    *("batch_size", "shuffle", "overlong_prompts"),
+    *("curriculum", "curriculum_correct", "curriculum_floor", "curriculum_discount"),
+)
+"""Keys of the section `data` that apply to the rows of any source."""
+
+_SHARED_KEYS = frozenset({"name", "sources", *OF_THE_RUN, "train_size", "eval_size"})
 """Keys of the section `data` that do not depend on the data source."""
 
 

@@ -33,12 +33,16 @@ exact length."""
 
 
 class Prompt(NamedTuple):
-    """A rendered and tokenised prompt. `source` is the column `prompt` of its row, `columns` are the other columns."""
+    """A rendered and tokenised prompt. `source` is the column `prompt` of its row, `columns` are the other columns.
+
+    `row` and `weight` are those of `types.Problem`."""
 
     text: str
     tokens: list[int]
     columns: dict[str, Any]
     source: Any = None
+    row: int | None = None
+    weight: float | None = None
 
 
 class Skipped(NamedTuple):

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from tunix_like.errors import UserError
-from tunix_like.models.families import FAMILIES, NOT_COPIED, family_fields, family_of, numbers, text_fields
+from tunix_like.models.families import (
+    NOT_COPIED,
+    family_fields,
+    family_of,
+    head_fields,
+    numbers,
+    scalar_head,
+    text_fields,
+)
 from tunix_like.models.fields import (
     HF_NAMES,
     OPTION_NAMES,
@@ -61,6 +69,8 @@ class DecoderConfig:
       experts: the mixture of experts of the MLPs, or None.
       expert_layers: per layer, whether its MLP is a mixture of experts.
       max_positions: maximum sequence length of the model, in tokens.
+      scalar_head: whether the model has, instead of the output matrix, a head that maps a hidden state to one number
+        (HF: `...ForSequenceClassification` with one label), as reward models do.
       source: the HF mapping from which this config was read. An export copies the fields that do not define the model.
         The mapping is not compared or hashed, and no field that defines the model is read from the mapping again.
 
@@ -97,6 +107,7 @@ class DecoderConfig:
     experts: Experts | None = None
     expert_layers: tuple[bool, ...] = ()
     max_positions: int = 32768
+    scalar_head: bool = False
     source: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -153,7 +164,7 @@ class DecoderConfig:
         where, fields = _read(source)
         try:
             fields = text_fields(fields)
-            return cls(**numbers(fields), source=fields)
+            return cls(**numbers(fields), scalar_head=scalar_head(fields), source=fields)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
 
@@ -166,7 +177,7 @@ class DecoderConfig:
         source = self.source or {}
         family = self._family(source.get("model_type"))
         result = {name: value for name, value in source.items() if name not in NOT_COPIED}
-        result |= {"model_type": family, "architectures": [FAMILIES[family].architecture]}
+        result |= {"model_type": family} | head_fields(family, self.scalar_head)
         result |= {hf: getattr(self, name) for name, hf in HF_NAMES.items()}
         result |= rope_fields(self.rope_theta, self.rope_scaling)
         layers = range(self.num_layers)

@@ -7,6 +7,7 @@ and `extend` process new tokens of completions for sampling, and `completion_hid
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
 from tunix_like.config.schema import LORA_TARGETS
-from tunix_like.errors import check_type
+from tunix_like.errors import UserError, check_type
 from tunix_like.models.attention import attention, group_attention, resolve_attention
 from tunix_like.models.attention_blocked import capped
 from tunix_like.models.attention_decoding import decoding_attention, decoding_kernel
@@ -67,9 +68,11 @@ class Decoder(nnx.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scaled=config.scale_embeddings, **kinds)
         self.layers = nnx.List([Layer(config, index, **kinds) for index in range(config.num_layers)])
         self.norm = norm_of(config.hidden_size, config, **kinds)
-        self.lm_head = (
-            None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False, **kinds)
-        )
+        headless = config.tie_embeddings or config.scalar_head
+        self.lm_head = None if headless else Linear(config.hidden_size, config.vocab_size, bias=False, **kinds)
+        scalar = kinds | {"param_dtype": jnp.float32}
+        score = Linear(config.hidden_size, 1, bias=False, **scalar) if config.scalar_head else None
+        self.score: Linear | None = nnx.data(score)
         self.dtype, self.param_dtype = dtype, jnp.dtype(param_dtype)
         self.adapters: Adapters | None = None
         self.quantized: str | None = None
@@ -185,12 +188,19 @@ class Decoder(nnx.Module):
 
     def output_weights(self) -> Float[Array, "D V"]:
         """Returns the output matrix in its stored dtype."""
+        if self.score is not None:
+            raise UserError("a reward model has no output matrix, so it cannot sample or be trained as a policy.")
         if self.output_matrix is not None:
             return self.output_matrix[...]
         if self.lm_head is None:
             return self.embed_tokens.embedding[...].T
         assert self.lm_head.kernel is not None  # the head is never quantised
         return self.lm_head.kernel[...]
+
+    def values(self, hidden: Float[Array, "... D"]) -> Float[Array, "..."]:
+        """Computes the numbers (float32) that the scalar head gives for normalised hidden states."""
+        assert self.score is not None and self.score.kernel is not None
+        return jnp.tensordot(hidden.astype(jnp.float32), self.score.kernel[...], axes=1)[..., 0]
 
     def projections(self) -> dict[str, Linear]:
         """Returns the projections to which adapters and quantisation apply, by dotted name: all projections of
@@ -371,6 +381,26 @@ def _split(layer: Layer) -> tuple[Any, dict[Any, Any]]:
 
 def check_decoder(name: str, value: Any) -> None:
     check_type(name, value, Decoder, "give a Decoder; tunix_like.load_model(folder) returns one, and its tokenizer")
+
+
+def add_scalar_head(model: Decoder, seed: int = 0) -> Decoder:
+    """Returns the model with a scalar head instead of its output matrix, such as a reward model.
+
+    The weights of the head are normal with the standard deviation `hidden_size ** -0.5`. The other arrays are shared
+    with the model, and may be abstract (shapes only).
+    """
+    check_decoder("model", model)
+    if model.score is not None:
+        return model
+    if model.adapters is not None:
+        raise UserError("the model has adapters; add the scalar head first, and then adapters (add_lora).")
+    changed = nnx.merge(*nnx.split(model))
+    changed.config, changed.lm_head = dataclasses.replace(model.config, scalar_head=True), None
+    kinds = {"dtype": model.dtype, "param_dtype": jnp.float32}
+    make = lambda: Linear(model.config.hidden_size, 1, bias=False, rngs=nnx.Rngs(params=seed), **kinds)  # noqa: E731
+    abstract = isinstance(model.embed_tokens.embedding.get_value(), jax.ShapeDtypeStruct)
+    changed.score = nnx.data(nnx.eval_shape(make) if abstract else make())
+    return changed
 
 
 def to_rows(x: Shaped[Array, "P G ..."]) -> Shaped[Array, "R ..."]:

@@ -214,6 +214,29 @@ def numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
     return result | _layers(fields, family, name, result["num_layers"])
 
 
+_SCALAR = "ForSequenceClassification"
+"""End of the names of architectures that have a head for labels instead of the output matrix."""
+
+
+def scalar_head(fields: Mapping[str, Any]) -> bool:
+    """Returns whether HF fields are of a model whose head gives one number. Raises UserError for several labels."""
+    if not any(str(name).endswith(_SCALAR) for name in fields.get("architectures") or ()):
+        return False
+    labels = fields.get("id2label")
+    if not isinstance(labels, Mapping) or len(labels) != 1:
+        raise UserError(f"a {_SCALAR} model is supported with one label only, a reward model; id2label is {labels!r}.")
+    return True
+
+
+def head_fields(name: str, scalar: bool) -> dict[str, Any]:
+    """Returns the HF fields of the head of a family's model, which gives one number if `scalar` is True."""
+    architecture = FAMILIES[name].architecture
+    if not scalar:
+        return {"architectures": [architecture]}
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {"architectures": [architecture.replace("ForCausalLM", _SCALAR)]} | labels
+
+
 def _layers(fields: Mapping[str, Any], family: Family, name: str, count: int) -> dict[str, Any]:
     """Reads the fields of `DecoderConfig` that have one value per layer (windows, rotary positions, experts) from HF
     fields, if models of the family can have them."""

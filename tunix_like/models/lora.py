@@ -131,11 +131,12 @@ def split_params(params: Params) -> tuple[Params, Params]:
 
 
 def part_params(params: Params) -> tuple[Params, Params]:
-    """Splits a parameter tree into trained parameters (adapters; without adapters, all) and frozen parameters."""
+    """Splits a parameter tree into trained parameters (adapters and a scalar head; without adapters, all) and frozen
+    parameters."""
     flat = flatten_mapping(params)
-    trained = {path: leaf for path, leaf in flat.items() if path[-1] in LEAVES}
-    if not trained:
+    if not any(path[-1] in LEAVES for path in flat):
         return params, {}
+    trained = {path: leaf for path, leaf in flat.items() if path[-1] in LEAVES or path[0] == "score"}
     return unflatten_mapping(trained), unflatten_mapping({path: flat[path] for path in flat if path not in trained})
 
 
@@ -254,6 +255,8 @@ def save_adapter(model: Decoder, folder: str | Path, *, overwrite: bool = False)
       UserError: the model has no adapters, or the folder cannot be written or replaced (`output_folder.check_folder`).
     """
     check_decoder("model", model)
+    if model.score is not None:
+        raise UserError("the adapters of a reward model are useless without its head; export the whole model.")
     with written_whole(folder, overwrite, source_of(model.config)) as part:
         save_adapter_config(model, part)
         tensors = {

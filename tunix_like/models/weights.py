@@ -62,7 +62,7 @@ def hf_name(path: tuple[Any, ...], expert: int | None = None) -> str:
     """
     if path[-1] not in _LEAVES:
         raise UserError(f"parameter {'.'.join(map(str, path))} has no Hugging Face name; merge adapters first.")
-    prefix = () if path[0] == "lm_head" else ("model",)
+    prefix = () if path[0] in ("lm_head", "score") else ("model",)
     modules = (part for name in path[:-1] for part in ((name, expert) if name == _EXPERTS else (name,)))
     return ".".join(map(str, (*prefix, *modules, _LEAVES[path[-1]])))
 
@@ -240,7 +240,7 @@ def _plan(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
 
 
 def _check_head(params: Params, config: DecoderConfig) -> None:
-    if ("lm_head" in params) == config.tie_embeddings:
+    if ("lm_head" in params) == (config.tie_embeddings or config.scalar_head):
         raise UserError(
             f"the parameter tree has {'an' if 'lm_head' in params else 'no'} lm_head, but the config has"
             f" tie_embeddings = {config.tie_embeddings}; use parameters and config of the same model."

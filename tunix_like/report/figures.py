@@ -53,6 +53,9 @@ def _figures(runs: Sequence[Run], gradients: Sequence[Gradients]) -> Iterator[tu
     recorded = [run for run in runs if {"drawn", "trained", "advantage"} <= run.rl.histograms.keys()]
     if recorded:
         yield "pass_rates", _pass_rates(recorded, "drawn", "share of prompts")
+        curricula = [run for run in recorded if "all" in run.rl.histograms]
+        if curricula:
+            yield "pass_rates_of_all_prompts", _pass_rates(curricula, "all", "share of the prompts seen so far")
         yield "advantage_by_pass_rate_over_training", _pass_rates(recorded, "advantage", "share of |advantage|")
         yield "advantage_by_pass_rate", _advantage(runs)
     if gradients:

@@ -13,7 +13,7 @@ from tunix_like.config.load import flat, read_yaml
 from tunix_like.errors import UserError
 from tunix_like.storage import metrics
 
-HISTOGRAMS = ("drawn", "trained", "advantage")
+HISTOGRAMS = ("drawn", "trained", "advantage", "all")
 """Possible values of `<name>` in the metrics `train/pass_rate/<name>`. The value of such a metric at a step is a
 histogram with ten pass-rate bins (`algorithms/pass_rates.py`)."""
 

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from tunix_like.algorithms.objective import Objective
 from tunix_like.algorithms.registry import check_rewards
 from tunix_like.config.schema import AlgorithmConfig, RLTrainingConfig
+from tunix_like.data.curriculum import CurriculumBatches
 from tunix_like.data.source import SOURCE_COLUMN
 from tunix_like.data.stream import Prompt
 from tunix_like.data.tokenizer import Tokenizer
@@ -144,6 +145,10 @@ class Collector:
         tokens = int(rollout.sampled_lengths.sum())
         metrics["perf/generation_tokens_per_sec"] = tokens / sampling_seconds(clock.seconds)
         metrics["perf/rollout_occupancy"] = tokens / row_steps if row_steps else float("nan")
+        if isinstance(self.batches, CurriculumBatches):
+            scored = rollout.scores.scored.reshape(rollout.completions.lengths.shape)
+            passed = succeeds(rollout.scores.total, self.task.success_threshold).reshape(scored.shape) & scored
+            metrics |= self.batches.observe(rollout.problems, passed.sum(axis=1), scored.sum(axis=1))
         if len(rollout.problems) > self.batch_size:
             chosen = np.sort(np.argsort(~self._has_signal(step, rollout), kind="stable")[: self.batch_size])
             rollout = pick_groups(rollout, chosen)
@@ -275,6 +280,7 @@ def training_batch(rollout: Rollout, task: Task, objective: Objective) -> GroupB
     width = length_bucket(int(lengths.max()), limits.max_prompt_length)
     steps = length_bucket(int(out.lengths.max()), limits.max_tokens_to_generate)
     rewards = shaped_rewards(rollout, task)
+    factors = [problem.weight for problem in rollout.problems]
     return GroupBatch(
         prompt_tokens=pad_tokens([problem.tokens for problem in rollout.problems], width),
         prompt_lengths=lengths,
@@ -287,6 +293,7 @@ def training_batch(rollout: Rollout, task: Task, objective: Objective) -> GroupB
         scored=~np.isnan(rewards),
         trained=out.finished if task.algo.overlong == "mask" else None,
         estimator_ids=estimator_ids(objective, rollout),
+        prompt_weights=None if None in factors else np.array(factors, np.float32),
     )
 
 

@@ -14,15 +14,24 @@ from jax.sharding import Mesh
 from tunix_like.algorithms.losses import loss_parameters
 from tunix_like.algorithms.objective import build_objective, check_accepts_negative, resolve, trace_user_functions
 from tunix_like.algorithms.registry import find_estimator
-from tunix_like.config.schema import AlgorithmConfig, Config, EvalConfig, ModelConfig
+from tunix_like.config.schema import (
+    PAIR_LEARNERS,
+    AlgorithmConfig,
+    Config,
+    EvalConfig,
+    ModelConfig,
+    PreferenceConfig,
+    RolloutConfig,
+)
 from tunix_like.data import DataSource, check_parts, load_source, source_estimators, template_variables
+from tunix_like.data.curriculum import check_curriculum, curriculum_of
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.arguments import make_player, with_tools
 from tunix_like.environments.kinds import environments_of, kind_of
 from tunix_like.environments.outcomes import Environments
 from tunix_like.errors import UserError
 from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluator, check_best_metric, eval_problems, ks_of
-from tunix_like.models.decoder import Decoder
+from tunix_like.models.decoder import Decoder, add_scalar_head
 from tunix_like.models.loading import check_fit, load_abstract, load_config, load_model, load_tokenizer
 from tunix_like.models.lora import add_lora, resolve_adapters
 from tunix_like.models.sharding import build_mesh, check_batch, check_model
@@ -35,6 +44,7 @@ from tunix_like.training.engine import check_staleness, make_engine, training_de
 from tunix_like.training.learner import Learner
 from tunix_like.training.learners import LEARNERS, find_learner
 from tunix_like.training.optimizer import build_schedule
+from tunix_like.training.preferences import PAIR_LEARNER_CLASSES, DPOLearner, check_columns
 from tunix_like.types import Engine
 
 
@@ -49,7 +59,7 @@ class Parts(NamedTuple):
     """
 
     config: Config
-    learner: type[Learner]
+    learner: type[Learner] | type[DPOLearner]
     source: DataSource
     model: Decoder
     tokenizer: Tokenizer
@@ -62,7 +72,7 @@ class Parts(NamedTuple):
     def evaluator(self, settings: EvalConfig) -> Evaluator:
         """Builds an evaluator for the held-out problems of the run. `settings` replaces the config section `eval`."""
         graphdef = nnx.split(self.model)[0]
-        reference = self.config.algorithm.beta > 0
+        reference = self.config.has_reference
         engine = make_engine(graphdef, self.tokenizer, self.config.rollout, self.mesh, reference)
         given = self.tokenizer, self.source, self.rewards, self.environments
         return make_evaluator(self.config, settings, engine, *given)
@@ -74,9 +84,16 @@ class Parts(NamedTuple):
         return source_estimators(self.config.data, self.config.algorithm)
 
 
-def check_config(config: Config) -> tuple[Config, type[Learner]]:
+def check_config(config: Config) -> tuple[Config, type[Learner] | type[DPOLearner]]:
     """Fills in the defaults of the section `algorithm`, and runs all checks of a config that need no data and no model.
     Returns the resulting config and the learner class."""
+    if config.trains_pairs:
+        return _check_pairs(config)
+    if unread := _changed(config.preference, PreferenceConfig()):
+        raise UserError(
+            f"preference.{unread[0]}: only algorithm.advantage_estimator={' and '.join(PAIR_LEARNERS)} read the "
+            "section preference. Unset it."
+        )
     learner = find_learner(config.algorithm.advantage_estimator)
     algorithm = resolve(config.algorithm, learner.config_class)
     template_variables(config.data)
@@ -86,21 +103,56 @@ def check_config(config: Config) -> tuple[Config, type[Learner]]:
     algorithm = dataclasses.replace(algorithm, **_defaults_read(algorithm))
     if config.rollout.temperature == 0:
         raise UserError("rollout.temperature: got 0 (greedy decoding); set it above 0 for training.")
-    _check_lora(config)
     if algorithm.dynamic_sampling and config.training.max_steps is None:
         build_schedule(config.optimizer, None)  # the number of steps is not known with dynamic sampling
     check_engine(config.rollout)
     check_staleness(algorithm, config.rollout, find_engine(config.rollout.engine).make is not None)
+    check_curriculum(curriculum_of(config.data), algorithm, config.rollout)
     kind_of(config)
-    ks_of(config.eval)
-    check_profile_steps(config.training.profile_steps)
-    check_loggers(config.training.loggers)
+    _check_shared(config)
     for i, (_, weight) in enumerate(reward_entries(config)):
         if weight < 0:
             check_accepts_negative(objective, f"rewards.functions[{i}].weight={weight:g}", "a weight of at least 0")
+    return dataclasses.replace(config, algorithm=algorithm), learner
+
+
+def _check_shared(config: Config) -> None:
+    """Runs the checks of keys that every learner reads."""
+    _check_lora(config)
+    ks_of(config.eval)
+    check_profile_steps(config.training.profile_steps)
+    check_loggers(config.training.loggers)
     if config.model.path is None and config.model.config is None:
         raise UserError("model.path: set a model folder or hub id, or set model.config and model.init: random.")
-    return dataclasses.replace(config, algorithm=algorithm), learner
+
+
+def _changed(section: Any, unset: Any) -> list[str]:
+    """Returns the names of the fields of a config section whose values are not those of `unset`."""
+    return [
+        field.name for field in dataclasses.fields(unset) if getattr(section, field.name) != getattr(unset, field.name)
+    ]
+
+
+def _check_pairs(config: Config) -> tuple[Config, type[DPOLearner]]:
+    """Does what `check_config` does for a learner that trains on pairs, which samples only for evaluations."""
+    name = str(config.algorithm.advantage_estimator)
+    unset = AlgorithmConfig(advantage_estimator=name)
+    pairs = dataclasses.replace(unset, num_generations=2)  # as this function returns it, and a run folder stores it
+    unread = [f"algorithm.{key}" for key in _changed(config.algorithm, unset) if config.algorithm != pairs]
+    rollout = RolloutConfig()
+    for key in ("engine", "max_staleness", "devices"):
+        unread += [f"rollout.{key}"] if getattr(config.rollout, key) != getattr(rollout, key) else []
+    unread += ["training.mini_batch_size"] if config.training.mini_batch_size is not None else []
+    unread += ["environment.name"] if kind_of(config) is not None else []
+    if name == "reward_model":  # it neither samples nor answers
+        unread += ["rewards.functions"] if config.rewards.functions is not None else []
+        unread += ["sft.max_steps"] if config.sft.max_steps else []
+    if unread:
+        raise UserError(f"{unread[0]}: {name} trains on pairs of completions and does not read it. Unset it.")
+    learner = PAIR_LEARNER_CLASSES[name]
+    learner.check_preference(config.preference)
+    _check_shared(config)
+    return dataclasses.replace(config, algorithm=pairs), learner
 
 
 def _check_lora(config: Config) -> None:
@@ -142,7 +194,9 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     mesh = build_mesh(config.mesh, training_devices(config.rollout))
     check_batches(config, mesh)
     source = load_source(config.data)
-    rewards = reward_functions(config, source)
+    if config.trains_pairs:
+        check_columns(source.train[0], "training")
+    rewards = reward_functions(config, source, mesh)
     entries = [{"name": name, "weight": weight} for name, _, weight in rewards]
     # A run with an environment can have no reward functions. The key then stays unset, because an empty list is
     # invalid.
@@ -157,7 +211,9 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     # Also checks that the prompts of the data can have several turns.
     first = None if player is None else player.check(source.train, config.rollout.max_prompt_length)
     parts = Parts(config, learner, source, model, tokenizer, rewards, mesh, weights, environments, first)
-    if config.training.best_metric is not None:  # checked here, because SFT can run before the learner is built
+    if (
+        config.training.best_metric is not None and not config.trains_pairs
+    ):  # checked here, because SFT can run before the learner is built
         check_best_metric(config.training, parts.evaluator(config.eval) if len(source.eval) else None)
     return parts
 
@@ -219,6 +275,8 @@ def _load_model(
     else:
         model, tokenizer = loaded(config, what, mesh)
         weights = ""
+    if config.algorithm.advantage_estimator == "reward_model":
+        model = add_scalar_head(model, config.training.seed)
     if config.lora.rank is not None:
         model = add_lora(model, config.lora, config.training.seed)
     tokenizer = own or tokenizer

@@ -12,7 +12,7 @@ from tunix_like.algorithms.objective import LOSS_KEYS
 from tunix_like.algorithms.off_policy import sampler_correction
 from tunix_like.algorithms.registry import ESTIMATOR_KEYS
 from tunix_like.config.schedules import Schedule
-from tunix_like.config.schema import AlgorithmConfig, RolloutConfig
+from tunix_like.config.schema import AlgorithmConfig, Config, RolloutConfig
 from tunix_like.errors import UserError
 from tunix_like.models.counts import adapter_count, parameter_count
 from tunix_like.models.decoder import Decoder
@@ -34,12 +34,18 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
     lengths = config.rollout
     attention = "plain, or blocked for large calls" if parts.model.attention == "auto" else parts.model.attention
     kind = f"{jnp.dtype(parts.model.dtype).name} on {jax.default_backend()}, attention {attention}"
+    learning = [("loss", _describe_preference(config)), ("batch", f"{prompts} pairs per step, one optimizer update")]
+    if not config.trains_pairs:
+        total = f"{prompts} prompts x {size} completions = {prompts * size} per step"
+        learning = [
+            ("loss", f"{algorithm.policy_loss_fn}, aggregation {algorithm.loss_agg_mode}, KL {kl}"),
+            ("options", _describe_options(algorithm)),
+            ("batch", f"{total}, {updates} optimizer update(s)"),
+        ]
     return [
         ("learner", f"{parts.learner.__name__} ({algorithm.advantage_estimator})"),
         *_describe_sources(parts),
-        ("loss", f"{algorithm.policy_loss_fn}, aggregation {algorithm.loss_agg_mode}, KL {kl}"),
-        ("options", _describe_options(algorithm)),
-        ("batch", f"{prompts} prompts x {size} completions = {prompts * size} per step, {updates} optimizer update(s)"),
+        *learning,
         *([("rewards", ", ".join(map(_describe_reward, parts.rewards)))] if parts.rewards else []),
         *([] if parts.environments is None else [("environment", _describe_environment(parts))]),
         ("model", f"{describe_model(parts.model)}, {kind}"),
@@ -134,6 +140,16 @@ def _describe_value(value: Any) -> str:
     if isinstance(value, dict):
         return str(Schedule(**value, whole=False))
     return f"{value:g}" if isinstance(value, int | float) else str(value)
+
+
+def _describe_preference(config: Config) -> str:
+    section = config.preference
+    if config.algorithm.advantage_estimator == "reward_model":
+        centred = f", centred by {section.center_rewards:g}" if section.center_rewards else ""
+        return f"Bradley-Terry{centred}"
+    smoothing = f", label smoothing {section.label_smoothing:g}" if section.label_smoothing else ""
+    reference = "the initial weights" if config.has_reference else "none"
+    return f"{section.loss}, beta {section.beta:g}{smoothing}, reference {reference}"
 
 
 def _describe_sources(parts: Parts) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tunix_like.config.load import load
 from tunix_like.config.schema import Config
+from tunix_like.data.curriculum import curriculum_of
 from tunix_like.data.shared import compared_once
 from tunix_like.environments.arguments import check_turns
 from tunix_like.errors import NotSaved, UserError
@@ -24,6 +25,7 @@ from tunix_like.runtime import console, processes
 from tunix_like.runtime.progress import OnRow, watched
 from tunix_like.storage.run_lock import owned
 from tunix_like.training.learner import Learner
+from tunix_like.training.preferences import DPOLearner
 from tunix_like.training.sft import SFTTrainer
 from tunix_like.types import Engine
 
@@ -62,7 +64,7 @@ def prepared(
     on_row: OnRow,
     on_samples: Callable[[int, Samples], None] | None = None,
     on_claim: Callable[[], None] = lambda: None,
-) -> Iterator[Learner]:
+) -> Iterator[Learner | DPOLearner]:
     """Context manager that prepares the run folder, runs SFT (if configured), and yields the learner for RL.
 
     If the last checkpoint of SFT could not be written, RL can still run. `NotSaved` is then raised at the end of the
@@ -89,7 +91,12 @@ def prepared(
 def data_options(config: Config) -> dict[str, Any]:
     """Returns the keyword arguments of `Learner.train` that a config sets."""
     data = config.data
-    return {"batch_size": data.batch_size, "shuffle": data.shuffle, "overlong_prompts": data.overlong_prompts}
+    return {
+        "batch_size": data.batch_size,
+        "shuffle": data.shuffle,
+        "overlong_prompts": data.overlong_prompts,
+        "curriculum": curriculum_of(data),
+    }
 
 
 @contextlib.contextmanager
@@ -135,10 +142,12 @@ def make_learner(
     on_row: OnRow,
     on_samples: Callable[[int, Samples], None] | None = None,
     engine: Engine | None = None,
-) -> Learner:
+) -> Learner | DPOLearner:
     """Builds the learner of the config, which trains the run's model in place. Without an engine, this process
     samples."""
     config = parts.config
+    if issubclass(parts.learner, DPOLearner):
+        return _make_pair_learner(parts, parts.learner, folder, on_row)
     return parts.learner(
         model=parts.model,
         tokenizer=parts.tokenizer,
@@ -156,6 +165,27 @@ def make_learner(
         source_estimators=parts.source_estimators,
         on_row=on_row,
         on_samples=on_samples,
+    )
+
+
+def _make_pair_learner(parts: Parts, learner: type[DPOLearner], folder: Path, on_row: OnRow) -> DPOLearner:
+    """Builds a learner on pairs of completions. If there are rewards, its evaluations also sample and score answers."""
+    config, evaluate, names = parts.config, None, list[str]()
+    if len(parts.source.eval) and parts.rewards:
+        evaluator = parts.evaluator(config.eval)
+        names = evaluator.objectives()
+        kept = folder / "rollouts" / "eval" if processes.is_first() else None
+        evaluate = lambda params, step: evaluator(params, rollouts=kept, step=step).metrics  # noqa: E731
+    return learner(
+        model=parts.model,
+        tokenizer=parts.tokenizer,
+        preference_config=config.preference,
+        rollout_config=config.rollout,
+        training_config=dataclasses.replace(config.training, output_dir=str(folder), actor_optimizer=config.optimizer),
+        mesh=parts.mesh,
+        evaluate=evaluate,
+        metrics_of_evaluate=names,
+        on_row=on_row,
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from jax.sharding import Mesh
+
 from tunix_like.config.keys import number_problem, shortened
 from tunix_like.config.schema import Config, RewardsConfig
 from tunix_like.data import DataSource, check_rewards
@@ -12,6 +14,8 @@ from tunix_like.errors import UserError, nearest
 from tunix_like.rewards import check_arguments, pooled
 from tunix_like.rewards import resolve as resolve_reward
 from tunix_like.rollout.rollouts import WeightedReward
+from tunix_like.training.reward_model import PREFIX, RewardModel
+from tunix_like.types import RewardFunction
 
 
 def reward_entries(config: Config, default: str | None = None) -> list[tuple[str, float]]:
@@ -40,11 +44,13 @@ def reward_entries(config: Config, default: str | None = None) -> list[tuple[str
     return out
 
 
-def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]:
+def reward_functions(config: Config, source: DataSource, mesh: Mesh | None = None) -> list[WeightedReward]:
     """Returns the reward functions of a config, some of them in worker processes. If `rewards.functions` is unset, that
-    of the data source is used, or with an environment none."""
-    default = None if kind_of(config) is not None else source.reward  # an environment gives rewards itself
-    functions = [(name, resolve_reward(name), weight) for name, weight in reward_entries(config, default)]
+    of the data source is used, but none with an environment, and none for pairs of completions without an answer."""
+    without = config.trains_pairs and "answer" not in source.train[0]
+    without |= config.algorithm.advantage_estimator == "reward_model"
+    default = None if without or kind_of(config) is not None else source.reward  # an environment gives rewards itself
+    functions = [(name, _resolved(name, mesh), weight) for name, weight in reward_entries(config, default)]
     columns = [name for name in source.train[0] if name != "prompt"]
     if config.environment.name is not None:
         columns.append("environments")  # added at the end of trajectories
@@ -53,15 +59,21 @@ def reward_functions(config: Config, source: DataSource) -> list[WeightedReward]
     return _in_workers(config.rewards, functions)
 
 
+def _resolved(name: str, mesh: Mesh | None) -> RewardFunction:
+    return RewardModel(name.removeprefix(PREFIX), mesh) if name.startswith(PREFIX) else resolve_reward(name)
+
+
 def _in_workers(config: RewardsConfig, functions: list[WeightedReward]) -> list[WeightedReward]:
     """Moves functions that can hang or crash (those of the user, and those that use math-verify) into worker processes;
-    all of them if `rewards.workers` is set."""
+    all of them if `rewards.workers` is set. Reward models use the devices of this process and stay in it."""
     workers = min(MOST_WORKERS, os.cpu_count() or 1) if config.workers is None else config.workers
     if not workers:
         return functions
 
     risky = {name for name, _, _ in functions if ":" in name or name in ("gsm8k", "gsm8k_lenient", "by_source")}
-    chosen = {name: function for name, function, _ in functions if config.workers is not None or name in risky}
+    own = {name for name, function, _ in functions if isinstance(function, RewardModel)}
+    moving = risky if config.workers is None else {name for name, _, _ in functions}
+    chosen = {name: function for name, function, _ in functions if name in moving - own}
     if not chosen:
         return functions
     moved = pooled(chosen, workers=workers, timeout_seconds=config.timeout_seconds, memory_gb=config.memory_gb)

@@ -23,7 +23,7 @@ from tunix_like.errors import UserError
 from tunix_like.evaluation.evaluate import Evaluator, ks_of
 from tunix_like.models import loading
 from tunix_like.models.config import DecoderConfig
-from tunix_like.models.decoder import Decoder
+from tunix_like.models.decoder import Decoder, add_scalar_head
 from tunix_like.models.loading import check_fit, load_description
 from tunix_like.models.lora import (
     ADAPTER_CONFIG,
@@ -223,8 +223,10 @@ def _adapted_base(run: Path, config: Config, description: DecoderConfig, mesh: M
         base, _ = loaded(config, what, mesh)
     except UserError as error:
         raise UserError(f"{run} has only adapters, and their base cannot be loaded: {error} {cure}") from None
-    if base.config != description:
+    if base.config != dataclasses.replace(description, scalar_head=base.config.scalar_head):
         raise UserError(f"{run} has adapters of another model than {what}. {cure}")
+    if description.scalar_head:
+        base = add_scalar_head(base)
     lora = LoraConfig(rank=fields["r"], alpha=fields["lora_alpha"], targets=fields["target_modules"])
     return add_lora(base, lora)
 
@@ -243,7 +245,7 @@ def evaluator_of(trained: Trained, on_training_rows: bool = False) -> Evaluator:
     ks_of(config.eval)
     check_fit(trained.model_config, trained.tokenizer, config.rollout)
     source = load_source(config.data)
-    rewards = reward_functions(config, source)
+    rewards = reward_functions(config, source, trained.mesh)
     if on_training_rows:
         source = dataclasses.replace(source, eval=source.train)
     if not len(source.eval):

@@ -60,6 +60,7 @@ def step_line(name: str, step: int, total: int | None, metrics: Mapping[str, Any
         for key, label, form in (
             ("rewards/mean", "reward", "{:.3f}"),
             ("pass@1", "pass@1", "{:.1%}"),
+            ("rewards/accuracies", "accuracy", "{:.1%}"),
             ("completions/mean_length", "length", "{:.1f}"),
             ("turns/mean", "turns", "{:.1f}"),
             ("completions/clipped_ratio", "clipped", "{:.0%}"),
@@ -73,6 +74,8 @@ def step_line(name: str, step: int, total: int | None, metrics: Mapping[str, Any
     ]
     if "step_time_sec" in numbers:
         parts.append(f"{numbers['step_time_sec']:.2f} s{_time_shares(numbers)}")
+    accuracy = numbers.get("eval/rewards/accuracies")
+    parts += [] if accuracy is None else [f"eval/accuracy {accuracy:.1%}"]
     passes = [f"{key} {value:.1%}" for key, value in numbers.items() if key.startswith("eval/pass@")]
     if passes and (number := evaluated_samples(numbers)) is not None:
         passes.append(f"({samples_each(number)})")  # SFT evaluates one sample, RL evaluates eval.samples

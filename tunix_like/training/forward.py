@@ -124,7 +124,11 @@ def chunk_of(packed: Packed, number: Any, chunk: Any) -> Chunk:
 def chunk_logprobs(
     graphdef: Any, params: Any, states: PromptStates, batch: GroupBatch, chunk: Chunk, options: ForwardOptions
 ) -> tuple[Float[Array, "A b r T"], Float[Array, "A b r T"]]:
-    """Computes log-probabilities and entropies of the tokens of a chunk; undefined beyond a completion's length."""
+    """Computes log-probabilities and entropies of the tokens of a chunk; undefined beyond a completion's length.
+
+    A model with a scalar head has, instead of the log-probability of a token, the number that its head gives before
+    this token, and the entropy 0.
+    """
     model = nnx.merge(graphdef, params)
     if chunk.lane is not None:
         pick = _picked if model.segments is None else jax.vmap(_picked, (0, None))
@@ -137,15 +141,19 @@ def chunk_logprobs(
         states.hidden, states.cache, lengths, tokens, offsets, segments, remat=options.remat
     )
     lanes, _, steps = tokens.shape
-    outputs = token_logprobs(
-        hidden.reshape(lanes, -1, hidden.shape[-1]),
-        model.output_weights(),
-        tokens.reshape(lanes, -1),
-        options.temperature,
-        options.chunk,
-        options.entropy_gradient,
-        model.config.logits_cap,
-    )
+    if model.score is not None:
+        values = model.values(hidden)
+        outputs = values, jnp.zeros_like(values)
+    else:
+        outputs = token_logprobs(
+            hidden.reshape(lanes, -1, hidden.shape[-1]),
+            model.output_weights(),
+            tokens.reshape(lanes, -1),
+            options.temperature,
+            options.chunk,
+            options.entropy_gradient,
+            model.config.logits_cap,
+        )
     position = jnp.minimum(chunk.start[..., None] + jnp.arange(steps)[None, None, None], steps - 1)
     logprobs, entropy = (
         jnp.take_along_axis(values.reshape(tokens.shape)[:, :, None], position, axis=-1) for values in outputs

@@ -28,6 +28,7 @@ from tunix_like.config.schema import (
     RLTrainingConfig,
     RolloutConfig,
 )
+from tunix_like.data.curriculum import Curriculum, CurriculumBatches, check_curriculum
 from tunix_like.data.shared import warn_shared
 from tunix_like.data.stream import check_prompts, refusing
 from tunix_like.environments.arguments import check_reward_names, check_turns, make_player
@@ -35,7 +36,7 @@ from tunix_like.errors import UserError, check_type
 from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluation, Evaluator, check_best_metric, eval_problems
 from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.loading import check_fit
-from tunix_like.models.sharding import check_batch, place_replicated, scope
+from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
 from tunix_like.rewards import close_pools
 from tunix_like.rollout.collection import Collector, training_batch
 from tunix_like.rollout.engines.registry import check_engine
@@ -225,6 +226,7 @@ class Learner(Trainer):
         batch_size: int = 8,
         shuffle: bool = True,
         overlong_prompts: str = "skip",
+        curriculum: Curriculum | None = None,
     ) -> dict[str, Any]:
         """Trains on a dataset of dicts with a `prompt` (text or messages) and any other columns.
 
@@ -238,6 +240,8 @@ class Learner(Trainer):
             these rows and warns of their number; "error" raises. The evaluated rows of `eval_ds` and the first 20,000
             rows of `train_ds` are checked before training, other rows when they are read. With an iterable, rows
             with such prompts are always dropped.
+          curriculum: draws the prompts by their estimated difficulty, for data with a length; `shuffle` then has no
+            effect. An epoch has as many draws as there are rows.
 
         Returns:
           the last row of metrics. With `training_config.output_dir`, metrics, rollouts and checkpoints are written to
@@ -267,7 +271,7 @@ class Learner(Trainer):
             if self.folder is None and self.training.best_metric is not None:
                 raise UserError("training.best_metric: it needs an output folder; set training.output_dir.")
             self._begin()
-            call = self._call = self._prepare(train_ds, eval_ds, batch_size, shuffle, overlong_prompts)
+            call = self._call = self._prepare(train_ds, eval_ds, batch_size, shuffle, overlong_prompts, curriculum)
             try:
                 last = run(self, lambda row: on_row(row, self.total), check_owner)
             finally:
@@ -290,10 +294,21 @@ class Learner(Trainer):
         kept = self.training.max_checkpoints_to_keep
         return Checkpoints(self.folder / "checkpoints", kept, None if best is None else Best(best))
 
-    def _prepare(self, train_ds: Any, eval_ds: Any, batch_size: int, shuffle: bool, overlong: str) -> _Call:
+    def _prepare(
+        self,
+        train_ds: Any,
+        eval_ds: Any,
+        batch_size: int,
+        shuffle: bool,
+        overlong: str,
+        curriculum: Curriculum | None,
+    ) -> _Call:
         """Checks the data, and builds the objects that this call of `train` uses, such as the evaluator."""
         training, skipped = self.training, 0
         sized = isinstance(train_ds, Sequence | grain.MapDataset)
+        check_curriculum(curriculum, self.algo, self.rollout_config)
+        if curriculum is not None and not sized:
+            raise UserError(f"curriculum: it needs a sequence or a grain MapDataset, got {type(train_ds).__name__}.")
         if sized:
             limit = self.rollout_config.max_prompt_length
             if self.player is not None:
@@ -313,12 +328,15 @@ class Learner(Trainer):
         updates = -(-batch_size // mini) * self.algo.num_iterations
         lengths = self.rollout_config
         objective = build_objective(self.algo, lengths.max_tokens_to_generate, updates, self.source_estimators)
-        batches = refusing(self._open_stream(train_ds, batch_size, shuffle, training.max_steps is not None), overlong)
+        drawn_by = None if curriculum is None else (curriculum, self.algo.num_generations)
+        forever = training.max_steps is not None
+        batches = refusing(self._open_stream(train_ds, batch_size, shuffle, forever, curriculum=drawn_by), overlong)
         warn_shared(train_ds, eval_ds)
         evaluator = None if eval_ds is None or len(eval_ds) == 0 else self.evaluator(eval_ds, overlong)
         check_best_metric(training, evaluator)
         self.identity = identity_of(self) | {"batch_size": batch_size, "mini_batch_size": mini} | self._base_identity()
         self.identity |= {"rows": len(train_ds)} if sized else {}
+        self.identity |= {} if curriculum is None else {"curriculum": dataclasses.asdict(curriculum)}
         self.identity |= {} if self.folder is None else {INPUTS: fingerprints(train_ds, self.rewards)}
         self._compile(objective, self.options, training.actor_optimizer or OptimizerConfig(), updates)
         files = RolloutFiles(None if self.written_folder is None else self.written_folder / "rollouts")
@@ -337,11 +355,18 @@ class Learner(Trainer):
     def to_save(self) -> Any:
         assert self._call is not None
         drawn = place_replicated(jnp.asarray(self._call.rollouts.drawn, jnp.int32), self.mesh)
-        return super().to_save() | {"drawn": drawn}
+        saved = super().to_save() | {"drawn": drawn}
+        batches = self._call.rollouts.collector.batches
+        if isinstance(batches, CurriculumBatches):
+            saved["curriculum"] = place_replicated(jnp.asarray(batches.counts), self.mesh)
+        return saved
 
     def restore(self, saved: Any, step: int, inputs_changed: bool) -> None:
         super().restore(saved, step, inputs_changed)
         assert self._call is not None
+        batches = self._call.rollouts.collector.batches
+        if isinstance(batches, CurriculumBatches):
+            batches.counts = np.array(fetch(saved["curriculum"], self.mesh))
         self._call.rollouts.resume(int(saved["drawn"]), keep_ahead=not inputs_changed)
 
     def cut(self, step: int) -> None:

@@ -148,6 +148,7 @@ class Work:
       filtered: whether sampling uses top-p or top-k.
       backend: the JAX backend. On the CPU, `remat` saves less memory than on other backends.
       parts: number of parts into which the prompts of an update and their completions are divided over devices.
+      whole_groups: whether all completions of a prompt are in one chunk (`packing.choose_layout`).
       rollout_share: the part of the weights on one device while sampling; None: sampling uses the weights in `share`.
       rollout_parts: while sampling, the number of parts into which prompts and completions are divided over devices,
         and the number of devices that share the attention heads of one part; None means `parts` and 1.
@@ -172,6 +173,7 @@ class Work:
     filtered: bool = False
     backend: str = "cpu"
     parts: int = 1
+    whole_groups: bool = False
     rollout_share: Share | None = None
     rollout_parts: tuple[int, int] | None = None
 
@@ -211,7 +213,7 @@ def update_phases(work: Work, micro_batch: int) -> list[Phase]:
     """
     prompt_width, width = work.widths
     most = work.update_prompts or work.prompts
-    layout = choose_layout(work.group, most, work.widths, micro_batch, work.parts)
+    layout = choose_layout(work.group, most, work.widths, micro_batch, work.parts, work.whole_groups)
     lanes, prompts = -(-layout.lanes // work.parts), -(-layout.prompts // work.parts)
     tokens, prompt_tokens = lanes * layout.bins * width, prompts * prompt_width
     heads = work.model.num_heads

@@ -71,6 +71,7 @@ def choose_layout(
     widths: tuple[int, int],
     micro_batch_size: int,
     device_parts: int = 1,
+    whole_groups: bool = False,
 ) -> Layout:
     """Chooses how the prompts and completions of an update are divided into forward and backward passes.
 
@@ -88,20 +89,25 @@ def choose_layout(
         and a completion.
       device_parts: number of devices that share the prompts of a set. The number of prompts of a set is a multiple of
         `device_parts`. If `device_parts` is above 1, each prompt of a set has one lane in every chunk.
+      whole_groups: whether all completions of a prompt are in one lane, and so in one chunk.
     """
     width, steps = widths
     size = min(micro_batch_size, most_prompts * num_generations)
+    if whole_groups:
+        size = max(size, num_generations)
     prompts = max(1, min(most_prompts, micro_batch_size * steps // width if num_generations > 1 else size))
     own_lanes = device_parts > 1 or num_generations == 1
     if own_lanes:
-        prompts = min(prompts, size)
+        prompts = min(prompts, size // num_generations if whole_groups else size)
         if device_parts > 1:  # sets of equal size, so that the last set is not mostly padding
             prompts = -(-most_prompts // -(-most_prompts // prompts))
         prompts = -(-prompts // device_parts) * device_parts
-        return Layout(prompts, prompts, _bins_per_lane(max(1, size // prompts), num_generations), True)
+        most = num_generations if whole_groups else max(1, size // prompts)
+        return Layout(prompts, prompts, _bins_per_lane(most, num_generations), True)
     if prompts == 1:
         return Layout(1, 1, _bins_per_lane(size, num_generations), False)
-    bins = _bins_per_lane(min(size, max(1, width // (2 * steps))), num_generations)
+    most = num_generations if whole_groups else min(size, max(1, width // (2 * steps)))
+    bins = _bins_per_lane(most, num_generations)
     return Layout(prompts, max(1, min(size // bins, prompts * math.ceil(num_generations / bins))), bins, False)
 
 

@@ -20,10 +20,9 @@ from jaxtyping import Array, Bool, Float, Int
 from tunix_like.algorithms.losses import Rows, TokenInputs, Tokens, aggregation_weights
 from tunix_like.config.load import as_dict
 from tunix_like.config.schema import RLTrainingConfig, RolloutConfig, SFTConfig
-from tunix_like.data.source import MappedRows, chat_answer, is_conversation, with_prompt
-from tunix_like.data.stream import SCANNED_ROWS, Prompt, check_prompts
-from tunix_like.data.tokenizer import Tokenizer
-from tunix_like.environments.history import Demonstration, Demonstrations
+from tunix_like.data.source import MappedRows, with_prompt
+from tunix_like.data.stream import Prompt, check_prompts
+from tunix_like.environments.history import Demonstration
 from tunix_like.errors import UserError, check_type
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
@@ -31,6 +30,7 @@ from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.runtime import progress
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.run_lock import owned
+from tunix_like.training.answers import Answers, with_tools
 from tunix_like.training.arguments import likelihood_options
 from tunix_like.training.fingerprints import INPUTS, fingerprints
 from tunix_like.training.forward import place_packed
@@ -105,11 +105,7 @@ class SFTTrainer(Trainer):
         check_type("sft_config", sft_config, SFTConfig, "give a tunix_like.SFTConfig(max_steps=...)")
         check_batch(mesh, "sft.batch_size", sft_config.batch_size)
         self.config, self._evaluate = sft_config, evaluate
-        # The tokenizer's own end-of-sequence token ends a turn of its chat template, and always ends a completion.
-        default = self.tokenizer.eos_ids[:1] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
-        self.eos_id = (self.rollout_config.eos_tokens or default)[0]
-        self._demonstrations: dict[bool, Demonstrations] = {}
-        self._several_turns, self._tokenizer = False, self.tokenizer
+        self._answers, self._several_turns = Answers(self.tokenizer, self.rollout_config), False
         self._given: Any = None
         self._rows: Sequence[Mapping[str, Any]] = ()
         self.watch = SkipWatch("the loss", self.training.max_skipped_updates)
@@ -154,50 +150,23 @@ class SFTTrainer(Trainer):
         if self._given is not rows:  # equal rows let a second call continue with the next batch
             self._given, self._rows = rows, _with_prompts(rows)
         rows = self._rows
-        self._tokenizer = _with_tools(self.tokenizer, rows)
-        check_prompts(rows, self._tokenizer, limit, "skip", "training").warn("training")
+        tokenizer = with_tools(self.tokenizer, rows, "SFT")
+        check_prompts(rows, tokenizer, limit, "skip", "training").warn("training")
         if "answer" not in rows[0]:
             columns = ", ".join(map(str, rows[0]))
             raise UserError(
                 f"SFT needs an 'answer' column; the rows have {columns}. data.answer_template builds it from other "
                 "columns."
             )
-        self._check_answers(rows)
+        self._answers = Answers(tokenizer, self.rollout_config)
+        self._several_turns = self._answers.check(rows, ["answer"], "SFT needs")
         self.total = self.done + self.config.max_steps
-        self._batches = self._open_stream(
-            rows, self.config.batch_size, shuffle, forever=True, tokenizer=self._tokenizer
-        )
+        self._batches = self._open_stream(rows, self.config.batch_size, shuffle, forever=True, tokenizer=tokenizer)
         self.identity = {"sft_batch_size": self.config.batch_size, "seed": self.training.seed, "rows": len(rows)}
         self.identity |= {"adapters": self.model.adapters and str(self.model.adapters)}
         self.identity |= {"quantized": self.model.quantized} | self._base_identity()
         self.identity |= {} if self.folder is None else {INPUTS: fingerprints(rows)}
         self._compile(_Likelihood(), likelihood_options(self.training), self.config.optimizer)
-
-    def _check_answers(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Checks all answers, and encodes the answers of messages in the first `SCANNED_ROWS` rows."""
-        self._demonstrations.clear()
-        self._several_turns = False
-        with progress.task("checking answers", len(rows)) as advance:
-            for number in range(len(rows)):
-                row = rows[number]
-                advance(1)
-                if not is_conversation(row.get("answer")):
-                    _check_answer(row, number)
-                    continue
-                self._several_turns = True
-                try:
-                    answer = chat_answer(row["answer"])
-                    if number < SCANNED_ROWS:
-                        self._demonstrated(row.get("prompt"), answer)
-                except UserError as error:
-                    raise UserError(f"training row {number} (counted from 0): {error}") from error
-
-    def _demonstrated(self, prompt: Any, answer: Sequence[Mapping[str, Any]]) -> Demonstration:
-        chat = not isinstance(prompt, str)
-        if chat not in self._demonstrations:
-            eos_ids = self.rollout_config.eos_tokens or self._tokenizer.eos_ids
-            self._demonstrations[chat] = Demonstrations(self._tokenizer, chat, eos_ids, self.eos_id)
-        return self._demonstrations[chat].encode(answer, self.rollout_config.max_tokens_to_generate)
 
     def step(self, number: int) -> dict[str, Any] | None:
         with scope(self.mesh):
@@ -233,11 +202,7 @@ class SFTTrainer(Trainer):
 
     def _answer(self, prompt: Prompt) -> Demonstration:
         """Returns the tokens of the answer and an end-of-sequence token, cut to the maximum length of a completion."""
-        limit, answer = self.rollout_config.max_tokens_to_generate, prompt.columns["answer"]
-        if is_conversation(answer):
-            return self._demonstrated(prompt.source, chat_answer(answer))
-        tokens = [*self._tokenizer.encode_data(answer, limit), self.eos_id][:limit]
-        return Demonstration(tokens, [True] * len(tokens))
+        return self._answers.encode(prompt.source, prompt.columns["answer"])
 
     def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
         due = last or (self.config.stop_at_success is not None and step and step % self.config.eval_every_n_steps == 0)
@@ -264,21 +229,3 @@ def _with_prompts(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, An
         except UserError as error:
             raise UserError(f"training row {number} (counted from 0): {error}") from error
     return MappedRows(rows, with_prompt)
-
-
-def _with_tools(tokenizer: Tokenizer, rows: Sequence[Mapping[str, Any]]) -> Tokenizer:
-    """Passes the column `tools`, which must be the same in all rows, to the chat template."""
-    tools = rows[0].get("tools") if len(rows) and isinstance(rows[0], Mapping) else None
-    for number in range(len(rows) if tools else 0):
-        if rows[number].get("tools") != tools:
-            raise UserError(f"column 'tools': training row {number} has other tools than row 0; SFT needs one list.")
-    return tokenizer.with_template_variables({"tools": tools}) if tools else tokenizer
-
-
-def _check_answer(row: Mapping[str, Any], number: int) -> None:
-    answer = row.get("answer")
-    if not isinstance(answer, str) or not answer:
-        raise UserError(
-            f"SFT needs text or messages in the 'answer' column; training row {number} of prompt "
-            f"{row.get('prompt')!r:.60} has {answer!r:.60}. data.answer_template='{{answer}}' converts numbers to text."
-        )

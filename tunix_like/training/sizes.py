@@ -159,6 +159,7 @@ def update_work(
     reference: bool = False,
     mesh: Mesh | None = None,
     device: Device | None = None,
+    whole_groups: bool = False,
 ) -> Work:
     """Returns the quantities on which the memory of one update depends.
 
@@ -166,6 +167,7 @@ def update_work(
       shape: number of prompts of the update, and number of completions per prompt.
       widths: lengths in tokens of the padded prompts and of the padded completions.
       reference: whether a second model, the reference of the KL, is held in memory.
+      whole_groups: whether all completions of a prompt are in one chunk.
     """
     chosen = training.actor_optimizer or OptimizerConfig()
     return dataclasses.replace(
@@ -174,6 +176,7 @@ def update_work(
         reference=reference,
         remat=training.remat,
         logits_chunk=training.logprob_chunk_size,
+        whole_groups=whole_groups,
     )
 
 
@@ -424,7 +427,7 @@ class MemoryEstimate:
 
     Attributes:
       micro_batch: completions per chunk of an update.
-      rows: maximum number of completions that are sampled at the same time.
+      rows: maximum number of completions that are sampled at the same time; 0 if nothing is sampled.
       chosen: whether `auto` has chosen `micro_batch`, and whether `auto` has chosen `rows`.
       phases: the peak memory of each phase of the run.
       layout: the layout of the sampler; None if it has one device.
@@ -447,7 +450,8 @@ class MemoryEstimate:
         """Returns labels and texts for the screen: the sizes, the peak memory and the available memory, the memory of
         each phase of the run by component, and warnings."""
         update, rollout = ("auto" if auto else "as set" for auto in self.chosen)
-        sizes = f"{self.micro_batch} completions per chunk ({update}), {self.rows} sampled at once ({rollout})"
+        sizes = f"{self.micro_batch} completions per chunk ({update})"
+        sizes += f", {self.rows} sampled at once ({rollout})" if self.rows else ""
         update_bytes = max(phase.bytes for phase in self.phases if phase.name == "update")
         shown = [phase for phase in self.phases if phase.name != "optimizer" or phase.bytes > update_bytes]
         phases = [(phase.name, str(phase)) for phase in shown]
@@ -510,26 +514,27 @@ def estimate_memory(
     training = dataclasses.replace(config.training, actor_optimizer=config.optimizer)
     setting = training.train_micro_batch_size
     most = min(training.mini_batch_size or data.batch_size, data.batch_size)
-    reference = config.algorithm.beta > 0
-    update = update_work(training, model, (most, group), widths, reference, mesh, device)
+    reference, pairs = config.has_reference, config.trains_pairs
+    update = update_work(training, model, (most, group), widths, reference, mesh, device, whole_groups=pairs)
     size = chosen(lambda: chunk_size(setting, update, device))
     update = dataclasses.replace(update, prompts=data.batch_size, update_prompts=most)
     layout = rollout_layout(model, rollout, mesh, device, reference)
+    evaluated = config.eval.batch_size, config.eval.samples
     sampling_mesh = None if layout is None else layout.mesh
-    rows, phases = data.batch_size * group, []
-    if find_engine(rollout.engine).make is None:
+    rows, phases = math.prod(evaluated) if pairs else data.batch_size * group, []
+    if pairs and config.rewards.functions is None:
+        rows = 0  # nothing is sampled
+    elif find_engine(rollout.engine).make is None:
 
         def sampled_at_once(prompts: int, samples: int) -> int:
             meshes = mesh, sampling_mesh
             return chosen(lambda: concurrent_rows(model, rollout, prompts, samples, *meshes, device, reference))
 
         work = _for_sampling(update, model, rollout, sampling_mesh)
-        rows = min(sampled_at_once(data.batch_size, group), rows)
-        evaluated = config.eval.batch_size, config.eval.samples
-        for name, shape, at_once in (
-            ("rollout", (data.batch_size, group), rows),
-            ("evaluation", evaluated, sampled_at_once(*evaluated)),
-        ):
+        sampled = {"evaluation": evaluated} if pairs else {"rollout": (data.batch_size, group), "evaluation": evaluated}
+        for name, shape in sampled.items():
+            at_once = sampled_at_once(*shape)
+            rows = min(at_once, rows) if name == "rollout" or pairs else rows
             phases.append(dataclasses.replace(_sampling(work, *shape, at_once), name=name))
     phases += update_phases(update, size)
     if config.sft.max_steps:

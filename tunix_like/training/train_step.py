@@ -316,6 +316,8 @@ def train_step(
     objective = bound(spec.objective, inputs.scheduled)
     advantages = objective.advantages(batch.rewards, batch.scored, lengths, ids)
     weights = objective.weights(batch.scored, batch.trained, lengths, inputs.in_update, ids)
+    if batch.prompt_weights is not None:
+        weights = weights * batch.prompt_weights[:, None]
     usable = jnp.isfinite(advantages).all()
     sets = jnp.where(usable, inputs.packed.sets, 0)
     by_token = advantages if advantages.ndim == 3 else advantages[..., None]

@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tunix_like.config.schema import OptimizerConfig, RLTrainingConfig, RolloutConfig
+from tunix_like.data.curriculum import Curriculum, CurriculumBatches
 from tunix_like.data.stream import Prompt, Resumable, SharedBatches, prompt_batches
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, check_type, nearest
@@ -85,6 +86,7 @@ class Trainer(abc.ABC):
     name: ClassVar[str]
     step_key: ClassVar[str]
     programs: StepPrograms
+    _trains_scalar_head: ClassVar[bool] = False
     _arguments: frozenset[str] = frozenset()  # those of the constructor, once it has run
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -112,6 +114,9 @@ class Trainer(abc.ABC):
         mesh: Mesh | None,
     ):
         check_decoder("model", model)
+        if model.config.scalar_head is not self._trains_scalar_head:
+            other = "has no scalar head; call tunix_like.add_scalar_head(model)"
+            raise UserError(f"model: it {'is a reward model' if model.config.scalar_head else other}.")
         self.rollout_config = RolloutConfig() if rollout_config is None else rollout_config
         self.training = RLTrainingConfig() if training_config is None else training_config
         check_type("rollout_config", self.rollout_config, RolloutConfig, "give a tunix_like.RolloutConfig(...)")
@@ -264,15 +269,22 @@ class Trainer(abc.ABC):
         self.programs = step_programs(spec, None if shared else self._own_programs)
 
     def _open_stream(
-        self, rows: Any, batch_size: int, shuffle: bool, forever: bool, tokenizer: Tokenizer | None = None
+        self,
+        rows: Any,
+        batch_size: int,
+        shuffle: bool,
+        forever: bool,
+        tokenizer: Tokenizer | None = None,
+        curriculum: tuple[Curriculum, int] | None = None,
     ) -> Iterator[list[Prompt]]:
-        """Returns an iterator over batches of prompts.
+        """Returns an iterator over batches of prompts. With a `curriculum`, settings and the number of completions per
+        prompt, the rows are drawn by their difficulty, in no order.
 
         Without a run folder, it continues after the last batch of the previous call of `train` with the same data
         object and settings, unless an iterable is read for one epoch only.
         """
         size = len(rows) if isinstance(rows, Sequence | grain.MapDataset) else None
-        settings, previous = (size, batch_size, shuffle, forever), self._stream
+        settings, previous = (size, batch_size, shuffle, forever, curriculum), self._stream
         same = previous is not None and previous.rows is rows and previous.settings == settings
         if previous is not None and same and isinstance(previous.batches, SharedBatches):
             if self._completed:
@@ -280,15 +292,20 @@ class Trainer(abc.ABC):
             return previous.batches
         if previous is not None and same and forever:
             return previous.batches
-        batches = prompt_batches(
-            rows,
-            tokenizer or self.tokenizer,
-            batch_size=batch_size,
-            max_prompt_length=self.rollout_config.max_prompt_length,
-            seed=self.training.seed,
-            shuffle=shuffle,
-            forever=forever,
-        )
+        limit, seed = self.rollout_config.max_prompt_length, self.training.seed
+        batches: Iterator[list[Prompt]]
+        if curriculum is not None:
+            batches = CurriculumBatches(rows, tokenizer or self.tokenizer, batch_size, limit, seed, *curriculum)
+        else:
+            batches = prompt_batches(
+                rows,
+                tokenizer or self.tokenizer,
+                batch_size=batch_size,
+                max_prompt_length=limit,
+                seed=seed,
+                shuffle=shuffle,
+                forever=forever,
+            )
         # The position of a plain iterable cannot be saved; a resumed run skips the items that were read before.
         self.iterator = batches if isinstance(batches, Resumable) else None
         self._stream = _Stream(rows, settings, batches)

@@ -224,6 +224,7 @@ def pack_update(
     rows: Bool[np.ndarray, "P G"],
     most_prompts: int,
     reference: bool = False,
+    whole_groups: bool = False,
 ) -> Packed:
     """Packs completions of a rollout batch into chunks. The model processes one chunk per forward and backward pass.
     `train_micro_batch_size` is the size of the chunks; with `auto`, the size depends on the available memory.
@@ -232,11 +233,12 @@ def pack_update(
       rows: mask of the completions to pack.
       most_prompts: maximum number of prompts of an update.
       reference: whether a reference model is held in memory in addition to the policy.
+      whole_groups: whether all completions of a prompt are in one chunk.
     """
     widths, size = (batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]), rows.shape[1]
-    work = update_work(training, model, (most_prompts, size), widths, reference, mesh)
+    work = update_work(training, model, (most_prompts, size), widths, reference, mesh, whole_groups=whole_groups)
     chunk = chunk_size(training.train_micro_batch_size, work)
-    layout = choose_layout(size, most_prompts, widths, chunk, prompt_parts(mesh))
+    layout = choose_layout(size, most_prompts, widths, chunk, prompt_parts(mesh), whole_groups)
     return pack(batch.completion_lengths, rows, widths[1], layout, most_prompts)
 
 

@@ -22,10 +22,11 @@ from tunix_like.models.sharding import constrain_params, split_vocabulary
 
 Params = dict[Any, Any]
 
-_AS_STORED = (*QUANTIZED, "embedding", "lm_head")
-"""Names of matrices that keep their dtype: quantised matrices, the embedding and the output matrix. The embedding keeps
-its dtype because only some of its rows are read. The output matrix keeps its dtype so that its gradient is added up
-in float32 over the pieces of a chunk of completions. `token_logprobs` casts the output matrix."""
+_AS_STORED = (*QUANTIZED, "embedding", "lm_head", "score")
+"""Names of matrices that keep their dtype: quantised matrices, the embedding, the output matrix and the scalar head.
+The embedding keeps its dtype because only some of its rows are read. The output matrix and the scalar head keep theirs
+so that their gradients are added up in float32 over the pieces of a chunk of completions. `token_logprobs` casts the
+output matrix."""
 
 
 class WorkingWeights(NamedTuple):
@@ -83,7 +84,7 @@ def _prepared(tree: Params, model: Decoder, segments: tuple[Segment, ...] | None
     out = jax.tree_util.tree_map_with_path(lambda path, x: _cast(path, x, model.dtype), tree)
     if "layers" in out and segments is not None:
         out["layers"] = stack_layers(out["layers"], segments)
-    if "embed_tokens" in out and model.lm_head is None:
+    if "embed_tokens" in out and model.lm_head is None and model.score is None:
         out["output_matrix"] = out["embed_tokens"]["embedding"].T
     return constrain_working(out)
 

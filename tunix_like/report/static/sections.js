@@ -184,7 +184,7 @@ function passRates() {
   if (!recorded) return section("pass-rates", "Pass rates", make("p", {}, "These runs did not record the pass rates of their prompts."), DATA.gradients.length ? gradientCard() : null);
   const spans = windows();
   STATE.window = spans.length - 1;
-  const sums = DATA.runs.map((run) => Object.fromEntries(["drawn", "trained", "advantage"].map((name) => [name, summed(run, name, spans)])));
+  const sums = DATA.runs.map((run) => Object.fromEntries(["drawn", "trained", "advantage", "all"].map((name) => [name, summed(run, name, spans)])));
   const around = (i) => [Math.max(0, i - AROUND), Math.min(spans.length - 1, i + AROUND)];
   const stretch = (first, last) => (first === last ? `step ${first}` : `steps ${first} to ${last}`);
   const text = (i) => stretch(spans[around(i)[0]][0], spans[around(i)[1]][1]);
@@ -220,7 +220,7 @@ function passRates() {
     bars("Advantage by pass rate", "Share of the sum of |advantage| over all prompts.", advantageShare, "%", [0, top(advantageShare)]),
     bars("|advantage| of one prompt", "Mean over the completions of a prompt, by its pass rate.", perPrompt, "", [0, top(perPrompt)]),
     DATA.gradients.length ? gradientCard() : null);
-  const maps = part(() => make("div", { class: "grid two" }, ...shownRuns().filter(({ i }) => sums[i].drawn.some(Boolean)).flatMap(({ run, i }) => [["Prompts", "drawn"], ["|advantage|", "advantage"]].map(([what, name]) => {
+  const maps = part(() => make("div", { class: "grid two" }, ...shownRuns().filter(({ i }) => sums[i].drawn.some(Boolean)).flatMap(({ run, i }) => [["Prompts", "drawn"], ["|advantage|", "advantage"], ["All prompts seen so far", "all"]].filter(([, name]) => sums[i][name].some(Boolean)).map(([what, name]) => {
     const cells = sums[i][name].map(shares);
     const map = heatMap({ cells, bins: BINS, edges: [spans[0][0], spans[spans.length - 1][1]], chosen: around(STATE.window), onchoose: choose, label: `${what} by pass rate, ${run.name}`, name: (column) => stretch(...spans[column]) });
     return make("div", { class: "card chart" }, make("div", { class: "head" }, make("h3", { class: "key", own: colourOf(i) }, make("i"), `${what} by pass rate, ${run.name}`)), map);

@@ -1,0 +1,199 @@
+"""Tests reward models: their loss and gradient, the format of transformers, and their use as a reward function."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import nnx
+from transformers import AutoModelForSequenceClassification
+
+import tunix_like
+from tests.tiny_model import HF
+from tests.training.test_preferences import ROWS, SAID, TOKENIZER, collect, distance, gradient_of, params_of
+from tests.training.test_preferences import make as make_pairs
+from tunix_like import LoraConfig, PreferenceConfig, RewardModel, RewardModelLearner, UserError, add_scalar_head
+from tunix_like.cli.main import main
+from tunix_like.config.schema import MeshConfig
+from tunix_like.models.lora import add_lora
+from tunix_like.models.sharding import build_mesh
+
+
+def make_model(seed=0, **changed):
+    return add_scalar_head(tunix_like.load_model(HF | changed, init="random", seed=seed)[0])
+
+
+def make(preference=None, *, model=None, **given):
+    preference = PreferenceConfig() if preference is None else preference
+    return make_pairs(preference, model=model or make_model(), learner=RewardModelLearner, **given)
+
+
+def whole(learner, row, column):
+    """Returns the tokens of the prompt and a completion of a row."""
+    prompt = learner.tokenizer.encode_prompt(row["prompt"], False)[1]
+    return prompt + learner._answers.encode(row["prompt"], row[column]).tokens
+
+
+def last_hidden(model, tokens):
+    hidden, _ = model._causal(jnp.array([tokens]), jnp.arange(len(tokens))[None])
+    return model.norm(hidden)[0, -1]
+
+
+@pytest.mark.parametrize("center", [None, 0.05])
+def test_loss_and_gradient_equal_those_of_whole_sequences(center):
+    """Also with several turns, whose whole text is scored."""
+    rows = [*ROWS[:3], {"prompt": "ab>", "chosen": SAID, "rejected": "ba"}]
+    learner = make(PreferenceConfig(center_rewards=center), max_steps=1, actor_optimizer=optax.sgd(1.0))
+    row, before, got = gradient_of(learner, rows)
+
+    def loss(params):
+        model = nnx.merge(learner.graphdef, params)
+        kernel = params["score"]["kernel"][:, 0]
+        r = jnp.array([[last_hidden(model, whole(learner, row, name)) @ kernel for name in ("chosen", "rejected")]
+                       for row in rows])  # fmt: skip
+        return (jnp.log1p(jnp.exp(r[:, 1] - r[:, 0])) + (center or 0) * r.sum(1) ** 2).mean()
+
+    value, expected = jax.value_and_grad(loss)(jax.tree.map(jnp.asarray, before))
+    assert row["train/loss"] == pytest.approx(float(value), rel=1e-5)
+    assert distance(got, expected) < 2e-5
+    assert "train/entropy" not in row and "train/logps/chosen" not in row
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A reward model and the learner that trained it, and its folder."""
+    learner = make(model=make_model(tie_word_embeddings=False), max_steps=20)
+    rows = collect(learner, held_out=ROWS)
+    assert rows[-1]["eval/rewards/accuracies"] == 1 and rows[-1]["eval/loss"] < 0.3
+    folder = tmp_path_factory.mktemp("reward") / "model"
+    tunix_like.export_model(learner.model, TOKENIZER, folder)
+    return learner, folder
+
+
+def test_scores_are_those_of_transformers(trained):
+    learner, folder = trained
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder)
+    assert theirs.config.num_labels == 1 and theirs.config.architectures == ["Qwen2ForSequenceClassification"]
+    texts = [[row["chosen"], row["rejected"], row["chosen"] + "a"] for row in ROWS]
+    prompts = [row["prompt"] for row in ROWS for _ in range(3)]
+    model = RewardModel(folder)
+    got = model(prompts, [text for group in texts for text in group])
+    expected = []
+    with torch.no_grad():
+        for row, group in zip(ROWS, texts, strict=True):
+            for text in group:
+                tokens = whole(learner, {**row, "text": text}, "text")
+                expected.append(theirs(torch.tensor([tokens])).logits.item())
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+    assert np.std(expected) > 0.1
+
+
+def test_groups_of_unequal_sizes_and_texts_that_do_not_fit(trained):
+    _, folder = trained
+    prompts = ["ab>", "ab>", "cd>", "ab>", "ab>", "ab>", "ab>", "c" * 70 + ">", "d>"]
+    completions = ["ba", "a", "dc", "b", "ba", "c", "a", "c", "d" * 70]
+    got = RewardModel(folder)(prompts, completions)
+    assert got[4] == pytest.approx(got[0], abs=1e-6) and got[6] == pytest.approx(got[1], abs=1e-6)
+    assert got[-2:] == [None, None] and None not in got[:-2]
+    alone = [
+        RewardModel(folder)([prompt], [text])[0] for prompt, text in zip(prompts[:4], completions[:4], strict=True)
+    ]
+    assert got[:4] == pytest.approx(alone, abs=1e-5)
+    assert RewardModel(folder)(prompts[-2:], completions[-2:]) == [None, None]
+
+
+def test_scores_on_a_mesh(trained):
+    _, folder = trained
+    mesh = build_mesh(MeshConfig(shape=[2, 2, 1], axis_names=["data", "fsdp", "tp"]), jax.devices()[:4])
+    prompts, texts = [row["prompt"] for row in ROWS[:3]], [row["chosen"] for row in ROWS[:3]]
+    assert RewardModel(folder, mesh)(prompts, texts) == pytest.approx(RewardModel(folder)(prompts, texts), abs=1e-5)
+
+
+def test_adapters_and_the_head_are_trained():
+    model = add_lora(make_model(), LoraConfig(rank=2), 0)
+    learner = make(model=model, max_steps=3)
+    before = params_of(learner.model)
+    collect(learner)
+    after = params_of(learner.model)
+    changed = jax.tree_util.tree_map_with_path(lambda path, a, b: not np.array_equal(a, b), before, after)
+    assert changed["score"]["kernel"] and not changed["embed_tokens"]["embedding"]
+    assert changed["layers"][0]["mlp"]["up_proj"]["lora_b"] and not changed["layers"][0]["mlp"]["up_proj"]["kernel"]
+    with pytest.raises(UserError, match="export the whole model"):
+        tunix_like.save_adapter(learner.model, "unused")
+
+
+def test_wrong_models_are_refused(tmp_path, trained):
+    _, folder = trained
+    plain = tunix_like.load_model(HF, init="random")[0]
+    with pytest.raises(UserError, match="no scalar head"):
+        make(model=plain)
+    with pytest.raises(UserError, match="it is a reward model"):
+        make_pairs(model=make_model())
+    with pytest.raises(UserError, match="cannot sample"):
+        make_model()(jnp.ones((1, 2), jnp.int32))
+    tunix_like.export_model(plain, TOKENIZER, tmp_path / "plain")
+    with pytest.raises(UserError, match=r"model:.*no reward model"):
+        RewardModel(tmp_path / "plain")
+    config = json.loads((folder / "config.json").read_text())
+    with pytest.raises(UserError, match="one label only"):
+        tunix_like.load_model(config | {"id2label": {"0": "A", "1": "B"}}, init="random")
+    with pytest.raises(UserError, match="preference.beta: the reward model does not read it"):
+        make(PreferenceConfig(beta=0.3))
+
+
+YAML = """
+model: {{path: {folder}}}
+data: {{name: jsonl, path: {data}, eval_size: 2, batch_size: 8}}
+algorithm: {{advantage_estimator: {name}}}
+rollout: {{max_prompt_length: 8, max_tokens_to_generate: 4}}
+optimizer: {{learning_rate: 1.0e-2}}
+eval: {{samples: 2, batch_size: 2}}
+training: {{max_steps: 2, loggers: [], output_dir: {out}}}
+"""
+
+
+@pytest.mark.slow
+def test_commands_train_both_kinds_and_sample_for_the_reward_model(tmp_path, capsys):
+    """From files to an exported reward model, and RL whose reward it is; DPO resumes, is evaluated and exported."""
+    policy = tunix_like.load_model(HF, init="random")[0]
+    tunix_like.export_model(policy, TOKENIZER, tmp_path / "policy")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS * 2)))
+
+    def command(kind, name, *overrides, status=0):
+        file = tmp_path / f"{name}.yaml"
+        given = {"folder": tmp_path / "policy", "data": tmp_path / "rows.jsonl", "out": tmp_path / f"run_{name}"}
+        file.write_text(YAML.format(name=name, **given))
+        assert main([kind, str(file), *overrides]) == status
+        return capsys.readouterr()
+
+    adapters = "lora.rank=2", f"training.output_dir={tmp_path}/run_lora"
+    for overrides in ((), adapters):
+        said = command("train", "reward_model", *overrides).out
+        assert "RewardModelLearner (reward_model)" in said and "Bradley-Terry" in said and "sampled at once" not in said
+    assert main(["export", f"{tmp_path}/run_reward_model", f"{tmp_path}/judge"]) == 0
+    assert main(["export", f"{tmp_path}/run_lora", f"{tmp_path}/judge_lora"]) == 0
+    assert (
+        RewardModel(tmp_path / "judge_lora")(["ab>"], ["ba"])[0] != RewardModel(tmp_path / "judge")(["ab>"], ["ba"])[0]
+    )
+    name = f"rewards.functions=[{{name: 'model:{tmp_path}/judge'}}]"
+    command("train", "maxrl", name, "algorithm.num_generations=4", "algorithm.advantage_estimator=rloo")
+    rows = [json.loads(line) for line in (tmp_path / "run_maxrl" / "metrics.jsonl").read_text().splitlines()]
+    assert np.isfinite(rows[-1]["train/rewards/mean"]) and rows[-1]["train/rewards/mean"] != 0
+
+    command("train", "dpo")
+    command("train", "dpo", "training.max_steps=3")
+    rows = [json.loads(line) for line in (tmp_path / "run_dpo" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3] and "eval/rewards/accuracies" in rows[-1]
+    assert "eval/pass@1" not in rows[-1], "the rows have no answer"
+    assert main(["export", f"{tmp_path}/run_dpo", f"{tmp_path}/out"]) == 0
+    assert main(["report", f"{tmp_path}/run_dpo"]) == 0
+    assert not tunix_like.load_model(tmp_path / "out")[0].config.scalar_head
+    for override in ("algorithm.num_generations=4", "rollout.max_staleness=1", "training.mini_batch_size=2"):
+        assert override.partition("=")[0] in command("train", "dpo", override, status=2).err
+    assert "rewards.functions" in command("train", "reward_model", name, status=2).err
+    assert "preference.beta" in command("train", "maxrl", name, "preference.beta=0.2", status=2).err
