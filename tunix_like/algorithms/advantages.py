@@ -257,7 +257,7 @@ def _check_order_statistic(params: Params, size: int) -> None:
         _check_numbers("weights", weights)
         if len(weights) != k:
             raise UserError(
-                f"weights: got {len(weights)}; 'order_statistic' needs k ({k}), beginning with that of the largest reward."
+                f"weights: got {len(weights)}; 'order_statistic' needs k ({k}), for the largest reward first."
             )
     elif not isinstance(statistic, str):
         raise UserError(f"statistic: got {statistic!r}; give a name such as median.")
