@@ -21,8 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from tunix_like.algorithms import LARGEST_REWARD
 from tunix_like.algorithms.mixtures import power_coefficients, rank_weights
 from tunix_like.algorithms.order_statistics import (
+    GivenTable,
     Table,
     above_average,
     leave_two_out_table,
@@ -118,7 +120,7 @@ def maxrl(
     scored: Scored,
     lengths: Lengths,
     truncation_order: int | None = None,
-    table: Table | None = None,
+    table: GivenTable | None = None,
 ) -> Rewards:
     """Divides centred rewards by the mean reward: `(r_i - m) / m` if `m > 0`, else 0 (MaxRL, arXiv 2602.02710, Alg. 1).
 
@@ -149,7 +151,7 @@ def _maxpo_table(size: int, *, k: int) -> Table:
 @register_advantage_estimator(
     "maxpo", zero_when_constant=True, headroom={"k": 1}, scored_beyond_k=1, sparse=True, table=_maxpo_table
 )
-def maxpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int, table: Table | None = None) -> Rewards:
+def maxpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int, table: GivenTable | None = None) -> Rewards:
     """Computes the Leave-Two-Out advantage times k: `k L_k,i` with `L_k,i = q_i - V_k(-i)` (MaxPO, arXiv 2606.06080).
 
     `q_i` is the mean of the maximum reward over the subsets of `k` completions that contain completion `i`; `V_k(-i)`
@@ -169,7 +171,7 @@ def _pkpo_table(size: int, *, k: int) -> Table:
 @register_advantage_estimator(
     "pkpo", zero_when_constant=lambda params: params["k"] > 1, headroom={"k": 0}, sparse=True, table=_pkpo_table
 )
-def pkpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int, table: Table | None = None) -> Rewards:
+def pkpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int, table: GivenTable | None = None) -> Rewards:
     """Computes the marginal contribution to max@k, `k (q_i - V_{k-1}(-i))` (PKPO, arXiv 2505.15201).
 
     `q_i` is the mean of the maximum reward over the subsets of `k` completions that contain completion `i`;
@@ -187,7 +189,7 @@ def pkpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int, table: T
 @register_advantage_estimator(
     "passk", zero_when_constant=True, takes="binary", headroom={"k": 1}, sparse=True, table=subset_table
 )
-def passk(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int, table: Table | None = None) -> Rewards:
+def passk(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int, table: GivenTable | None = None) -> Rewards:
     """Computes standardised pass@k: `(q_i - V_k) / (sqrt(V_k (1 - V_k)) + 1e-6)` (pass@k training, arXiv 2508.10751).
 
     Rewards must be 0 or 1. `V_k` is the mean of the maximum reward over all subsets of `k` completions of the group,
@@ -207,6 +209,8 @@ def _check_maxk_mix(params: Params, size: int) -> None:
         raise UserError("alpha, coefficients: 'maxk_mix' needs exactly one of them. Set alpha, or a list coefficients.")
     if alpha is not None and not (is_number(alpha) and alpha >= 0):
         raise UserError(f"alpha: got {alpha!r}; 'maxk_mix' needs a number of at least 0.")
+    if alpha is not None and max(power_coefficients(alpha, size - 1), default=0.0) > LARGEST_REWARD:
+        raise UserError(f"alpha: got {alpha}; a coefficient of a group of {size} exceeds {LARGEST_REWARD:g}. Lower it.")
     if coefficients is not None:
         _check_numbers("coefficients", coefficients)
         if len(coefficients) > size - 1:
@@ -230,7 +234,7 @@ def maxk_mix(
     lengths: Lengths,
     alpha: float | None = None,
     coefficients: Sequence[float] | None = None,
-    table: Table | None = None,
+    table: GivenTable | None = None,
 ) -> Rewards:
     """Mixes Leave-Two-Out advantages: `sum_k c_k L_k,i`, `k = 1..G-1`, with `L_k,i` as in `maxpo`.
 
@@ -289,7 +293,7 @@ def order_statistic(
     k: int,
     weights: Sequence[float] | None = None,
     statistic: str | None = None,
-    table: Table | None = None,
+    table: GivenTable | None = None,
 ) -> Rewards:
     """Computes the advantage of an order statistic of k rewards: `k (inc_i - loo_i)` (OrderGrad, arXiv 2606.06096).
 
@@ -307,6 +311,8 @@ def order_statistic(
 def _check_numbers(name: str, values: Any) -> None:
     if not isinstance(values, list | tuple) or not values or not all(map(is_number, values)):
         raise UserError(f"{name}: got {values!r}; give a list of finite numbers, at least one.")
+    if max(map(abs, values)) > LARGEST_REWARD:
+        raise UserError(f"{name}: got {values!r}; the largest magnitude is {LARGEST_REWARD:g}.")
 
 
 @register_advantage_estimator("opo", zero_when_constant=True)

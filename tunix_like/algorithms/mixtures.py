@@ -16,7 +16,8 @@ def power_coefficients(alpha: float, count: int) -> tuple[float, ...]:
     """Returns the first coefficients of the series `p^-alpha = sum_k c_k (1-p)^(k-1)`, `k = 1..count`:
     `c_k = Gamma(alpha + k - 1) / (Gamma(alpha) Gamma(k))`, computed as a product, which is defined for alpha 0 too."""
     k = np.arange(1, count)
-    return tuple(np.concatenate([[1.0], np.cumprod((alpha + k - 1) / k)])[:count].tolist())
+    with np.errstate(over="ignore"):
+        return tuple(np.concatenate([[1.0], np.cumprod((alpha + k - 1) / k)])[:count].tolist())
 
 
 class WeightFit(NamedTuple):

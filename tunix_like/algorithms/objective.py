@@ -314,7 +314,7 @@ def trace_user_functions(objective: Objective, groups: int, group_size: int) -> 
 
     for estimator in objective.estimators:
         if is_own(estimator.registered.function):
-            jax.eval_shape(estimator, array(shape), array(shape, jnp.bool_), array(shape, jnp.int32))
+            jax.eval_shape(estimator.at(1), array(shape), array(shape, jnp.bool_), array(shape, jnp.int32))
     if is_own(loss.function):
         tokens = (*shape, objective.max_tokens)
         inputs = array(tokens), array(tokens), array((*shape, 1)), array(tokens, jnp.bool_)
@@ -452,7 +452,7 @@ def check_accepts_negative(objective: Objective, cause: str, cure: str) -> None:
         return
     sections = {index: f"data source '{source}'" for source, index in objective.sources.items()}
     for index, estimator in enumerate(objective.estimators):
-        kind = estimator.registered.takes(estimator.params)
+        kind = estimator.registered.takes(estimator.at(1).params)
         if kind != "any":
             section = sections.get(index, "algorithm")
             order = f"{section}.truncation_order, or " if estimator.name == "maxrl" else ""

@@ -15,7 +15,7 @@ advantages without special treatment, because the gap between them is 0.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from jaxtyping import Array, Bool, Float, Int
 Table = Float[np.ndarray, "N R F"]
 """For every `n = 0..G` scored rewards and `f = 1..G-1` failures: `up` and `down`, then, for `above_average`, two more
 rows."""
+GivenTable = Table | Float[Array, "N R F"]
+"""A table, or the input of a compiled step that has one."""
 
 
 class Spread(NamedTuple):
@@ -51,9 +53,7 @@ def spread(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"]) -> Spread:
     return Spread(count, jnp.where(some, top, 0.0), jnp.where(some, bottom, 0.0), some & (top > bottom))
 
 
-def weighted(
-    rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], table: Table | Float[Array, "N R F"]
-) -> Float[Array, "P G"]:
+def weighted(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], table: GivenTable) -> Float[Array, "P G"]:
     """Computes the advantages that `table` defines. Unscored completions and groups of equal rewards get 0."""
     gaps, order, group = _gaps(rewards, scored)
     rows = jnp.asarray(table, rewards.dtype)[group.scored[:, 0]]
@@ -66,7 +66,7 @@ def weighted(
 
 
 def above_average(
-    rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], table: Table | Float[Array, "N R F"]
+    rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], table: GivenTable
 ) -> tuple[Float[Array, "P G"], Float[Array, "P 1"], Float[Array, "P 1"]]:
     """Returns `q_i - V_k` of each completion, and `V_k` and `max(rewards) - V_k` of each group, with the table of
     `subset_table`.
@@ -93,26 +93,29 @@ def _gaps(rewards: Array, scored: Array) -> tuple[Float[Array, "P F"], Int[Array
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _grid(size: int) -> tuple[Float[np.ndarray, "N 1"], Float[np.ndarray, "1 F"]]:
+def _grid(size: int) -> tuple[Int[np.ndarray, "N 1"], Int[np.ndarray, "1 F"]]:
     """Returns the numbers of scored rewards `n = 0..size` and of failures `f = 1..size-1`."""
-    return np.arange(size + 1.0)[:, None], np.arange(1.0, size)[None]
+    return np.arange(size + 1)[:, None], np.arange(1, size)[None]
 
 
-def _all_fail(size: int, most: int) -> Iterator[Float[np.ndarray, "N F"]]:
-    """Yields, for `K = 0..most`, the chance that K of `n - 1` other completions all failed, if `f` of these failed:
-    `C(f, K) / C(n-1, K)`. The binomials themselves could overflow."""
+def _all_fail(size: int, coefficients: Sequence[float]) -> Float[np.ndarray, "N F"]:
+    """Returns `sum_K c_K H_K` with `c_1, c_2, ... = coefficients`. `H_K = C(f, K) / C(n-1, K)` is the chance that K of
+    `n - 1` other completions all failed, if `f` of these failed; 0 where `K > n - 1`. The binomials could overflow."""
     n, f = _grid(size)
     chance = (f < n).astype(np.float64)
-    yield chance
-    for drawn in range(most):
-        chance = chance * np.maximum(f - drawn, 0.0) / np.maximum(n - 1 - drawn, 1.0)
-        yield chance
+    total = np.zeros_like(chance)
+    for drawn, coefficient in enumerate(coefficients):
+        possible = slice(drawn + 2, None), slice(drawn, None)  # n - 1 and f above `drawn`; H_K is 0 elsewhere
+        chance[possible] *= (f[:, drawn:] - drawn) / (n[drawn + 2 :] - 1 - drawn)
+        if coefficient:
+            total[possible] += coefficient * chance[possible]
+    return total
 
 
 def _centred(up: Float[np.ndarray, "N F"]) -> Table:
     """Returns the table whose advantages sum to zero: `(n - f) up_f = f down_f`."""
     n, f = _grid(up.shape[0] - 1)
-    return np.stack([up, up * np.maximum(n - f, 0.0) / f], axis=1)
+    return np.stack([up, up * np.maximum(n - f, 0) / f], axis=1)
 
 
 @functools.lru_cache(maxsize=8)
@@ -123,10 +126,7 @@ def leave_two_out_table(size: int, coefficients: tuple[float, ...]) -> Table:
     maximum reward over all subsets of K completions, and `q_i` this mean over the subsets that contain `i`. A success
     has `L_K = C(f, K) / C(n-1, K)`, the chance that K others all failed. Terms with `K > n - 1` are 0.
     """
-    up = np.zeros((size + 1, size - 1))
-    for coefficient, chance in zip((0.0, *coefficients), _all_fail(size, len(coefficients)), strict=True):
-        up += coefficient * chance
-    return _centred(up)
+    return _centred(_all_fail(size, coefficients))
 
 
 @functools.lru_cache(maxsize=8)
@@ -134,8 +134,8 @@ def marginal_table(size: int, k: int) -> Table:
     """Returns the table of `k` times the mean increase of the maximum reward of `k - 1` other completions by a
     completion; `k >= 2`. A success raises it if the others all failed, a failure never: the smallest reward of a group
     gets exactly 0. The entries for `n < k` are 0."""
-    *_, chance = _all_fail(size, k - 1)
-    return np.stack([k * chance, np.zeros_like(chance)], axis=1)
+    up = _all_fail(size, (*[0.0] * (k - 2), float(k)))
+    return np.stack([up, np.zeros_like(up)], axis=1)
 
 
 @functools.lru_cache(maxsize=8)
@@ -143,8 +143,7 @@ def subset_table(size: int, k: int) -> Table:
     """Returns the table of `q_i - V_k = (1 - k/n) L_k,i` for `above_average`. Its other rows are the chances that `k`
     of all `n` completions fail, `C(f, k) / C(n, k)`, and that at least one succeeds. The entries for `n < k` are 0."""
     n, f = _grid(size)
-    *_, chance = _all_fail(size, k)
-    fail = chance * np.maximum(n - k, 0.0) / np.maximum(n, 1.0)
+    fail = _all_fail(size, (*[0.0] * (k - 1), 1.0)) * np.maximum(n - k, 0) / np.maximum(n, 1)
     return np.concatenate([_centred(fail), np.stack([fail, ((n >= k) & (f < n)) - fail], axis=1)], axis=1)
 
 
@@ -161,18 +160,18 @@ def order_statistic_table(size: int, weights: tuple[float, ...]) -> Table:
     """
     n, f = _grid(size)
     k = len(weights)
-    subsets = np.where(n > k, _log_choose(n - 1, k), np.inf)
+    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, size + 1)))])  # the binomials could overflow
+
+    def log_choose(total: Int[np.ndarray, "*shape"], drawn: int) -> Float[np.ndarray, "*shape"]:
+        rest = np.maximum(total, drawn) - drawn
+        return np.where(
+            total < drawn, -np.inf, log_factorial[rest + drawn] - log_factorial[drawn] - log_factorial[rest]
+        )
+
+    subsets = np.where(n > k, log_choose(n - 1, k), np.inf)
     up = np.zeros((size + 1, size - 1))
     for successes, weight in enumerate(weights):
         if weight:
-            ways = _log_choose(n - 1 - f, successes) + _log_choose(f, k - successes)
+            ways = log_choose(n - 1 - f, successes) + log_choose(f, k - successes)
             up += (k - successes) * weight * np.exp(ways - subsets)
     return _centred(up)
-
-
-def _log_choose(n: Float[np.ndarray, "*shape"], k: int) -> Float[np.ndarray, "*shape"]:
-    """Returns `log C(n, k)`, which is -inf where `n < k`. The binomials themselves could overflow."""
-    from scipy.special import gammaln  # imported here, because the import takes 0.15 s
-
-    enough = np.maximum(n, k)
-    return np.where(n >= k, gammaln(enough + 1) - gammaln(k + 1) - gammaln(enough - k + 1), -np.inf)

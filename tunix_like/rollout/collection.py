@@ -235,14 +235,14 @@ class Collector:
             scores = score_completions(self.task.rewards, problems, texts, self.task.algo.num_generations, played)
             scores = scores if episodes is None else with_environment(scores, episodes)
             rollout = Rollout(problems, texts, completions, scores, episodes)
-            self._check_rewards(rollout)
+            self._check_rewards(step, rollout)
             if problems[0].number == 0 and not scores.scored.any():
                 raise UserError(nothing_scored_message(scores))
         self.first_failure(scores, self.rollouts)
         clock.lap("reward")
         return rollout
 
-    def _check_rewards(self, rollout: Rollout) -> None:
+    def _check_rewards(self, step: int, rollout: Rollout) -> None:
         """Raises UserError if an advantage estimator does not accept one of the rewards."""
         rewards, ids = shaped_rewards(rollout, self.task), estimator_ids(self.objective, rollout)
 
@@ -254,7 +254,7 @@ class Collector:
             values = ", ".join(f"{name} gave {value:g}" for name, value in parts.items())
             return f"prompt {rollout.problems[group].text!r:.80} (group {group}), completion {sample} ({values})"
 
-        for index, estimator in enumerate(self.objective.estimators):
+        for index, estimator in enumerate(self.objective.at(step).estimators):
             selected = ~np.isnan(rewards) & (ids == index)[:, None]
             check_rewards(estimator.name, estimator.params, rewards, selected, describe)
 
