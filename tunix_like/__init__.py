@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tunix_like.algorithms.advantages import compute_advantages as compute_advantages
     from tunix_like.algorithms.advantages import register_advantage_estimator as register_advantage_estimator
     from tunix_like.algorithms.losses import register_policy_loss_fn as register_policy_loss_fn
+    from tunix_like.algorithms.mixtures import fit_weight as fit_weight
     from tunix_like.config.schema import AlgorithmConfig as AlgorithmConfig
     from tunix_like.config.schema import EnvironmentConfig as EnvironmentConfig
     from tunix_like.config.schema import EvalConfig as EvalConfig
@@ -54,12 +55,16 @@ if TYPE_CHECKING:
     from tunix_like.training.learners import GDPOLearner as GDPOLearner
     from tunix_like.training.learners import GRPOConfig as GRPOConfig
     from tunix_like.training.learners import GRPOLearner as GRPOLearner
+    from tunix_like.training.learners import MaxKMixConfig as MaxKMixConfig
+    from tunix_like.training.learners import MaxKMixLearner as MaxKMixLearner
     from tunix_like.training.learners import MaxPOConfig as MaxPOConfig
     from tunix_like.training.learners import MaxPOLearner as MaxPOLearner
     from tunix_like.training.learners import MaxRLConfig as MaxRLConfig
     from tunix_like.training.learners import MaxRLLearner as MaxRLLearner
     from tunix_like.training.learners import OPOConfig as OPOConfig
     from tunix_like.training.learners import OPOLearner as OPOLearner
+    from tunix_like.training.learners import OrderStatisticConfig as OrderStatisticConfig
+    from tunix_like.training.learners import OrderStatisticLearner as OrderStatisticLearner
     from tunix_like.training.learners import PassKConfig as PassKConfig
     from tunix_like.training.learners import PassKLearner as PassKLearner
     from tunix_like.training.learners import PKPOConfig as PKPOConfig
@@ -94,11 +99,12 @@ _NAMES_OF_MODULE = {
     "tunix_like.training.learner": "Learner",
     "tunix_like.training.learners": (
         "LEARNERS CustomConfig CustomLearner DistillationConfig DistillationLearner DrGRPOConfig DrGRPOLearner "
-        "GDPOConfig GDPOLearner GRPOConfig GRPOLearner MaxPOConfig MaxPOLearner MaxRLConfig MaxRLLearner OPOConfig "
-        "OPOLearner PKPOConfig PKPOLearner PassKConfig PassKLearner RLOOConfig RLOOLearner ReinforcePPConfig "
-        "ReinforcePPLearner"
+        "GDPOConfig GDPOLearner GRPOConfig GRPOLearner MaxKMixConfig MaxKMixLearner MaxPOConfig MaxPOLearner "
+        "MaxRLConfig MaxRLLearner OPOConfig OPOLearner OrderStatisticConfig OrderStatisticLearner PKPOConfig "
+        "PKPOLearner PassKConfig PassKLearner RLOOConfig RLOOLearner ReinforcePPConfig ReinforcePPLearner"
     ),
     "tunix_like.algorithms.losses": "register_policy_loss_fn",
+    "tunix_like.algorithms.mixtures": "fit_weight",
     "tunix_like.training.preferences": "DPOLearner RewardModelLearner",
     "tunix_like.training.reward_model": "RewardModel",
     "tunix_like.training.sft": "SFTTrainer",

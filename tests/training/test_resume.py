@@ -38,11 +38,14 @@ OPTIONS = {
     "rloo": {"beta": 0.05},
     "maxrl": {"dynamic_sampling": True},
     "maxpo": {"k": 2},
+    "maxk_mix": {"alpha": {"start": 0.0, "end": 1.5, "steps": 4}},
+    "order_statistic": {"k": {"start": 1, "end": 3, "steps": 3}, "statistic": "top_mean:1"},
     "pkpo": {"k": 2},
     "passk": {"k": 2},
     "opo": {"entropy_coef": 0.01},
     "reinforce_pp": {"sampler_is": "token"},
     "distillation": {},
+    "gdpo": {},
 }
 """Every learner with its estimator, each with another option that adds state or random numbers."""
 

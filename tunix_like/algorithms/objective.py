@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +27,16 @@ from tunix_like.algorithms.losses import (
     loss_parameters,
 )
 from tunix_like.algorithms.off_policy import check_correction, kept_by_mask, sampler_correction
-from tunix_like.algorithms.registry import Estimator, check_parameters, find_estimator
+from tunix_like.algorithms.registry import ESTIMATOR_KEYS, Estimator, find_estimator, with_schedules
+from tunix_like.config.schedules import Schedule
 from tunix_like.config.schema import AlgorithmConfig, TeacherConfig
 from tunix_like.errors import UserError
 from tunix_like.runtime.user_code import describe_error, is_own, kind_of
 from tunix_like.types import ById
 
-ESTIMATOR_KEYS = ("k", "truncation_order", "ddof")
+if TYPE_CHECKING:
+    from tunix_like.types import AnyArray
+
 LOSS_KEYS = (
     *("epsilon", "epsilon_high", "epsilon_c", "dppo_mask_high", "dppo_mask_low", "kl_tau"),
     *("sapo_tau_pos", "sapo_tau_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
@@ -44,20 +47,41 @@ _NEED |= {key: "sampler_is" for key in ("sampler_is_threshold", "sampler_is_min"
 
 @dataclasses.dataclass(frozen=True)
 class GroupEstimator:
-    """An advantage estimator with its configured parameters."""
+    """An advantage estimator with its configured parameters, some of which may be schedules."""
 
     name: str
     params: dict[str, Any]
+
+    @property
+    def schedules(self) -> dict[str, Schedule]:
+        return {key: value for key, value in self.params.items() if isinstance(value, Schedule)}
+
+    def at(self, step: int) -> GroupEstimator:
+        """Returns this estimator with the values that the schedules have in a step."""
+        return GroupEstimator(self.name, self.params | {key: value(step) for key, value in self.schedules.items()})
+
+    def table(self, step: int, group_size: int) -> Float[np.ndarray, "..."] | None:
+        """Returns the array that the estimator reads in a step; None without a schedule."""
+        build = self.registered.table
+        if build is None or not self.schedules:
+            return None
+        return np.asarray(build(group_size, **self.at(step).params), np.float32)
 
     @property
     def registered(self) -> Estimator:
         return find_estimator(self.name)
 
     def __call__(
-        self, rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], lengths: Int[Array, "P G"]
+        self,
+        rewards: Float[Array, "P G"],
+        scored: Bool[Array, "P G"],
+        lengths: Int[Array, "P G"],
+        table: Float[Array, "..."] | None = None,
     ) -> Float[Array, "P G"]:
+        # With a table, the values of scheduled parameters are not read: those of any step give the same program.
+        params = self.params if table is None else self.at(1).params | {"table": table}
         try:
-            out = self.registered.function(rewards, scored=scored, lengths=lengths, **self.params)
+            out = self.registered.function(rewards, scored=scored, lengths=lengths, **params)
         except UserError:
             raise
         except Exception as error:
@@ -70,6 +94,18 @@ class GroupEstimator:
         return out
 
 
+class Scheduled(NamedTuple):
+    """The inputs of the compiled step from the schedules of an objective, one entry per estimator.
+
+    Attributes:
+      tables: the arrays of `GroupEstimator.table`.
+      least_scored: minimum number of scored completions of a group.
+    """
+
+    tables: tuple[Float[AnyArray, "..."] | None, ...]
+    least_scored: Int[AnyArray, "E"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """The objective of a learner; all defaults are filled in and all values are checked.
@@ -80,6 +116,7 @@ class Objective:
       loss_params: the configured parameters of the policy loss.
       max_tokens: `rollout.max_tokens_to_generate`.
       teacher: the settings of the teacher; None without a teacher.
+      arrays: the values of the schedules, inside the compiled step (see `bound`).
     """
 
     config: AlgorithmConfig
@@ -88,6 +125,7 @@ class Objective:
     loss_params: dict[str, Any]
     max_tokens: int
     teacher: TeacherConfig | None = None
+    arrays: Scheduled | None = None
 
     @property
     def functions(self) -> tuple[Any, ...]:
@@ -106,6 +144,29 @@ class Objective:
         taught = None if self.teacher is None else (self.teacher.mixture, self.teacher.coef)
         settings = repr((self.config, estimators, sorted(self.loss_params.items()), taught))
         return tuple(map(ById, self.functions)), settings, self.max_tokens  # a function of the user may be unhashable
+
+    def at(self, step: int) -> Objective:
+        """Returns this objective with the values that the schedules have in a step; the first step is 1."""
+        return dataclasses.replace(self, estimators=tuple(estimator.at(step) for estimator in self.estimators))
+
+    def scheduled(self, step: int) -> Scheduled | None:
+        """Returns the arrays that the schedules give to the compiled step; None without a schedule."""
+        tables = tuple(estimator.table(step, self.config.num_generations) for estimator in self.estimators)
+        return None if all(table is None for table in tables) else Scheduled(tables, self.at(step)._least_scored())
+
+    def bound(self, scheduled: Scheduled) -> Objective:
+        """Returns this objective with the arrays that `scheduled` returned, which may be traced. The compiled step
+        calls it, so another step needs no other program."""
+        return dataclasses.replace(self, arrays=scheduled)
+
+    def schedule_metrics(self, step: int) -> dict[str, float]:
+        """Returns the values of the schedules in a step."""
+        prefixes = {0: ""} | {index: f"{source}/" for source, index in self.sources.items()}
+        return {
+            f"schedule/{prefixes[index]}{key}": float(schedule(step))
+            for index, estimator in enumerate(self.estimators)
+            for key, schedule in estimator.schedules.items()
+        }
 
     def parameters(self) -> dict[str, Any]:
         """Returns all parameters of the run's advantage estimator and of the policy loss, with their values."""
@@ -155,7 +216,9 @@ class Objective:
         """Returns which groups have enough scored completions for their estimator. Other groups are not trained on."""
         return scored.sum(axis=-1) >= self._least_scored()[ids]
 
-    def _least_scored(self) -> Int[np.ndarray, "E"]:
+    def _least_scored(self) -> Int[AnyArray, "E"]:
+        if self.arrays is not None:
+            return self.arrays.least_scored
         return np.array([e.registered.least_scored(e.params) for e in self.estimators], np.int32)
 
     def live_rows(
@@ -187,13 +250,14 @@ class Objective:
     ) -> Float[Array, "P G"]:
         """Computes the advantages of each group with its estimator. Completions that are unscored, or in a group with
         too few scored completions, get 0."""
+        tables = (None,) * len(self.estimators) if self.arrays is None else self.arrays.tables
         if len(self.estimators) == 1:
-            out = self.estimators[0](rewards, scored, lengths)
+            out = self.estimators[0](rewards, scored, lengths, tables[0])
         else:
             out = jnp.zeros_like(rewards)
-            for index, estimator in enumerate(self.estimators):
+            for index, (estimator, table) in enumerate(zip(self.estimators, tables, strict=True)):
                 selected = scored & (ids == index)[:, None]
-                out = jnp.where(selected, estimator(rewards, selected, lengths), out)
+                out = jnp.where(selected, estimator(rewards, selected, lengths, table), out)
         kept = scored.sum(axis=-1) >= jnp.asarray(self._least_scored())[ids]
         return jnp.where(scored & kept[:, None], out, 0.0).astype(jnp.float32)
 
@@ -278,7 +342,7 @@ def trace_user_functions(objective: Objective, groups: int, group_size: int) -> 
 
     for estimator in objective.estimators:
         if is_own(estimator.registered.function):
-            jax.eval_shape(estimator, array(shape), array(shape, jnp.bool_), array(shape, jnp.int32))
+            jax.eval_shape(estimator.at(1), array(shape), array(shape, jnp.bool_), array(shape, jnp.int32))
     if is_own(loss.function):
         tokens = (*shape, objective.max_tokens)
         inputs = array(tokens), array(tokens), array((*shape, 1)), array(tokens, jnp.bool_)
@@ -340,7 +404,7 @@ def _group_estimator(name: str, params: dict[str, Any], config: AlgorithmConfig)
             )
         if key in params:
             raise UserError(f"algorithm.{key} and algorithm.estimator_params.{key} are both set; unset one of them.")
-    return GroupEstimator(name, check_parameters(name, params | extra, config.num_generations))
+    return GroupEstimator(name, with_schedules(name, params | extra, config.num_generations))
 
 
 def _source_estimator(source: str, given: Mapping[str, Any], config: AlgorithmConfig) -> GroupEstimator:
@@ -350,7 +414,7 @@ def _source_estimator(source: str, given: Mapping[str, Any], config: AlgorithmCo
         find_estimator(name)
     except UserError as error:
         raise UserError(f"data source '{source}': {error}") from error
-    return GroupEstimator(name, check_parameters(name, fields, config.num_generations, f"data source '{source}'"))
+    return GroupEstimator(name, with_schedules(name, fields, config.num_generations, f"data source '{source}'"))
 
 
 def _loss_parameters(config: AlgorithmConfig) -> dict[str, Any]:
@@ -446,7 +510,7 @@ def check_accepts_negative(objective: Objective, cause: str, cure: str) -> None:
         return
     sections = {index: f"data source '{source}'" for source, index in objective.sources.items()}
     for index, estimator in enumerate(objective.estimators):
-        kind = estimator.registered.takes(estimator.params)
+        kind = estimator.registered.takes(estimator.at(1).params)
         if kind != "any":
             section = sections.get(index, "algorithm")
             order = f"{section}.truncation_order, or " if estimator.name == "maxrl" else ""

@@ -345,7 +345,9 @@ def _step_inputs(plan: Plan, objective: Objective, packed: Packed) -> StepInputs
         taught = _taught_batch(plan)
         params = None if plan.config.teacher.of_policy else plan.taught_by[1]
         teacher = TeacherInputs(params, taught.prompt_tokens, taught.prompt_lengths)
-    return StepInputs(batch, in_update, packed_shapes(packed, plan.mesh), old, ref, by_token, teacher)
+    scheduled = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), objective.scheduled(1))
+    scheduled = replicated_shapes(scheduled, plan.mesh)
+    return StepInputs(batch, in_update, packed_shapes(packed, plan.mesh), old, ref, by_token, teacher, scheduled)
 
 
 def _slots(plan: Plan) -> tuple[int, int]:

@@ -7,9 +7,11 @@ into them (`load.py`). `None` means unset: the documentation of the key describe
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from tunix_like.config.keys import Checked, key
+from tunix_like.config.schedules import read_schedule
 from tunix_like.config.urls import check_server_url
 from tunix_like.errors import UserError, nearest
 
@@ -87,7 +89,7 @@ class DataConfig(Checked):
     )
     sources: list[dict[str, Any]] | None = key(
         doc="of a mix: each has name, the data keys of its source and, optionally, label, weight, "
-        "advantage_estimator, k, truncation_order, ddof"
+        "advantage_estimator and its parameters"
     )
     path: str | None = key(doc="file, folder or hub id; verifiers: id of the environment or FILE.py")
     arguments: dict[str, Any] | None = key(
@@ -142,15 +144,30 @@ class AlgorithmConfig(Checked):
 
     section = "algorithm"
     advantage_estimator: str | None = key(
-        doc="selects the learner: grpo, drgrpo, rloo, maxrl, maxpo, pkpo, passk, opo, reinforce_pp, gdpo, distillation "
-        "(no reward; needs teacher.path), or FILE.py:function; on pairs: dpo, reward_model"
+        doc="selects the learner: grpo, drgrpo, rloo, maxrl, maxpo, maxk_mix, order_statistic, pkpo, passk, opo, "
+        "reinforce_pp, gdpo, distillation (no reward; needs teacher.path), or FILE.py:function; on pairs: dpo, "
+        "reward_model"
     )
     num_generations: int = key(8, doc="completions per prompt (G)", at_least=2)
     num_iterations: int = key(1, doc="passes over a rollout batch", at_least=1)
-    k: int | None = key(doc="maxpo, pkpo, passk (required): 1..G-1, for pkpo 1..G", at_least=1)
-    truncation_order: int | None = key(
-        doc="maxrl: 1..G-1; unset: Algorithm 1 of arXiv 2602.02710 (order G-1)",
+    k: int | dict[str, Any] | None = key(
+        doc="maxpo, order_statistic, pkpo, passk (required): 1..G-1, for pkpo 1..G; or {start, end, steps}", at_least=1
+    )
+    truncation_order: int | dict[str, Any] | None = key(
+        doc="maxrl: 1..G-1; unset: Algorithm 1 of arXiv 2602.02710 (order G-1); or {start, end, steps}",
         at_least=1,
+    )
+    alpha: float | dict[str, Any] | None = key(
+        doc="maxk_mix: weight p^-alpha, a series up to order G-1; 0 is rloo, 1 maxrl; or {start, end, steps}",
+        at_least=0,
+    )
+    coefficients: list[float] | None = key(
+        doc="maxk_mix, instead of alpha: c_1, c_2, ... of the weight sum c_k (1-p)^(k-1)"
+    )
+    weights: list[float] | None = key(doc="order_statistic: of the k sorted rewards, largest first")
+    statistic: str | None = key(
+        doc="order_statistic, instead of weights: top_mean:M, upper_tail_mean:Q, lower_tail_mean:Q, median, "
+        "quantile:Q, trimmed_mean:Q"
     )
     ddof: int | None = key(doc="grpo: variance divided by G - ddof (unset: 1)", at_least=0, at_most=1)
     estimator_params: dict[str, Any] | None = key(doc="of your own estimator")
@@ -219,6 +236,15 @@ class AlgorithmConfig(Checked):
     overlong_penalty: float | None = key(doc="penalty at the limit (unset: 1)", above=0)
     dynamic_sampling: bool = key(False, doc="groups of equal rewards are replaced; changes the objective")
     max_extra_batches: int | None = key(doc="dynamic_sampling: per step (unset: 4)", at_least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("k", "truncation_order", "alpha"):
+            if isinstance(value := getattr(self, name), Mapping):
+                schedule = read_schedule(value, f"{self.section}.{name}", whole=name != "alpha")
+                for end in (schedule.start, schedule.end):
+                    given: dict[str, Any] = {name: end}
+                    AlgorithmConfig(**given)  # checks the range
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,7 +72,8 @@ def measure(run: Path, batches: int, on_progress: Callable[[int], None] = lambda
     source = load_source(config.data)
     algorithm = dataclasses.replace(config.algorithm, beta=0.0)
     by_source = source_estimators(config.data, config.algorithm)
-    objective = build_objective(algorithm, config.rollout.max_tokens_to_generate, 1, by_source)
+    step = int(Path(trained.origin).name)
+    objective = build_objective(algorithm, config.rollout.max_tokens_to_generate, 1, by_source).at(step)
     program = program_of(trained, objective)
     task = Task(objective.config, config.rollout, reward_functions(config, source), config.rewards.success_threshold)
     problems, _ = eval_problems(

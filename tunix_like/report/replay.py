@@ -71,7 +71,7 @@ def replay(skipped: SkippedUpdate, trained: Trained, on_progress: Callable[[int]
     refuse_teacher(config, "replay")
     by_source = source_estimators(config.data, config.algorithm)
     max_tokens = config.rollout.max_tokens_to_generate
-    objective = build_objective(config.algorithm, max_tokens, updates_per_batch(config), by_source)
+    objective = build_objective(config.algorithm, max_tokens, updates_per_batch(config), by_source).at(skipped.step)
     live = skipped.live & skipped.in_update[:, None]
     indices = [(int(group), int(sample)) for group, sample in np.argwhere(live)]
     masks = [live]

@@ -136,11 +136,11 @@ class Collector:
 
         def score() -> Collected:
             scored = self._score(step, sampled, clock) if rollout is None else rollout
-            return self._finish(scored, counts, row_steps, clock)
+            return self._finish(step, scored, counts, row_steps, clock)
 
         return score
 
-    def _finish(self, rollout: Rollout, metrics: dict[str, Any], row_steps: int, clock: Clock) -> Collected:
+    def _finish(self, step: int, rollout: Rollout, metrics: dict[str, Any], row_steps: int, clock: Clock) -> Collected:
         self._check_scored(rollout)
         metrics |= rollout_metrics(rollout, self.task.success_threshold)
         tokens = int(rollout.sampled_lengths.sum())
@@ -151,7 +151,7 @@ class Collector:
             passed = succeeds(rollout.scores.total, self.task.success_threshold).reshape(scored.shape) & scored
             metrics |= self.batches.observe(rollout.problems, passed.sum(axis=1), scored.sum(axis=1))
         if len(rollout.problems) > self.batch_size:
-            chosen = np.sort(np.argsort(~self._has_signal(rollout), kind="stable")[: self.batch_size])
+            chosen = np.sort(np.argsort(~self._has_signal(step, rollout), kind="stable")[: self.batch_size])
             rollout = pick_groups(rollout, chosen)
         return rollout, metrics
 
@@ -173,7 +173,7 @@ class Collector:
         Returns `rollout`, the groups of the first batch, joined with those of the extra batches, and metrics.
         """
         cap, extra = self.task.algo.max_extra_batches or EXTRA_BATCHES, 0
-        while (short := self.batch_size - int(self._has_signal(rollout).sum())) > 0 and extra < cap:
+        while (short := self.batch_size - int(self._has_signal(step, rollout).sum())) > 0 and extra < cap:
             sampled = self._sample(params, clock)
             if sampled is None:
                 break
@@ -192,14 +192,13 @@ class Collector:
         counts = {"extra_batches": extra, "short_groups": max(short, 0), "unused_groups": max(-short, 0)}
         return rollout, {f"dynamic_sampling/{name}": float(count) for name, count in counts.items()}
 
-    def _has_signal(self, rollout: Rollout) -> Bool[np.ndarray, "P"]:
+    def _has_signal(self, step: int, rollout: Rollout) -> Bool[np.ndarray, "P"]:
         """Returns for each prompt whether it has a training signal: the rewards of its completions differ, and it has
         as many scored completions as its advantage estimator needs."""
         rewards = shaped_rewards(rollout, self.task, self.objective)
         scored = ~np.isnan(rewards)
-        return mixed_groups(rewards, scored) & self.objective.kept_groups(
-            scored, estimator_ids(self.objective, rollout)
-        )
+        kept = self.objective.at(step).kept_groups(scored, estimator_ids(self.objective, rollout))
+        return mixed_groups(rewards, scored) & kept
 
     def _sample(self, params: Any, clock: Clock) -> _Sampled | None:
         """Samples completions for the next batch of prompts; None if there is none."""
@@ -238,14 +237,14 @@ class Collector:
             scores = score_completions(self.task.rewards, problems, texts, self.task.algo.num_generations, played)
             scores = scores if episodes is None else with_environment(scores, episodes)
             rollout = Rollout(problems, texts, completions, scores, episodes)
-            self._check_rewards(rollout)
+            self._check_rewards(step, rollout)
             if self.objective.reads_rewards and problems[0].number == 0 and not scores.scored.any():
                 raise UserError(nothing_scored_message(scores))
         self.first_failure(scores, self.rollouts)
         clock.lap("reward")
         return rollout
 
-    def _check_rewards(self, rollout: Rollout) -> None:
+    def _check_rewards(self, step: int, rollout: Rollout) -> None:
         """Raises UserError if an advantage estimator does not accept one of the rewards."""
         rewards, ids = shaped_rewards(rollout, self.task, self.objective), estimator_ids(self.objective, rollout)
 
@@ -257,7 +256,7 @@ class Collector:
             values = ", ".join(f"{name} gave {value:g}" for name, value in parts.items())
             return f"prompt {rollout.problems[group].text!r:.80} (group {group}), completion {sample} ({values})"
 
-        for index, estimator in enumerate(self.objective.estimators):
+        for index, estimator in enumerate(self.objective.at(step).estimators):
             selected = ~np.isnan(rewards) & (ids == index)[:, None]
             check_rewards(estimator.name, estimator.params, rewards, selected, describe)
 

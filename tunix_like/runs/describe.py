@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tunix_like.algorithms.objective import ESTIMATOR_KEYS, LOSS_KEYS
+from tunix_like.algorithms.objective import LOSS_KEYS
 from tunix_like.algorithms.off_policy import sampler_correction
+from tunix_like.algorithms.registry import ESTIMATOR_KEYS
+from tunix_like.config.schedules import Schedule
 from tunix_like.config.schema import SELF, AlgorithmConfig, Config, RolloutConfig, TeacherConfig
 from tunix_like.errors import UserError
 from tunix_like.models.counts import adapter_count, parameter_count
@@ -118,7 +122,9 @@ def describe_model(model: Decoder) -> str:
 
 def _describe_options(algorithm: AlgorithmConfig) -> str:
     texts = [
-        f"{key} {value:g}" for key in (*ESTIMATOR_KEYS, *LOSS_KEYS) if (value := getattr(algorithm, key)) is not None
+        f"{key} {_describe_value(value)}"
+        for key in (*ESTIMATOR_KEYS, *LOSS_KEYS)
+        if (value := getattr(algorithm, key)) is not None
     ]
     given = (algorithm.estimator_params or {}) | (algorithm.loss_params or {})
     texts += [f"{key} {value}" for key, value in given.items()]
@@ -139,6 +145,12 @@ def _describe_options(algorithm: AlgorithmConfig) -> str:
     return ", ".join(texts) or "none"
 
 
+def _describe_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return str(Schedule(**value, whole=False))
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
+
+
 def _describe_preference(config: Config) -> str:
     section = config.preference
     if config.algorithm.advantage_estimator == "reward_model":
@@ -154,6 +166,6 @@ def _describe_sources(parts: Parts) -> list[tuple[str, str]]:
     for label, part in parts.source.parts.items():
         given = dict(by_source.get(label, {}))
         name = given.pop("advantage_estimator", parts.config.algorithm.advantage_estimator)
-        estimator = ", ".join([str(name), *(f"{key} {value}" for key, value in given.items())])
+        estimator = ", ".join([str(name), *(f"{key} {_describe_value(value)}" for key, value in given.items())])
         out.append(f"{label} {len(part.train) / len(parts.source.train):.0%} ({estimator})")
     return [("sources", "; ".join(out))] if out else []

@@ -418,7 +418,8 @@ class Learner(Trainer):
                 return None
             clock = Clock()
             rollout, metrics = collected
-            batch = training_batch(rollout, self.task, call.updates.objective)
+            objective = call.updates.objective.at(number)
+            batch = training_batch(rollout, self.task, objective)
             with progress.task("reference"):
                 batch, ref, kl_metrics = call.updates.apply_reference(batch)
             if ref is not None:
@@ -429,7 +430,7 @@ class Learner(Trainer):
             self.done = number  # set before functions of the user run, because they can fail
             clock.lap("update")
             made = kl_metrics | update_metrics
-            made |= advantage_metrics(rollout, batch, advantages, call.updates.objective, self.success_threshold)
+            made |= advantage_metrics(rollout, batch, advantages, objective, self.success_threshold)
             metrics = made | user_metrics(self.metric_fns, rollout, advantages) | metrics
             self._show(call, number, rollout, batch, advantages)
             clock.lap("other")

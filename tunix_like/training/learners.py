@@ -64,6 +64,20 @@ class MaxPOConfig(MaxRLConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MaxKMixConfig(MaxRLConfig):
+    """Defaults of MaxKMix, equal to those of MaxRL. `alpha` or `coefficients` must be set."""
+
+    advantage_estimator: str | None = "maxk_mix"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OrderStatisticConfig(MaxRLConfig):
+    """Defaults of order statistics, equal to those of MaxRL. `k`, and `weights` or `statistic` must be set."""
+
+    advantage_estimator: str | None = "order_statistic"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PKPOConfig(MaxRLConfig):
     """Defaults of PKPO, equal to those of MaxRL. `k` must be set."""
 
@@ -161,6 +175,28 @@ class MaxPOLearner(Learner):
     config_class = MaxPOConfig
 
 
+class MaxKMixLearner(Learner):
+    """A sum of Leave-Two-Out advantages: `A_i = sum_k c_k L_k,i`.
+
+    For 0/1 rewards, a prompt with pass rate p has the weight `sum_k c_k (1-p)^(k-1)`, exactly. `alpha` chooses the
+    coefficients of the series of `p^-alpha`: 0 is RLOO, 1 is MaxRL of order `G - 1`. For other rewards, the gradient
+    estimate is unbiased for `sum_k c_k max@k / k`. The advantages of a group sum to 0.
+    """
+
+    config_class = MaxKMixConfig
+
+
+class OrderStatisticLearner(Learner):
+    """OrderGrad (arXiv 2606.06096): `A_i = k (inc_i - loo_i)`.
+
+    `inc_i` and `loo_i` are the means of a statistic of k sorted rewards over the subsets of k completions with and
+    without completion i. The gradient estimate is unbiased for the expected statistic of k completions, such as their
+    median or the mean of the worst. The advantages of a group sum to 0. `k` must be from 1 to `G - 1`.
+    """
+
+    config_class = OrderStatisticConfig
+
+
 class PKPOLearner(Learner):
     """Pass-at-k Policy Optimization (arXiv 2505.15201): `A_i = k (q_i - V_{k-1}(-i))`.
 
@@ -245,6 +281,8 @@ LEARNERS: dict[str, type[Learner]] = {
         RLOOLearner,
         MaxRLLearner,
         MaxPOLearner,
+        MaxKMixLearner,
+        OrderStatisticLearner,
         PKPOLearner,
         PassKLearner,
         OPOLearner,

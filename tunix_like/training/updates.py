@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 
 from tunix_like.algorithms.distillation import teacher_advantages
 from tunix_like.algorithms.losses import kl_estimate
-from tunix_like.algorithms.objective import Objective
+from tunix_like.algorithms.objective import Objective, Scheduled
 from tunix_like.config.schema import AlgorithmConfig, RLTrainingConfig
 from tunix_like.errors import UserError
 from tunix_like.models.counts import update_operations
@@ -135,7 +135,8 @@ class Updates:
             log-probabilities of sampler and trainer differ too much.
         """
         trainer, mesh, count = self.trainer, self.trainer.mesh, len(problems)
-        live, metrics = self._live_rows(batch)
+        scheduled = self.objective.scheduled(step)
+        live, metrics = self._live_rows(step, batch, scheduled)
         starts = [*range(0, count, self.mini_batch_size)] * self.algo.num_iterations
         parts = [(np.arange(count) >= start) & (np.arange(count) < start + self.mini_batch_size) for start in starts]
         teacher, old, by_token = self.teacher, None, None
@@ -155,7 +156,8 @@ class Updates:
         ref = ref if self.objective.reference_in_loss else None
         if trainer.schedule is not None:
             metrics["learning_rate"] = float(trainer.schedule(updates_done(trainer.state.opt_state)))
-        placed, *values = place_replicated((batch, old, ref, by_token), mesh)
+        placed, old, ref, by_token, scheduled = place_replicated((batch, old, ref, by_token, scheduled), mesh)
+        given = {"token_advantages": by_token, "teacher": lesson, "scheduled": scheduled}
         rows: list[dict[str, Any]] = []
         advantages: Any = None
         tokens = places = 0  # computed tokens, and all token places of the packed chunks
@@ -163,7 +165,7 @@ class Updates:
             packed = self._pack(batch, live & part[:, None], self.mini_batch_size)
             tokens += int(np.sum(packed.length))
             places += token_places(packed, batch.completion_tokens.shape[2])
-            inputs = step_inputs(placed, part, place_packed(packed, mesh), *values)._replace(teacher=lesson)
+            inputs = step_inputs(placed, part, place_packed(packed, mesh), old, ref, **given)
             trainer.state, row, advantages = trainer.programs.train_step(trainer.state, inputs, trainer.frozen)
             if not rows:
                 self._check_advantages(fetch(advantages, mesh), batch, problems)
@@ -227,16 +229,18 @@ class Updates:
         work = None if self.teacher is None else self.teacher.work
         return pack_update(trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts, reference, work)
 
-    def _live_rows(self, batch: GroupBatch) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
+    def _live_rows(
+        self, step: int, batch: GroupBatch, scheduled: Scheduled | None
+    ) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
         """Returns a mask of the completions that the model must process, and metrics about the completions that are
         left out."""
-        objective, ids, advantages = self.objective, batch.estimator_ids, None
+        ids, advantages = batch.estimator_ids, None
         assert ids is not None
-        if objective.skips_zero_advantages:
-            advantages = self.trainer.programs.advantages(batch.rewards, batch.scored, batch.sampled_lengths, ids)
-            advantages = fetch(advantages, self.trainer.mesh)
-        live = objective.live_rows(batch.rewards, batch.scored, ids, advantages)
-        metrics: dict[str, float] = {}
+        if self.objective.skips_zero_advantages:
+            inputs = batch.rewards, batch.scored, batch.sampled_lengths, ids
+            advantages = fetch(self.trainer.programs.advantages(scheduled, *inputs), self.trainer.mesh)
+        live = self.objective.at(step).live_rows(batch.rewards, batch.scored, ids, advantages)
+        metrics = self.objective.schedule_metrics(step)
         if batch.trained is not None:
             live = live & batch.trained
             metrics["overlong/masked_frac"] = float((~batch.trained).mean())
