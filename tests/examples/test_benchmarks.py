@@ -42,7 +42,7 @@ def enumerated(pair, arms, rewards, scores):
     return square - mean @ mean, mean @ mean
 
 
-@pytest.mark.parametrize("name", ["rloo", "grpo", "maxrl", "maxpo k=3", "pkpo k=3", "s_loo k=3"])
+@pytest.mark.parametrize("name", ["rloo", "alpha 0.5", "grpo", "maxrl", "maxpo k=3", "pkpo k=3", "s_loo k=3"])
 def test_variance_formula_equals_enumeration(name):
     pair = variance.advantage_pairs(SIZE)[name]
     two, many, _ = variance.policies(P, ARMS)
