@@ -1,4 +1,4 @@
-"""Tests the nine algorithms: their defaults, their losses against loops over tokens, and the rewards that they
+"""Tests the eleven algorithms: their defaults, their losses against loops over tokens, and the rewards that they
 accept."""
 
 import functools
@@ -45,12 +45,20 @@ DEFAULTS = {
     "rloo": ("RLOOLearner", "seq-mean-token-sum", "reinforce", "kl", True),
     "maxrl": ("MaxRLLearner", "token-mean", "ppo_clip", "low_var_kl", False),
     "maxpo": ("MaxPOLearner", "token-mean", "ppo_clip", "low_var_kl", False),
+    "maxk_mix": ("MaxKMixLearner", "token-mean", "ppo_clip", "low_var_kl", False),
+    "order_statistic": ("OrderStatisticLearner", "token-mean", "ppo_clip", "low_var_kl", False),
     "pkpo": ("PKPOLearner", "token-mean", "ppo_clip", "low_var_kl", False),
     "passk": ("PassKLearner", "token-mean", "ppo_clip", "low_var_kl", False),
     "opo": ("OPOLearner", "token-mean", "ppo_clip", "low_var_kl", False),
     "reinforce_pp": ("ReinforcePPLearner", "token-mean", "ppo_clip", "low_var_kl", False),
 }
-NEED_K = ("maxpo", "pkpo", "passk")
+NEEDED = {
+    "maxpo": {"k": 2},
+    "maxk_mix": {"alpha": 0.5},
+    "order_statistic": {"k": 2, "weights": [0.0, 1.0]},
+    "pkpo": {"k": 2},
+    "passk": {"k": 2},
+}
 
 
 def test_defaults_of_unset_keys():
@@ -71,9 +79,9 @@ def test_defaults_of_unset_keys():
 def test_each_learner_trains(name):
     """Each learner trains two steps. The metrics of the first step are those of its estimator, loss and weights."""
     rewards, found = [], []
-    k = {"k": 2} if name in NEED_K else {}
+    params = NEEDED.get(name, {})
     learner = make(
-        LEARNERS[name].config_class(num_generations=4, **k),
+        LEARNERS[name].config_class(num_generations=4, **params),
         learner=LEARNERS[name],
         reward=watch_rewards(rewards, long_or_short if name == "passk" else varied),
         metric_fns=[watch_advantages(found)],
@@ -85,7 +93,7 @@ def test_each_learner_trains(name):
     assert differ(before, learner.params) and all(np.isfinite(np.hstack(list(row.values()))).all() for row in rows)
     lengths = sampled[0].lengths
     assert len(set(lengths.reshape(-1).tolist())) > 1, "lengths must differ for opo and reinforce_pp"
-    expected = tunix_like.compute_advantages(rewards[0], name, lengths=lengths, **k)
+    expected = tunix_like.compute_advantages(rewards[0], name, lengths=lengths, **params)
     np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-6)
     assert "train/pg_clipfrac" in rows[0] or name == "rloo"
     assert ("train/is_ratio/mean" in rows[0]) == (name != "rloo")

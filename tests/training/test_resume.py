@@ -38,12 +38,14 @@ OPTIONS = {
     "rloo": {"beta": 0.05},
     "maxrl": {"dynamic_sampling": True},
     "maxpo": {"k": 2},
+    "maxk_mix": {"alpha": {"start": 0, "end": 2, "steps": STEPS}},
+    "order_statistic": {"k": {"start": 1, "end": 3, "steps": STEPS}, "statistic": "median"},
     "pkpo": {"k": 2},
     "passk": {"k": 2},
     "opo": {"entropy_coef": 0.01},
     "reinforce_pp": {"sampler_is": "token"},
 }
-"""Every learner with its estimator, each with another option that adds state or random numbers."""
+"""Every learner with its estimator, each with another option that adds state or random numbers, or a schedule."""
 
 
 class Judge:

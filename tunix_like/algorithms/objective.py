@@ -74,7 +74,7 @@ class GroupEstimator:
         lengths: Int[Array, "P G"],
         table: Float[Array, "..."] | None = None,
     ) -> Float[Array, "P G"]:
-        params = self.params if table is None else self.params | {"table": table}
+        params = self.params if table is None else self.at(1).params | {"table": table}  # any step: it reads the table
         try:
             out = self.registered.function(rewards, scored=scored, lengths=lengths, **params)
         except UserError:

@@ -79,20 +79,10 @@ class StepObjective(Protocol):
         """Computes the loss per token, which is 0 for masked tokens, and metrics per token."""
 
 
-@runtime_checkable
-class ScheduledObjective(StepObjective, Protocol):
-    """An objective whose parameters can follow schedules."""
-
-    def bound(self, scheduled: Any) -> StepObjective:
-        """Returns the objective with the values in the arrays `scheduled` (`StepInputs.scheduled`)."""
-
-
-def bound(objective: StepObjective, scheduled: Any) -> StepObjective:
-    """Returns the objective with the values of its schedules; None: there are no schedules."""
-    if scheduled is None:
-        return objective
-    assert isinstance(objective, ScheduledObjective)
-    return objective.bound(scheduled)
+def bound(objective: Any, scheduled: Any) -> Any:
+    """Returns the objective with the values of its schedules (`StepInputs.scheduled`, of `Objective.scheduled`); None:
+    there are no schedules."""
+    return objective if scheduled is None else objective.bound(scheduled)
 
 
 MAXIMA = ("is_ratio/max", "logprob_gap/max")
