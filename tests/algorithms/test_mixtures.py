@@ -353,3 +353,20 @@ def test_the_largest_parameters_give_finite_advantages():
 def test_bad_arguments_of_fit_weight(arguments, message):
     with pytest.raises(UserError, match=message):
         fit_weight(*arguments)
+
+
+AUTHORS = {
+    ("median", 3): [-0.36, -0.72, 0.6, 0.6, -0.72, 0.6],
+    ("top_mean:2", 3): [-0.63, -0.81, 2.31, -0.03, -0.81, -0.03],
+    ("lower_tail_mean:0.5", 4): [0.44, -3.16, 0.92, 0.92, -0.04, 0.92],
+    ("upper_tail_mean:0.25", 4): [-1.04, -1.04, 5.2, -1.04, -1.04, -1.04],
+}
+"""K times `OrderStatTransform.lstat_advantage` of the NumPy backend of ordergrad (commit 50b89ea) for six rewards with
+a tie, by the statistic's name here and K."""
+
+
+@pytest.mark.parametrize(("statistic", "k"), AUTHORS)
+def test_advantages_of_the_authors_of_ordergrad(statistic, k):
+    rewards = np.array([[0.3, -1.2, 2.0, 0.7, 0.1, 0.7]])
+    found = exact(rewards, "order_statistic", k=k, statistic=statistic)
+    np.testing.assert_allclose(found[0], AUTHORS[statistic, k], atol=1e-12)

@@ -8,7 +8,7 @@ import pytest
 from tests.rollout.engines.stand_in import StandIn
 from tests.training import test_environments, test_preferences, test_reward_model, test_staleness
 from tests.training.small_learner import ROWS, TOKENIZER, collect, make, make_model
-from tunix_like import AlgorithmConfig, EvalConfig, GRPOLearner, RolloutConfig, SFTConfig, SFTTrainer
+from tunix_like import AlgorithmConfig, EvalConfig, MaxPOLearner, RolloutConfig, SFTConfig, SFTTrainer
 from tunix_like.models.loading import export_model
 from tunix_like.rollout.engines.vllm import VLLMEngine
 
@@ -52,9 +52,9 @@ def all_rows(folder):
         make(
             AlgorithmConfig(
                 num_generations=4, beta=0.1, sampler_is="token", dynamic_sampling=True, overlong="mask",
-                advantage_estimator="grpo", off_policy_mask_threshold=0.1,
+                advantage_estimator="maxpo", k={"start": 1, "end": 2, "steps": 2}, off_policy_mask_threshold=0.1,
             ),
-            learner=GRPOLearner, reward={"length": rewards}, eval_config=SAMPLES, teacher=make_model(1),
+            learner=MaxPOLearner, reward={"length": rewards}, eval_config=SAMPLES, teacher=make_model(1),
         ),
         [row | {"data_source": "ab"[i % 2]} for i, row in enumerate(ROWS)],
         ROWS[:2],
@@ -71,7 +71,7 @@ def test_every_metric_of_training_and_evaluation_is_on_the_page(tmp_path):
     names = set().union(*rows)
     assert {"train/kl", "train/staleness", "train/environment/good", "train/dynamic_sampling/extra_batches"} <= names
     assert {"train/teacher/divergence", "train/teacher/logprob"} <= names
-    assert "train/off_policy_mask/dropped_frac" in names
+    assert {"train/off_policy_mask/dropped_frac", "train/schedule/k"} <= names
     assert {"train/sampler_is/ess", "train/overlong/masked_frac", "train/pass@1/a", "eval/low/pass@1"} <= names
     assert {"train/perf/weights_sent_bytes", "train/perf/weights_sent_sec"} <= names
     assert "new" not in names and unknown([{"train/new": 1}], "train/", documented()) == ["new"]
