@@ -28,6 +28,7 @@ OBJECTIVES: dict[str, dict[str, object]] = {
     "alpha 0.5": {"advantage_estimator": MIX, "alpha": 0.5},
     "alpha 1 (maxrl)": {"advantage_estimator": MIX, "alpha": 1.0},
     "alpha 1.5": {"advantage_estimator": MIX, "alpha": 1.5},
+    "alpha 1.5 to 0": {"advantage_estimator": MIX, "alpha": "{start: 1.5, end: 0.0, steps: 120}"},
     "max of 8": {"advantage_estimator": RANKS, "k": 8, "statistic": "top_mean:1"},
     "best half of 8": {"advantage_estimator": RANKS, "k": 8, "statistic": "upper_tail_mean:0.5"},
     "worst half of 8": {"advantage_estimator": RANKS, "k": 8, "statistic": "lower_tail_mean:0.5"},
