@@ -17,6 +17,7 @@ from tunix_like import (
     DrGRPOConfig,
     GRPOConfig,
     GRPOLearner,
+    MaxKMixConfig,
     MaxPOConfig,
     RLOOConfig,
     RLOOLearner,
@@ -98,6 +99,24 @@ def test_each_learner_trains(name):
     assert "train/pg_clipfrac" in rows[0] or name == "rloo"
     assert ("train/is_ratio/mean" in rows[0]) == (name != "rloo")
     assert rows[0]["train/advantage/abs_mean"] == pytest.approx(np.abs(expected).mean(), rel=1e-5)
+
+
+def test_a_schedule_changes_the_estimator_without_recompilation():
+    """The advantages of each step are those of its alpha. The step is traced once; a metric has the value."""
+    rewards, found = [], []
+    learner = make(
+        MaxKMixConfig(num_generations=4, alpha={"start": 0, "end": 1.0, "steps": 3}),
+        learner=LEARNERS["maxk_mix"],
+        reward=watch_rewards(rewards),
+        metric_fns=[watch_advantages(found)],
+        max_steps=4,
+    )
+    rows = collect(learner, [*ROWS, *ROWS])
+    assert [row["train/schedule/alpha"] for row in rows] == [0, 0.5, 1, 1]
+    for step, alpha in enumerate((0, 0.5, 1, 1)):
+        expected = tunix_like.compute_advantages(rewards[step], "maxk_mix", alpha=alpha)
+        np.testing.assert_allclose(found[step], expected, rtol=1e-5, atol=1e-6)
+    assert learner.programs.traces == 1
 
 
 def naive_loss(name, rewards, lengths, logprobs):
