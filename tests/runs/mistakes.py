@@ -209,6 +209,29 @@ MISTAKES = {
         (*REVERSED, "algorithm.advantage_estimator=maxpo", "algorithm.k=8"),
         ["algorithm.k: got 8", "1 <= k <= 7", "algorithm.num_generations (8)"],
     ),
+    "maxk_mix without a weight": (
+        (*REVERSED, "algorithm.advantage_estimator=maxk_mix"), ["algorithm.alpha, coefficients", "exactly one of them"],
+    ),
+    "too many coefficients": (
+        (*REVERSED, "algorithm.advantage_estimator=maxk_mix", "algorithm.coefficients=[1, 1, 1, 1, 1, 1, 1, 1]"),
+        ["algorithm.coefficients: got 8", "at most 7"],
+    ),
+    "weights of another k": (
+        (*REVERSED, "algorithm.advantage_estimator=order_statistic", "algorithm.k=3", "algorithm.weights=[1, 0]"),
+        ["algorithm.weights: got 2", "needs k (3)"],
+    ),
+    "unknown statistic": (
+        (*REVERSED, "algorithm.advantage_estimator=order_statistic", "algorithm.k=3", "algorithm.statistic=medain"),
+        ["algorithm.statistic", "'medain'", "Did you mean 'median'"],
+    ),
+    "schedule above G - 1": (
+        (*REVERSED, "algorithm.advantage_estimator=maxpo", "algorithm.k={start: 1, end: 8, steps: 9}"),
+        ["algorithm.k: got 8", "'maxpo' needs 1 <= k <= 7"],
+    ),
+    "schedule without its length": (
+        (*REVERSED, "algorithm.advantage_estimator=maxk_mix", "algorithm.alpha={start: 0, end: 1}"),
+        ["algorithm.alpha: got", "start, end and steps"],
+    ),
     "maxpo without k": ((*REVERSED, "algorithm.advantage_estimator=maxpo"), ["algorithm.k", "Set algorithm.k="]),
     "k with rloo": (
         (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.k=2"),
