@@ -160,7 +160,7 @@ def order_statistic_table(size: int, weights: tuple[float, ...]) -> Table:
     """
     n, f = _grid(size)
     k = len(weights)
-    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, size + 1)))])  # the binomials could overflow
+    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, max(size, k) + 1)))])  # binomials can overflow
 
     def log_choose(total: Int[np.ndarray, "*shape"], drawn: int) -> Float[np.ndarray, "*shape"]:
         rest = np.maximum(total, drawn) - drawn
