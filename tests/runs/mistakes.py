@@ -12,7 +12,7 @@ from tests.algorithms.oracles import EVERY
 ROOT = Path(__file__).resolve().parents[2]
 REVERSE = str(ROOT / "examples" / "debug" / "reverse_text.yaml")
 NORM = "model.norm.weight"
-NAMES = ", ".join(sorted({name for name, _ in EVERY}))
+NAMES = ", ".join(sorted({"ppo", *(name for name, _ in EVERY)}))
 REVERSED = ("train", REVERSE)
 OWN = ("train", "own.yaml")
 EMPTIED = ["emptied/config.yaml: this file is empty", "This file is written by the run", "restore a copy of it"]

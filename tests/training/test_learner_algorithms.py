@@ -49,9 +49,10 @@ DEFAULTS = {
     "passk": ("PassKLearner", "token-mean", "ppo_clip", "low_var_kl", False),
     "opo": ("OPOLearner", "token-mean", "ppo_clip", "low_var_kl", False),
     "reinforce_pp": ("ReinforcePPLearner", "token-mean", "ppo_clip", "low_var_kl", False),
+    "ppo": ("PPOLearner", "token-mean", "ppo_clip", "kl", True),
     "distillation": ("DistillationLearner", "token-mean", "ppo_clip", "low_var_kl", False),
 }
-OF_REWARDS = [name for name in DEFAULTS if name != "distillation"]
+OF_REWARDS = [name for name in DEFAULTS if name not in ("ppo", "distillation")]
 NEED_K = ("maxpo", "pkpo", "passk")
 
 
