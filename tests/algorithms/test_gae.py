@@ -23,7 +23,7 @@ def random_case(seed):
 
 def of_actions(rewards, values, gamma, lam):
     """Returns the advantages of one completion's actions: `A_t = sum_k (gamma lam)^k delta_{t+k}`."""
-    after = [*values[1:], 0.0]
+    after = [*values, 0.0][1:]
     deltas = [r + gamma * w - v for r, v, w in zip(rewards, values, after, strict=True)]
     return [sum((gamma * lam) ** k * d for k, d in enumerate(deltas[t:])) for t in range(len(deltas))]
 

@@ -477,6 +477,12 @@ def _check_ppo(objective: Objective) -> None:
 
 def _check_combinations(objective: Objective, updates_per_batch: int) -> None:
     config = objective.config
+    for estimator in objective.estimators:
+        if config.num_generations < estimator.registered.least:
+            raise UserError(
+                f"algorithm.num_generations: got {config.num_generations}; the estimator '{estimator.name}' compares "
+                f"the completions of a prompt, so it must be at least {estimator.registered.least}."
+            )
     _check_teacher(objective)
     _check_ppo(objective)
     if config.policy_loss_fn == "reinforce" and updates_per_batch > 1:

@@ -207,11 +207,6 @@ def check_parameters(name: str, params: Params, group_size: int, key: str = "alg
     """
     estimator = find_estimator(name)
     declared = estimator.parameters()
-    if group_size < estimator.least:
-        raise UserError(
-            f"{key}.num_generations: got {group_size}; the estimator '{name}' compares the completions of a prompt and "
-            f"needs at least {estimator.least}. Raise algorithm.num_generations."
-        )
     params = {field: value for field, value in params.items() if value is not None}
     for field in params:
         if field not in declared:

@@ -249,7 +249,9 @@ def critic_program(plan: Plan) -> Program | None:
 
 def values_program(plan: Plan) -> Program | None:
     """Describes the program that computes the values of a batch."""
-    return plan.critic and _logprobs("values", plan, plan.critic, plan.judged_by, _batch(plan), 1)
+    if plan.critic is None:
+        return None
+    return _logprobs("values", plan, plan.critic, plan.judged_by, _batch(plan), 1)
 
 
 def _update(plan: Plan, name: str, model: Decoder, split: tuple[Any, Any], spec: StepSpec) -> Program:
@@ -283,12 +285,10 @@ def logprobs_program(plan: Plan) -> Program | None:
     A step runs it if a batch has several updates or advantages of a teacher, if there is a KL term, and once more if
     this is in the reward."""
     config, algorithm = plan.config, plan.config.algorithm
-    penalised = algorithm.beta > 0 and algorithm.kl_in_reward
-    if plan.critic is None:
-        before = (updates_per_batch(config) > 1 or _scores_before(config)) + penalised
-    else:  # all uses share one result
-        before = updates_per_batch(config) > 1 or _scores_before(config) or penalised
-    calls = before + (algorithm.beta > 0)
+    several = updates_per_batch(config) > 1 or _scores_before(config)
+    penalised = algorithm.beta > 0 and bool(algorithm.kl_in_reward)
+    policy = several + penalised if plan.critic is None else several or penalised  # with a critic, one result for both
+    calls = policy + (algorithm.beta > 0)
     return None if not calls else _logprobs("logprobs", plan, plan.model, plan.split, _batch(plan), calls)
 
 

@@ -113,7 +113,7 @@ def new_critic(model: Decoder, lora: LoraConfig | None, seed: int) -> Decoder:
 
 def _lora_of(model: Decoder) -> LoraConfig | None:
     adapters = model.adapters
-    return adapters and LoraConfig(adapters.rank, adapters.alpha, list(adapters.targets))
+    return None if adapters is None else LoraConfig(adapters.rank, adapters.alpha, list(adapters.targets))
 
 
 def check_critic(config: DecoderConfig, tokenizer: Tokenizer, rollout: RolloutConfig) -> None:

@@ -239,8 +239,8 @@ class Learner(Trainer):
     @property
     def others(self) -> tuple[bool, TeacherWork | None, CriticWork | None]:
         """The models that are held in memory besides the policy: whether there is a reference, teacher and critic."""
-        teacher, critic = (None if each is None else each.work for each in (self.teacher, self.critic))
-        return self.reference is not None, teacher, critic
+        teacher = None if self.teacher is None else self.teacher.work
+        return self.reference is not None, teacher, None if self.critic is None else self.critic.work
 
     @property
     def rewards(self) -> list[WeightedReward]:

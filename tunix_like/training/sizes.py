@@ -445,8 +445,9 @@ def _rollout_work(
     """Returns the quantities on which the memory of sampling depends. `others`: whether there is a reference, the
     teacher and the critic."""
     widths = rollout.max_prompt_length, rollout.max_tokens_to_generate
-    held = dict(zip(("reference", "teacher", "critic"), others, strict=True))
-    work = dataclasses.replace(_work(model, 1, 1, widths, mesh, device), **held)
+    reference, teacher, critic = others
+    work = _work(model, 1, 1, widths, mesh, device)
+    work = dataclasses.replace(work, reference=reference, teacher=teacher, critic=critic)
     return _for_sampling(work, model, rollout, chosen)
 
 
@@ -597,11 +598,12 @@ def estimate_memory(
     training = dataclasses.replace(config.training, actor_optimizer=config.optimizer)
     setting = training.train_micro_batch_size
     most = min(training.mini_batch_size or data.batch_size, data.batch_size)
-    pairs, (reference, *others) = config.trains_pairs, described_others(config, model, mesh)
-    update = update_work(training, model, (most, group), widths, reference, mesh, device, *others, whole_groups=pairs)
+    pairs, others = config.trains_pairs, described_others(config, model, mesh)
+    reference, teacher, critic = others
+    update = update_work(training, model, (most, group), widths, reference, mesh, device, teacher, critic, pairs)
     size = chosen(lambda: chunk_size(setting, update, device))
     update = dataclasses.replace(update, prompts=data.batch_size, update_prompts=most)
-    layout = rollout_layout(model, rollout, mesh, device, reference, *others)
+    layout = rollout_layout(model, rollout, mesh, device, *others)
     evaluated = config.eval.batch_size, config.eval.samples
     sampling_mesh = None if layout is None else layout.mesh
     rows, phases = math.prod(evaluated) if pairs else data.batch_size * group, []
@@ -612,7 +614,7 @@ def estimate_memory(
         def sampled_at_once(prompts: int, samples: int) -> int:
             meshes = mesh, sampling_mesh
             return chosen(
-                lambda: concurrent_rows(model, rollout, prompts, samples, *meshes, device, reference, *others)
+                lambda: concurrent_rows(model, rollout, prompts, samples, *meshes, device, reference, teacher, critic)
             )
 
         work = _for_sampling(update, model, rollout, sampling_mesh)

@@ -278,9 +278,10 @@ class Updates:
     def _pack(self, batch: GroupBatch, rows: Bool[np.ndarray, "P G"], most_prompts: int) -> Packed:
         """Divides the completions that the mask `rows` selects into forward and backward passes (see `pack_update`)."""
         trainer, reference = self.trainer, self.reference is not None
-        others = (None if each is None else each.work for each in (self.teacher, self.critic))
+        teacher = None if self.teacher is None else self.teacher.work
+        critic = None if self.critic is None else self.critic.work
         given = trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts
-        return pack_update(*given, reference, *others)
+        return pack_update(*given, reference, teacher, critic)
 
     def _live_rows(
         self, step: int, batch: GroupBatch, scheduled: Scheduled | None
@@ -336,8 +337,8 @@ def pack_update(
     """
     widths, size = (batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]), rows.shape[1]
     shape = most_prompts, size
-    others = {"teacher": teacher, "critic": critic}
-    work = update_work(training, model, shape, widths, reference, mesh, **others, whole_groups=whole_groups)
+    others = teacher, critic
+    work = update_work(training, model, shape, widths, reference, mesh, None, *others, whole_groups=whole_groups)
     chunk = chunk_size(training.train_micro_batch_size, work)
     layout = choose_layout(size, most_prompts, widths, chunk, prompt_parts(mesh), whole_groups)
     return pack(batch.completion_lengths, rows, widths[1], layout, most_prompts)
