@@ -34,4 +34,6 @@ def test_named_tests_exist(row):
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", TESTS[row])
     assert named
     for file, name in named:
-        assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(encoding="utf-8"), re.M), f"{file}::{name}"
+        assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(encoding="utf-8"), re.M), (
+            f"{file}::{name}"
+        )
