@@ -189,9 +189,9 @@ def test_one_step_equals_brute_force(turns):
 
 
 def test_the_critic_learns_alone_at_first():
-    """Rewards depend on the prompt only. The policy waits for 40 steps, then moves too."""
+    """Rewards depend on the prompt only. The policy waits for 60 steps, then moves too."""
     by_prompt = lambda prompts, completions, **c: [float(p[0] in "abcd") for p in prompts]  # noqa: E731
-    made = learner({"warmup_steps": 40, "learning_rate": 0.02}, reward={"prompt": by_prompt}, max_steps=41)
+    made = learner({"warmup_steps": 60, "learning_rate": 0.02}, reward={"prompt": by_prompt}, max_steps=61)
     start, seen = params_of(make_model()), []
     rows = []
 
@@ -201,8 +201,8 @@ def test_the_critic_learns_alone_at_first():
 
     made._listeners[0] = keep
     made.train(ROWS, batch_size=4)
-    assert seen == [False] * 40 + [True]
-    assert rows[0]["train/update/empty"] == 1 and rows[40]["train/update/empty"] == 0
+    assert seen == [False] * 60 + [True]
+    assert rows[0]["train/update/empty"] == 1 and rows[60]["train/update/empty"] == 0
     first, last = (np.mean([row["train/critic/loss"] for row in part]) for part in (rows[:4], rows[-4:]))
     assert last < 0.1 * first and rows[0]["train/critic/explained_variance"] == pytest.approx(0, abs=1e-6)
     assert rows[-1]["train/critic/explained_variance"] > 0.5
@@ -336,7 +336,7 @@ def test_memory_estimate_has_the_critic():
         phases = {phase.name: phase for phase in plan.estimate.phases}
         before = {phase.name: phase for phase in without.estimate.phases}
         assert set(phases) == {*before, "critic"}
-        assert all(phase.parts["critic"] == held for phase in phases.values())
+        assert all(phase.parts["critic"] == held for name, phase in phases.items() if name != "sft")
         assert phases["critic"].parts["gradients"] >= share.trained
         assert phases["update"].bytes - before["update"].bytes >= held
 
