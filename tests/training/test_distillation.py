@@ -330,7 +330,7 @@ def test_rows_that_are_skipped_are_not_checked():
 
 def test_a_prompt_that_an_environment_changes_is_refused():
     """The teacher's own prompt would lack the first observation."""
-    made = distilled(settings=SEES_ANSWER)
+    made = distilled(settings=SEES_ANSWER, rollout=TURN_LENGTHS, environment=Vowels, environment_config=TURNS)
     problem = Problem(0, "ab>", TOKENIZER.encode_prompt("ab>", False)[1], {"answer": "ba"}, "ab>")
     batch = GroupBatch(*[np.zeros((1, 1), np.int32)] * len(GroupBatch._fields))
     assert made.teacher.batch(batch, [problem]).prompt_lengths == 6

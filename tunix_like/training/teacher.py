@@ -38,6 +38,7 @@ class Teacher:
     Attributes:
       graphdef, params: the model; `params` is None if it has the current weights of the policy.
       work: what the memory estimate needs.
+      plays: whether environments answer the policy, which can change its prompts.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class Teacher:
         config: DecoderConfig,
         tokenizer: Tokenizer,
         work: TeacherWork,
+        plays: bool,
     ):
         self.settings, self.graphdef, self.params, self.config = settings, graphdef, params, config
-        self.tokenizer, self.work, self.limit = tokenizer, work, work.prompt_width
+        self.tokenizer, self.work, self.limit, self.plays = tokenizer, work, work.prompt_width, plays
 
     def identity(self, mesh: Any) -> dict[str, Any]:
         """Returns the settings that a run and its checkpoint must share, with a fingerprint of a teacher's weights."""
@@ -80,11 +82,11 @@ class Teacher:
         """Returns the batch as the teacher sees it: with its prompts, and with token ids of its vocabulary."""
         if self.settings.prompt is None:
             return with_prompts(batch, batch.prompt_tokens, batch.prompt_lengths, self.config.vocab_size)
-        for each in problems:
+        for each in problems if self.plays else ():
             if self.tokenizer.encode_prompt(each.source, False)[1] != list(each.tokens):
                 raise UserError(
                     f"teacher.prompt: prompt {each.text!r:.80}: the environment has changed it (by a first "
-                    "observation, tools, or environment.history), which a teacher's own prompt would lack. Leave "
+                    "observation or environment.history), which a teacher's own prompt would lack. Leave "
                     "teacher.prompt unset."
                 )
         rows = [self._tokens(each.source, each.columns, f"prompt {each.text!r:.80}") for each in problems]
@@ -169,7 +171,7 @@ def make_teacher(learner: Learner, model: Decoder | None, settings: TeacherConfi
         kinds = model.config, model.param_dtype, model.quantized
     check_positions(settings, kinds[0], learner.rollout_config)
     work = teacher_work(settings, learner.rollout_config, policy, kinds, learner.mesh)
-    return Teacher(settings, graphdef, params, kinds[0], learner.tokenizer, work)
+    return Teacher(settings, graphdef, params, kinds[0], learner.tokenizer, work, learner.player is not None)
 
 
 def check_positions(settings: TeacherConfig, config: DecoderConfig, rollout: RolloutConfig) -> None:
