@@ -129,6 +129,15 @@ def test_position_and_counts_determine_the_next_batch():
     assert next(two) == first[2] and first[0] != first[1]
 
 
+def test_epochs_have_as_many_draws_as_usable_rows():
+    batches = CurriculumBatches(
+        [*ROWS, reverse_text.record("a" * 20)], TOKENIZER, 5, 8, 3, Curriculum(), 4, forever=False
+    )
+    assert [len(batch) for batch in batches] == [5, 5] and next(batches, None) is None
+    batches.next_epoch()
+    assert len(list(batches)) == 2
+
+
 def test_settings():
     assert curriculum_of(DataConfig()) is None
     config = DataConfig(curriculum=True, curriculum_correct=False, curriculum_floor=0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.training.teacher import check_tokenizers, taught_prompt
 from tunix_like.training.train_step import StepSpec, TeacherInputs, TeacherSpec, TrainState, train_step
 from tunix_like.training.updates import make_reference
+from tunix_like.types import GroupBatch, Problem
 
 from .repeated_prompts import (
     BATCH,
@@ -317,6 +319,24 @@ def test_adapters_learn_from_their_base_with_another_prompt(divergence):
         assert (made.teacher.params is None) == (weights == "current")
     assert rows["current"][0] == pytest.approx(rows["initial"][0], rel=1e-5)
     assert rows["current"][1] != pytest.approx(rows["initial"][1], rel=1e-4)
+
+
+def test_rows_that_are_skipped_are_not_checked():
+    made = distilled(settings=SEES_ANSWER)
+    made.teacher.check_rows([*ROWS, reverse_text.record("abcdefghijklmnop")], 8)
+    with pytest.raises(UserError, match="training row 8: it has 34 tokens"):
+        made.teacher.check_rows([*ROWS, reverse_text.record("abcdefghijklmnop")], 64)
+
+
+def test_a_prompt_that_an_environment_changes_is_refused():
+    """The teacher's own prompt would lack the first observation."""
+    made = distilled(settings=SEES_ANSWER, rollout=TURN_LENGTHS, environment=Vowels, environment_config=TURNS)
+    problem = Problem(0, "ab>", TOKENIZER.encode_prompt("ab>", False)[1], {"answer": "ba"}, "ab>")
+    batch = GroupBatch(*[np.zeros((1, 1), np.int32)] * len(GroupBatch._fields))
+    assert made.teacher.batch(batch, [problem]).prompt_lengths == 6
+    opened = dataclasses.replace(problem, text="ab>a", tokens=TOKENIZER.encode_prompt("ab>a", False)[1])
+    with pytest.raises(UserError, match="teacher.prompt: prompt 'ab>a': the environment has changed it"):
+        made.teacher.batch(batch, [opened])
 
 
 @pytest.mark.slow

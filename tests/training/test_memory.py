@@ -215,6 +215,7 @@ TEACHERS = {
     "large vocabulary": (dict(vocab_size=8192), 8, {}, 32),
     "larger teacher": (dict(num_layers=2, widths=(32, 256)), 2, dict(num_layers=6, hidden_size=128), 32),
     "long prompts of the teacher": (dict(), 8, dict(num_layers=6), 512),
+    "quantised teacher": (dict(), 1, dict(num_layers=8, hidden_size=256, intermediate_size=768), 32),
 }
 
 
@@ -224,8 +225,9 @@ def test_estimate_of_an_update_with_a_teacher(name):
     changes, size, own, prompt_width = TEACHERS[name]
     work = changed(**changes)
     model = dataclasses.replace(work.model, **own)
-    graphdef, params = abstract(model)
-    teacher = TeacherWork(model, nbytes(params), prompt_width, in_loss=True)
+    kind = "int8" if name.startswith("quantised") else None
+    graphdef, params = abstract(model, quantized=kind)
+    teacher = TeacherWork(model, share_of(params, None), jnp.dtype(jnp.float32), kind, prompt_width, in_loss=True)
     inputs = TeacherInputs(params, shape(work.prompts, prompt_width), shape(work.prompts))
     compiled = compiled_update(work, size, TeacherSpec(graphdef, 0.5), inputs)
     foreseen, alone = (
@@ -237,10 +239,15 @@ def test_estimate_of_an_update_with_a_teacher(name):
 
 def test_a_teacher_is_counted_in_every_phase():
     """Its weights are always in memory. With advantages per token, it runs before the update."""
-    teacher = TeacherWork(SMALL, 12345, 32, in_loss=False)
+    share = BASE.share
+    teacher = TeacherWork(SMALL, share, jnp.dtype(jnp.float32), None, 32, in_loss=False)
     phases = [*update_phases(changed(teacher=teacher), 4), rollout_phase(changed(teacher=teacher), 8, 4)]
     assert {phase.name for phase in phases} == {"update", "optimizer", "teacher", "rollout"}
-    assert all(phase.parts["teacher"] == 12345 and phase.fixed >= 12345 for phase in phases)
+    assert all(phase.parts["teacher"] == share.weights and phase.fixed >= share.weights for phase in phases)
+    before = next(
+        phase for phase in update_phases(changed(teacher=teacher, backend="gpu"), 4) if phase.name == "teacher"
+    )
+    assert before.parts["teacher's cast weights"] == share.weights, "accelerators stack the layers, a second copy"
 
 
 ROLLOUTS = {

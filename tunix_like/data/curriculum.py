@@ -114,7 +114,8 @@ def draw(probabilities: Float[np.ndarray, "N"], size: int, random: np.random.Gen
 
 
 class CurriculumBatches(SharedBatches):
-    """Iterates without end over batches of prompts that are drawn by their difficulty.
+    """Iterates over batches of prompts that are drawn by their difficulty. An epoch has as many draws as there are rows
+    with a usable prompt.
 
     All rows are rendered once at the start; rows without a usable prompt are never drawn. `Prompt.row` is the index of
     a prompt's row, and `Prompt.weight` the factor of its loss if the draws are corrected.
@@ -133,10 +134,11 @@ class CurriculumBatches(SharedBatches):
         seed: int,
         curriculum: Curriculum,
         group_size: int,
+        forever: bool = True,
     ):
         source = rows if isinstance(rows, grain.MapDataset) else grain.MapDataset.source(rows)
         numbered = source.map_with_index(lambda place, row: (place, row))
-        super().__init__(numbered, tokenizer, batch_size, limit, len(rows), forever=True)
+        super().__init__(numbered, tokenizer, batch_size, limit, len(rows), forever)
         self.seed, self.curriculum, self.group_size = seed, curriculum, group_size
         self.counts = np.zeros((len(rows), 2), np.float32)
         with progress.task("reading prompts", len(rows)) as advance:
@@ -150,6 +152,8 @@ class CurriculumBatches(SharedBatches):
                 return found
 
             self._usable = np.array(spread(range(len(rows)), check), bool)
+        self.epoch = int(self._usable.sum()) // batch_size  # in batches
+        self.end = None if forever else self.epoch
 
     def probabilities(self) -> Float[np.ndarray, "N"]:
         """Returns the probability of each row in the next draw."""
@@ -160,6 +164,8 @@ class CurriculumBatches(SharedBatches):
         return uniform if total == 0 else (1 - self.curriculum.floor) * wanted / total + self.curriculum.floor * uniform
 
     def __next__(self) -> list[Prompt]:
+        if self.end is not None and self.next >= self.end:
+            raise StopIteration
         probabilities = self.probabilities()
         rows = draw(probabilities, self.batch_size, np.random.default_rng((self.seed, self.next)))
         factors = 1.0 / (self._usable.sum() * probabilities[rows])

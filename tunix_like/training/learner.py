@@ -367,7 +367,7 @@ class Learner(Trainer):
         updates = -(-batch_size // mini) * self.algo.num_iterations
         objective = self._objective(updates)
         if self.teacher is not None:
-            self.teacher.check_rows(train_ds)
+            self.teacher.check_rows(train_ds, self.rollout_config.max_prompt_length)
         drawn_by = None if curriculum is None else (curriculum, self.algo.num_generations)
         forever = training.max_steps is not None
         batches = refusing(self._open_stream(train_ds, batch_size, shuffle, forever, curriculum=drawn_by), overlong)

@@ -144,15 +144,23 @@ class TeacherWork:
 
     Attributes:
       model: the configuration of the teacher.
-      weights: bytes of its own weights on one device; 0 if it has the weights of the policy.
+      share: the part of its own weights on one device; None if it has the weights of the policy.
+      param_dtype, quantized: the dtype of these weights and their quantisation.
       prompt_width: length in tokens of its padded prompts.
       in_loss: whether its divergence is a term of the loss, so that it runs inside the update.
     """
 
     model: DecoderConfig
-    weights: int
+    share: Share | None
+    param_dtype: Any
+    quantized: str | None
     prompt_width: int
     in_loss: bool
+
+    @property
+    def weights(self) -> int:
+        """Bytes of its own weights on one device."""
+        return 0 if self.share is None else self.share.weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,8 +311,8 @@ def _update_phases(work: Work, micro_batch: int, held: dict[str, int]) -> list[P
 
 
 def _teacher_forward(work: Work, teacher: TeacherWork, layout: Layout) -> dict[str, int]:
-    """Returns the bytes of the states of a teacher's prompts, and of the temporaries of one of its layers, for the
-    prompts or for a chunk of completions."""
+    """Returns the bytes of the states of a teacher's prompts, of the temporaries of one of its layers, for the prompts
+    or for a chunk of completions, and of the weights that its own weights are cast, stacked or dequantised to."""
     own = dataclasses.replace(work, model=teacher.model, widths=(teacher.prompt_width, work.widths[1]))
     lanes, prompts = -(-layout.lanes // work.parts), -(-layout.prompts // work.parts)
     tokens = lanes * layout.bins * work.widths[1]
@@ -312,7 +320,17 @@ def _teacher_forward(work: Work, teacher: TeacherWork, layout: Layout) -> dict[s
     layer = WORKING_INNER * tokens * (own.inner + teacher.model.hidden_size) * work.size
     layer = max(layer, _scores_bytes(own, lanes * layout.bins, work.widths[1], sum(own.widths)))
     layer = max(layer, _scores_bytes(own, prompts, teacher.prompt_width, teacher.prompt_width))
-    return {"teacher's prompts": teacher.model.num_layers * states, "teacher's layer": layer}
+    working = 0
+    if teacher.share is not None:
+        kinds = {"param_dtype": teacher.param_dtype, "quantized": teacher.quantized}
+        own = dataclasses.replace(own, share=teacher.share, adapters=None, **kinds)
+        stacked = 0 if work.backend == "cpu" else _in_compute_dtype(own, teacher.share)
+        working = max(_cast_weights(own), stacked) + _dequantized(own, backward=False)
+    return {
+        "teacher's prompts": teacher.model.num_layers * states,
+        "teacher's layer": layer,
+        "teacher's cast weights": working,
+    }
 
 
 def _with_stacked_layers(work: Work, tokens: int, prompt_tokens: int, lane_tokens: int) -> dict[str, int]:

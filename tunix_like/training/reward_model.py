@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from tunix_like.config.schema import RLTrainingConfig
 from tunix_like.errors import UserError
-from tunix_like.models.loading import load_config, load_model
+from tunix_like.models.loading import default_dtype, load_config, load_model
 from tunix_like.models.sharding import fetch, place_replicated, prompt_parts, scope
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.training.arguments import likelihood_options
@@ -35,7 +35,7 @@ class RewardModel:
 
     The score is that of the last token of the text: the prompt as the policy received it, the completion, and an
     end-of-sequence token. A text with more tokens than the model has positions has no score. The weights are read at
-    the first call.
+    the first call, in the compute dtype of the device.
 
     Args:
       folder: a folder of `tunix_like.export_model` or of transformers (`...ForSequenceClassification`, one label), or a
@@ -78,7 +78,7 @@ class RewardModel:
     @functools.cached_property
     def _loaded(self) -> tuple[Any, Any, Any, Any]:
         """Returns graph, weights, tokenizer and the compiled function of the scores."""
-        model, tokenizer = load_model(self.folder, mesh=self._mesh)
+        model, tokenizer = load_model(self.folder, param_dtype=default_dtype(), mesh=self._mesh)
         if tokenizer is None:
             raise UserError(f"{PREFIX}{self.folder}: the folder has no tokenizer.")
         graphdef, state = nnx.split(model)

@@ -201,11 +201,11 @@ def teacher_work(
     """
     config, dtype, quantized = kinds
     if settings.of_policy or (settings.path == SELF and policy.adapters is not None):
-        weights = 0  # those of the policy, or its frozen base
+        share = None  # those of the policy, or its frozen base
     else:
-        weights = _share(config, jnp.dtype(dtype), None, quantized, mesh).weights
+        share = _share(config, jnp.dtype(dtype), None, quantized, mesh)
     width = settings.max_prompt_length or rollout.max_prompt_length
-    return TeacherWork(config, weights, width, settings.mixture is not None)
+    return TeacherWork(config, share, jnp.dtype(dtype), quantized, width, settings.mixture is not None)
 
 
 def described_teacher(config: Config, policy: Decoder, mesh: Mesh | None) -> TeacherWork | None:

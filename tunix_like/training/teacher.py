@@ -11,7 +11,7 @@ import grain.python as grain
 import numpy as np
 
 from tunix_like.config.schema import SELF, RolloutConfig, TeacherConfig
-from tunix_like.data.stream import SCANNED_ROWS
+from tunix_like.data.stream import SCANNED_ROWS, render, usable
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, check_type
 from tunix_like.models.config import DecoderConfig
@@ -38,6 +38,7 @@ class Teacher:
     Attributes:
       graphdef, params: the model; `params` is None if it has the current weights of the policy.
       work: what the memory estimate needs.
+      plays: whether environments answer the policy, which can change its prompts.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class Teacher:
         config: DecoderConfig,
         tokenizer: Tokenizer,
         work: TeacherWork,
+        plays: bool,
     ):
         self.settings, self.graphdef, self.params, self.config = settings, graphdef, params, config
-        self.tokenizer, self.work, self.limit = tokenizer, work, work.prompt_width
+        self.tokenizer, self.work, self.limit, self.plays = tokenizer, work, work.prompt_width, plays
 
     def identity(self, mesh: Any) -> dict[str, Any]:
         """Returns the settings that a run and its checkpoint must share, with a fingerprint of a teacher's weights."""
@@ -64,19 +66,29 @@ class Teacher:
         """The teacher of the compiled step; None if its divergence is not a term of the loss."""
         return None if self.settings.mixture is None else TeacherSpec(self.graphdef, self.settings.mixture)
 
-    def check_rows(self, rows: Any) -> None:
-        """Checks the teacher's prompts of the first rows. Raises UserError if one cannot be built or is too long."""
+    def check_rows(self, rows: Any, limit: int) -> None:
+        """Checks the teacher's prompts of the first rows, without those whose own prompt is skipped because it is empty
+        or has more than `limit` tokens. Raises UserError if one cannot be built or is too long."""
         if self.settings.prompt is None or not isinstance(rows, Sequence | grain.MapDataset):
             return
         for number in range(min(len(rows), SCANNED_ROWS)):
-            if (row := rows[number]) is not None:
-                columns = {name: value for name, value in row.items() if name != "prompt"}
-                self._tokens(row["prompt"], columns, f"training row {number}")
+            if (row := rows[number]) is None:
+                continue
+            prompt = render(row, self.tokenizer, limit)
+            if usable(prompt, limit):
+                self._tokens(prompt.source, prompt.columns, f"training row {number}")
 
     def batch(self, batch: GroupBatch, problems: Sequence[Problem]) -> GroupBatch:
         """Returns the batch as the teacher sees it: with its prompts, and with token ids of its vocabulary."""
         if self.settings.prompt is None:
             return with_prompts(batch, batch.prompt_tokens, batch.prompt_lengths, self.config.vocab_size)
+        for each in problems if self.plays else ():
+            if self.tokenizer.encode_prompt(each.source, False)[1] != list(each.tokens):
+                raise UserError(
+                    f"teacher.prompt: prompt {each.text!r:.80}: the environment has changed it (by a first "
+                    "observation or environment.history), which a teacher's own prompt would lack. Leave "
+                    "teacher.prompt unset."
+                )
         rows = [self._tokens(each.source, each.columns, f"prompt {each.text!r:.80}") for each in problems]
         lengths = np.array([len(row) for row in rows], np.int32)
         width = length_bucket(int(lengths.max()), self.limit)
@@ -159,7 +171,7 @@ def make_teacher(learner: Learner, model: Decoder | None, settings: TeacherConfi
         kinds = model.config, model.param_dtype, model.quantized
     check_positions(settings, kinds[0], learner.rollout_config)
     work = teacher_work(settings, learner.rollout_config, policy, kinds, learner.mesh)
-    return Teacher(settings, graphdef, params, kinds[0], learner.tokenizer, work)
+    return Teacher(settings, graphdef, params, kinds[0], learner.tokenizer, work, learner.player is not None)
 
 
 def check_positions(settings: TeacherConfig, config: DecoderConfig, rollout: RolloutConfig) -> None:

@@ -319,7 +319,8 @@ class Trainer(ModelInTraining, abc.ABC):
         limit, seed = self.rollout_config.max_prompt_length, self.training.seed
         batches: Iterator[list[Prompt]]
         if curriculum is not None:
-            batches = CurriculumBatches(rows, tokenizer or self.tokenizer, batch_size, limit, seed, *curriculum)
+            own = tokenizer or self.tokenizer
+            batches = CurriculumBatches(rows, own, batch_size, limit, seed, *curriculum, forever=forever)
         else:
             batches = prompt_batches(
                 rows,
