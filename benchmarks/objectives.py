@@ -1,4 +1,4 @@
-"""Objectives of the pass rate and of order statistics on two tasks: pass@1 to pass@16, and diversity.
+"""Objectives of the pass rate and of order statistics, and PPO, on two tasks: pass@1 to pass@16, and diversity.
 
     python -m benchmarks.objectives FOLDER [--tasks maze maze_steps] [--seeds N]
 
@@ -31,6 +31,7 @@ OBJECTIVES: dict[str, dict[str, object]] = {
     "alpha 1.5 to 0": {"advantage_estimator": MIX, "alpha": "{start: 1.5, end: 0.0, steps: 120}"},
     "max of 8": {"advantage_estimator": RANKS, "k": 8, "statistic": "top_mean:1"},
     "best half of 8": {"advantage_estimator": RANKS, "k": 8, "statistic": "upper_tail_mean:0.5"},
+    "ppo": {"advantage_estimator": "ppo", "critic.learning_rate": 1e-3},
     "worst half of 8": {"advantage_estimator": RANKS, "k": 8, "statistic": "lower_tail_mean:0.5"},
 }
 SAMPLES, KS = 64, (1, 2, 4, 8, 16)
@@ -56,7 +57,8 @@ def train(task: str, seed: int, objective: str, folder: Path) -> Path:
     run = folder / f"{task}-s{seed}-{objective.replace(' ', '_')}"
     if not (run / "done").exists():
         model = start(task, seed, folder)
-        of_objective = [f"algorithm.{key}={value}" for key, value in OBJECTIVES[objective].items()]
+        keys = {key if "." in key else f"algorithm.{key}": value for key, value in OBJECTIVES[objective].items()}
+        of_objective = [f"{key}={value}" for key, value in keys.items()]
         call(
             "train", str(TASKS[task]), f"model.path={model}", "model.init=pretrained", "model.config=null",
             "sft.max_steps=0", f"algorithm.num_generations={SIZE}", "data.batch_size=16", "eval.samples=1",

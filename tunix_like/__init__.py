@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tunix_like.algorithms.losses import register_policy_loss_fn as register_policy_loss_fn
     from tunix_like.algorithms.mixtures import fit_weight as fit_weight
     from tunix_like.config.schema import AlgorithmConfig as AlgorithmConfig
+    from tunix_like.config.schema import CriticConfig as CriticConfig
     from tunix_like.config.schema import EnvironmentConfig as EnvironmentConfig
     from tunix_like.config.schema import EvalConfig as EvalConfig
     from tunix_like.config.schema import LoraConfig as LoraConfig
@@ -69,6 +70,8 @@ if TYPE_CHECKING:
     from tunix_like.training.learners import PassKLearner as PassKLearner
     from tunix_like.training.learners import PKPOConfig as PKPOConfig
     from tunix_like.training.learners import PKPOLearner as PKPOLearner
+    from tunix_like.training.learners import PPOConfig as PPOConfig
+    from tunix_like.training.learners import PPOLearner as PPOLearner
     from tunix_like.training.learners import ReinforcePPConfig as ReinforcePPConfig
     from tunix_like.training.learners import ReinforcePPLearner as ReinforcePPLearner
     from tunix_like.training.learners import RLOOConfig as RLOOConfig
@@ -80,8 +83,8 @@ if TYPE_CHECKING:
 
 _NAMES_OF_MODULE = {
     "tunix_like.config.schema": (
-        "AlgorithmConfig EnvironmentConfig EvalConfig LoraConfig OptimizerConfig PreferenceConfig RLTrainingConfig "
-        "RolloutConfig SFTConfig TeacherConfig"
+        "AlgorithmConfig CriticConfig EnvironmentConfig EvalConfig LoraConfig OptimizerConfig PreferenceConfig "
+        "RLTrainingConfig RolloutConfig SFTConfig TeacherConfig"
     ),
     "tunix_like.errors": "EnvironmentUnavailable UserError",
     "tunix_like.models.decoder": "add_scalar_head",
@@ -101,7 +104,8 @@ _NAMES_OF_MODULE = {
         "LEARNERS CustomConfig CustomLearner DistillationConfig DistillationLearner DrGRPOConfig DrGRPOLearner "
         "GDPOConfig GDPOLearner GRPOConfig GRPOLearner MaxKMixConfig MaxKMixLearner MaxPOConfig MaxPOLearner "
         "MaxRLConfig MaxRLLearner OPOConfig OPOLearner OrderStatisticConfig OrderStatisticLearner PKPOConfig "
-        "PKPOLearner PassKConfig PassKLearner RLOOConfig RLOOLearner ReinforcePPConfig ReinforcePPLearner"
+        "PKPOLearner PPOConfig PPOLearner PassKConfig PassKLearner RLOOConfig RLOOLearner ReinforcePPConfig "
+        "ReinforcePPLearner"
     ),
     "tunix_like.algorithms.losses": "register_policy_loss_fn",
     "tunix_like.algorithms.mixtures": "fit_weight",

@@ -44,6 +44,7 @@ OPTIONS = {
     "passk": {"k": 2},
     "opo": {"entropy_coef": 0.01},
     "reinforce_pp": {"sampler_is": "token"},
+    "ppo": {"num_iterations": 2, "beta": 0.05},
     "distillation": {},
     "gdpo": {},
 }
@@ -122,7 +123,7 @@ def outcome(folder, steps=STEPS):
 
 def assert_same(one, two):
     assert one[:-1] == two[:-1]
-    assert set(one[-1]) - {"curriculum"} == {"params", "opt_state", "drawn"}
+    assert set(one[-1]) - {"curriculum", "critic"} == {"params", "opt_state", "drawn"}
     jax.tree.map(np.testing.assert_array_equal, one[-1], two[-1])
 
 

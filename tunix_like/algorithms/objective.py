@@ -27,6 +27,7 @@ from tunix_like.algorithms.losses import (
     loss_parameters,
 )
 from tunix_like.algorithms.off_policy import check_correction, kept_by_mask, sampler_correction
+from tunix_like.algorithms.ppo import PPO
 from tunix_like.algorithms.registry import ESTIMATOR_KEYS, Estimator, find_estimator, with_schedules
 from tunix_like.config.schedules import Schedule
 from tunix_like.config.schema import AlgorithmConfig, TeacherConfig
@@ -458,9 +459,32 @@ def _check_teacher(objective: Objective) -> None:
         raise UserError(f"algorithm.{key}: the estimator '{DISTILLATION}' does not read rewards. Unset it.")
 
 
+def _check_ppo(objective: Objective) -> None:
+    names = [estimator.name for estimator in objective.estimators]
+    if PPO not in names:
+        return
+    if other := [(source, names[index]) for source, index in objective.sources.items() if names[index] != names[0]]:
+        source, name = other[0]
+        raise UserError(
+            f"data source '{source}': advantage_estimator={name} cannot be combined with {names[0]}: with {PPO}, all "
+            "sources have the advantages of the critic. Use one estimator."
+        )
+    if objective.config.dynamic_sampling:
+        raise UserError(
+            f"algorithm.dynamic_sampling: the estimator '{PPO}' learns from groups of equal rewards too. Unset it."
+        )
+
+
 def _check_combinations(objective: Objective, updates_per_batch: int) -> None:
     config = objective.config
+    for estimator in objective.estimators:
+        if config.num_generations < estimator.registered.least:
+            raise UserError(
+                f"algorithm.num_generations: got {config.num_generations}; the estimator '{estimator.name}' compares "
+                f"the completions of a prompt, so it must be at least {estimator.registered.least}."
+            )
     _check_teacher(objective)
+    _check_ppo(objective)
     if config.policy_loss_fn == "reinforce" and updates_per_batch > 1:
         raise UserError(
             f"algorithm.policy_loss_fn: 'reinforce' allows one update per rollout batch, but "

@@ -46,6 +46,7 @@ class Estimator:
       table: computes the constants of the estimator on the host; None if its parameters cannot follow a schedule.
       check: given the estimator's parameters and the group size, raises UserError for a wrong value. The message begins
         with the name of the parameter.
+      least: the minimum number of scored completions of a group, apart from `k`.
     """
 
     function: AdvantageEstimator
@@ -57,6 +58,7 @@ class Estimator:
     by_function: bool = False
     table: Callable[..., Any] | None = None
     check: Callable[[Params, int], None] | None = None
+    least: int = 2
 
     def parameters(self) -> dict[str, Any]:
         """Returns the names of the estimator's own parameters, with their defaults."""
@@ -65,7 +67,7 @@ class Estimator:
 
     def least_scored(self, params: Params) -> int:
         """Returns the minimum number of scored completions of a group; groups with fewer are dropped."""
-        return max(2, (params.get("k") or 0) + self.scored_beyond_k) if "k" in self.headroom else 2
+        return max(self.least, (params.get("k") or 0) + self.scored_beyond_k) if "k" in self.headroom else self.least
 
 
 ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {}
@@ -83,6 +85,7 @@ def register_advantage_estimator(
     by_function: bool = False,
     table: Callable[..., Any] | None = None,
     check: Callable[[Params, int], None] | None = None,
+    least_scored: int = 2,
 ) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
     """Registers an advantage estimator under `name`. The estimator is traced into the compiled training step, like a
     built-in estimator.
@@ -98,7 +101,7 @@ def register_advantage_estimator(
       headroom: maps a parameter name to a number h: the parameter must be at most G - h, where G is the group size.
         `{"k": 1}` means `k <= G - 1`.
       scored_beyond_k: if `headroom` contains the parameter `k`, a group with fewer than `k + scored_beyond_k` scored
-        completions is dropped. A group with fewer than two is always dropped.
+        completions is dropped.
       sparse: whether completions often get advantage 0 although the rewards of their group differ. If True, the
         advantages are computed before the update, to skip these completions.
       by_function: whether the rewards of each reward function are normalised over the group before they are added.
@@ -107,6 +110,7 @@ def register_advantage_estimator(
         read nothing else of the parameters, so the step is compiled only once.
       check: `check(parameters, G)` raises UserError for a wrong value. The message begins with the name of the
         parameter.
+      least_scored: a group with fewer scored completions is dropped. Also the smallest `algorithm.num_generations`.
 
     Raises:
       UserError: the name is taken, or contains `.` or `:`.
@@ -126,6 +130,7 @@ def register_advantage_estimator(
             by_function,
             table,
             check,
+            least_scored,
         )
         return function
 
@@ -145,11 +150,6 @@ def find_estimator(name: str) -> Estimator:
         _check_signature(name, function)
         return Estimator(function, lambda params: False, lambda params: "any", {}, 0, False)
 
-    if name == "ppo" and name not in ADVANTAGE_ESTIMATORS:
-        raise UserError(
-            "algorithm.advantage_estimator: 'ppo' needs a value model, which this library does not have. Its clipped "
-            "loss exists: set algorithm.advantage_estimator=grpo or rloo, with algorithm.policy_loss_fn=ppo_clip."
-        )
     return find_registered(name, ADVANTAGE_ESTIMATORS, "algorithm.advantage_estimator: unknown estimator", unregistered)
 
 

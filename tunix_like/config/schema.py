@@ -145,10 +145,10 @@ class AlgorithmConfig(Checked):
     section = "algorithm"
     advantage_estimator: str | None = key(
         doc="selects the learner: grpo, drgrpo, rloo, maxrl, maxpo, maxk_mix, order_statistic, pkpo, passk, opo, "
-        "reinforce_pp, gdpo, distillation (no reward; needs teacher.path), or FILE.py:function; on pairs: dpo, "
-        "reward_model"
+        "reinforce_pp, gdpo, ppo (with a critic), distillation (no reward; needs teacher.path), or FILE.py:function; "
+        "on pairs: dpo, reward_model"
     )
-    num_generations: int = key(8, doc="completions per prompt (G)", at_least=2)
+    num_generations: int = key(8, doc="completions per prompt (G); 1 only with ppo", at_least=1)
     num_iterations: int = key(1, doc="passes over a rollout batch", at_least=1)
     k: int | dict[str, Any] | None = key(
         doc="maxpo, order_statistic, pkpo, passk (required): 1..G-1, for pkpo 1..G; or {start, end, steps}", at_least=1
@@ -320,6 +320,29 @@ class TeacherConfig(Checked):
     def mixture(self) -> float | None:
         """`beta` of the Jensen-Shannon divergence; None with another divergence."""
         return (0.5 if self.beta is None else self.beta) if self.divergence == "jsd" else None
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticConfig(Checked):
+    """Settings of a critic, which estimates the value of each token's state (PPO, arXiv 1707.06347)."""
+
+    section = "critic"
+    path: str | None = key(
+        doc="ppo: folder or hub id of the critic at the start, such as a reward model; unset: the policy (with "
+        "lora.rank its frozen base) with a head that gives 0"
+    )
+    learning_rate: float = key(1e-5, doc="peak learning rate; all else as in optimizer", above=0)
+    gamma: float = key(1.0, doc="discount per token that the policy samples", above=0, at_most=1)
+    gae_lambda: float = key(
+        1.0,
+        doc="0: advantages from the next value (biased); 1: from the return (unbiased)",
+        at_least=0,
+        at_most=1,
+    )
+    value_clip: float | None = key(
+        0.2, doc="values move at most this far from those before the batch's first update; null: off", above=0
+    )
+    warmup_steps: int = key(0, doc="first steps, in which only the critic learns", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -557,6 +580,7 @@ class Config:
     algorithm: AlgorithmConfig = AlgorithmConfig()
     preference: PreferenceConfig = PreferenceConfig()
     teacher: TeacherConfig = TeacherConfig()
+    critic: CriticConfig = CriticConfig()
     rollout: RolloutConfig = RolloutConfig()
     rewards: RewardsConfig = RewardsConfig()
     environment: EnvironmentConfig = EnvironmentConfig()

@@ -10,9 +10,10 @@ from jax.sharding import Mesh
 
 from tunix_like.algorithms.objective import LOSS_KEYS
 from tunix_like.algorithms.off_policy import sampler_correction
+from tunix_like.algorithms.ppo import PPO
 from tunix_like.algorithms.registry import ESTIMATOR_KEYS
 from tunix_like.config.schedules import Schedule
-from tunix_like.config.schema import SELF, AlgorithmConfig, Config, RolloutConfig, TeacherConfig
+from tunix_like.config.schema import SELF, AlgorithmConfig, Config, CriticConfig, RolloutConfig, TeacherConfig
 from tunix_like.errors import UserError
 from tunix_like.models.counts import adapter_count, parameter_count
 from tunix_like.models.decoder import Decoder
@@ -40,6 +41,7 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
         learning = [
             ("loss", f"{algorithm.policy_loss_fn}, aggregation {algorithm.loss_agg_mode}, KL {kl}"),
             *([] if config.teacher.path is None else [("teacher", _describe_teacher(config.teacher))]),
+            *([("critic", _describe_critic(config.critic))] if algorithm.advantage_estimator == PPO else []),
             ("options", _describe_options(algorithm)),
             ("batch", f"{total}, {updates} optimizer update(s)"),
         ]
@@ -83,6 +85,14 @@ def _describe_teacher(teacher: TeacherConfig) -> str:
     quantized = "" if teacher.quantize is None else f" in {teacher.quantize}"
     prompt = "" if teacher.prompt is None else f", prompt {teacher.prompt!r}"
     return f"{teacher.path}{weights}{quantized}, {teacher.divergence}{beta}, coef {teacher.coef:g}{prompt}"
+
+
+def _describe_critic(critic: CriticConfig) -> str:
+    clip = "none" if critic.value_clip is None else f"{critic.value_clip:g}"
+    alone = f", alone for {critic.warmup_steps} steps" if critic.warmup_steps else ""
+    start = "from the policy" if critic.path is None else critic.path
+    numbers = f"gamma {critic.gamma:g}, gae_lambda {critic.gae_lambda:g}, value_clip {clip}"
+    return f"{start}, {numbers}, learning rate {critic.learning_rate:g}{alone}"
 
 
 def _describe_environment(parts: Parts) -> str:

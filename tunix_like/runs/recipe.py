@@ -159,6 +159,8 @@ def make_learner(
         eval_config=config.eval,
         teacher=parts.teacher,
         teacher_config=config.teacher,
+        critic=parts.critic,
+        critic_config=config.critic,
         mesh=parts.mesh,
         environment=parts.environments,
         environment_config=config.environment,

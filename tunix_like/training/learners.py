@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from tunix_like.algorithms.distillation import DISTILLATION
+from tunix_like.algorithms.ppo import PPO
 from tunix_like.algorithms.registry import ADVANTAGE_ESTIMATORS, find_estimator
 from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError, nearest
@@ -103,6 +104,15 @@ class ReinforcePPConfig(MaxRLConfig):
     """Defaults of REINFORCE++, equal to those of MaxRL."""
 
     advantage_estimator: str | None = "reinforce_pp"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PPOConfig(MaxRLConfig):
+    """Defaults of PPO: clipped-ratio loss, mean over all tokens of an update; KL estimate k1 in the reward of each
+    token if `beta` > 0."""
+
+    advantage_estimator: str | None = PPO
+    kl_in_reward: bool | None = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,6 +253,17 @@ class ReinforcePPLearner(Learner):
     config_class = ReinforcePPConfig
 
 
+class PPOLearner(Learner):
+    """Proximal policy optimization with a critic (arXiv 1707.06347): each token has its generalised advantage estimate
+    (arXiv 1506.02438), whitened over the batch.
+
+    `critic_config` has the settings of the critic. Completions of a prompt are not compared, so `num_generations` can
+    be 1. With `gae_lambda` and `gamma` 1 the gradient estimate is, up to whitening, unbiased for the expected reward.
+    """
+
+    config_class = PPOConfig
+
+
 class DistillationLearner(Learner):
     """On-policy distillation (arXiv 2306.13649): a teacher scores the tokens that the policy samples.
 
@@ -287,6 +308,7 @@ LEARNERS: dict[str, type[Learner]] = {
         PassKLearner,
         OPOLearner,
         ReinforcePPLearner,
+        PPOLearner,
         DistillationLearner,
         GDPOLearner,
     )
