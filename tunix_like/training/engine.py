@@ -101,8 +101,8 @@ def check_staleness(
         )
     if training.later_logprob_gap == "error":
         raise UserError(
-            f"training.later_logprob_gap: error has no effect with {name}, because older weights sample the completions; "
-            "use warn."
+            f"training.later_logprob_gap: error has no effect with {name}, because older weights sample the "
+            "completions; use warn."
         )
     if algorithm.sampler_is is None and find_policy_loss(str(algorithm.policy_loss_fn)).behaviour == "trainer":
         logger.warning(

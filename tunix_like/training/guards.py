@@ -107,8 +107,8 @@ class GapWatch:
         if self.stop_later and self.drift:
             raise SamplerDrifted(
                 f"{self.drift}. The run stops after this step, which its folder has as a checkpoint "
-                "(training.later_logprob_gap=error). Check that the sampler gets the current weights. To resume in spite "
-                "of it, raise training.max_logprob_gap."
+                "(training.later_logprob_gap=error). Check that the sampler gets the current weights. To resume in "
+                "spite of it, raise training.max_logprob_gap."
             )
 
 
