@@ -32,6 +32,11 @@ class EngineLost(UserError):
     status = 75  # EX_TEMPFAIL of sysexits.h
 
 
+class SamplerDrifted(UserError):
+    """The log-probabilities of sampler and trainer agreed in the first step, and differ too much in a later one
+    (`training.later_logprob_gap`). The state of the run is saved."""
+
+
 class EnvironmentUnavailable(UserError):
     """A service that an environment needs cannot be reached. If an environment raises this error, its trajectory is
     not scored. If all trajectories of a batch end with this error, the run stops with `EngineLost`."""

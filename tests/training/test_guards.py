@@ -11,7 +11,7 @@ from tests.training.small_learner import TEXTS, assert_same, collect, make, vari
 from tunix_like import UserError
 from tunix_like.cli import main as cli
 from tunix_like.data import reverse_text
-from tunix_like.errors import EngineLost
+from tunix_like.errors import EngineLost, SamplerDrifted
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.storage.metrics import rows
 from tunix_like.training import guards
@@ -39,35 +39,63 @@ def test_consecutive_skipped_updates_end_the_run(caplog):
         watch.check()
 
 
+def gaps(*means):
+    return [{"logprob_gap/mean": mean, "logprob_gap/max": 2 * mean} for mean in means]
+
+
 def test_logprob_gap_stops_the_first_step_and_warns_of_later_ones(caplog):
-    gap = lambda mean: [{"logprob_gap/mean": mean, "logprob_gap/max": 2 * mean}]  # noqa: E731
     watch = GapWatch(0.1)
-    watch(1, gap(np.nan))  # the update contained no completion
+    watch(1, gaps(np.nan))  # the update contained no completion
     with pytest.raises(
         UserError, match=r"differ by 0\.2 nats per token on average, 0\.4 at most .*max_logprob_gap: 0\.1"
     ):
-        watch(2, gap(0.2))
+        watch(2, gaps(np.nan, 0.05, 0.2, 0.1))
     watch = GapWatch(0.1)
     for step, mean in enumerate((np.nan, 0.05, 0.2, 0.3, np.nan, 0.3, 0.1, 0.4), start=1):
-        watch(step, gap(mean))
-    GapWatch(None)(1, gap(9.0))
+        watch(step, gaps(mean / 4, mean))
+        watch.check()
+    GapWatch(None)(1, gaps(9.0))
     warned = [record.getMessage() for record in caplog.records]
     assert [message.partition(":")[0] for message in warned] == ["step 3", "step 8"], "once for each rise"
-    assert "differ by 0.2 nats per token on average (training.max_logprob_gap: 0.1)" in warned[0]
+    assert "differ by 0.2 nats per token on average, 0.4 at most (training.max_logprob_gap: 0.1)" in warned[0]
 
 
 def test_disagreeing_sampler_stops_the_run(monkeypatch, tmp_path):
-    generate = Sampler.generate
-
-    def other(*args):
-        for sample in generate(*args):
-            yield sample._replace(logprobs=sample.logprobs - 0.5)
-
-    monkeypatch.setattr(Sampler, "generate", other)
+    shift_samples(monkeypatch, {1})
     learner = make(reward=varied, output_dir=str(tmp_path))
     with pytest.raises(UserError, match=r"sampler and trainer disagree: .* differ by 0\.5 nats per token") as error:
         learner.train(ROWS, batch_size=4)
     assert "rollouts" in str(error.value) and not any((tmp_path / "checkpoints").iterdir())
+
+
+def shift_samples(monkeypatch, steps):
+    """In the steps `steps`, the log-probabilities of the sampler become wrong by 0.5 nats."""
+    generate, calls = Sampler.generate, []
+
+    def other(*args):
+        calls.append(1)
+        shift = 0.5 if len(calls) in steps else 0.0
+        for sample in generate(*args):
+            yield sample._replace(logprobs=sample.logprobs - shift)
+
+    monkeypatch.setattr(Sampler, "generate", other)
+
+
+def test_a_sampler_that_disagrees_later_saves_and_stops_the_run(monkeypatch, tmp_path):
+    """The run stops after the step, which is a checkpoint. The resumed run equals one that only warns."""
+    given = {"max_steps": 4, "checkpoint_every_n_steps": 100, "reward": varied}
+    shift_samples(monkeypatch, {3})
+    whole = make(**given)
+    assert len(collect(whole, ROWS)) == 4
+    given |= {"output_dir": str(tmp_path), "later_logprob_gap": "error"}
+    shift_samples(monkeypatch, {3})
+    with pytest.raises(SamplerDrifted, match=r"step 3: sampler and trainer .* by 0\.5 nats.*later_logprob_gap=error"):
+        collect(make(**given), ROWS)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["3"]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+    resumed = make(**given)
+    assert [row["step"] for row in collect(resumed, ROWS)] == [4]
+    assert_same(resumed.params, whole.params)
 
 
 def failing(steps, **settings):

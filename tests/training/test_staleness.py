@@ -283,6 +283,14 @@ def test_staleness_with_rewritten_histories(rate):
     [
         (["rollout.max_staleness=1"], "rollout.max_staleness: 1 needs devices that only sample; set rollout.devices"),
         (["rollout.max_staleness=3"], "rollout.max_staleness: 3 needs devices that only sample; set rollout.devices"),
+        (
+            ["rollout.max_staleness=1", "rollout.devices=1", "training.later_logprob_gap=error"],
+            "training.later_logprob_gap: error has no effect with rollout.max_staleness: 1",
+        ),
+        (
+            ["training.max_logprob_gap=null", "training.later_logprob_gap=error"],
+            "training.later_logprob_gap: error needs a limit; set training.max_logprob_gap",
+        ),
         (["rollout.max_staleness=-1"], "rollout.max_staleness: got -1; it must be at least 0"),
         (["rollout.max_staleness=1.5"], "rollout.max_staleness: .*1.5"),
         (

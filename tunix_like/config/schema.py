@@ -539,9 +539,13 @@ class RLTrainingConfig(Checked):
     )
     max_logprob_gap: float | None = key(
         0.1,
-        doc="mean difference between sampler and trainer, in nats per token, that stops the first step and in later "
-        "steps warns; null: off",
+        doc="mean difference between sampler and trainer, in nats per token, that stops the first step; null: off",
         above=0,
+    )
+    later_logprob_gap: str = key(
+        "warn",
+        doc="a difference above max_logprob_gap in a later step; warn: continue; error: save and stop",
+        choices=("warn", "error"),
     )
     remat: bool = key(False, doc="recompute layers in the backward pass: less memory, a third more compute")
     actor_optimizer: Any = key(
@@ -552,6 +556,8 @@ class RLTrainingConfig(Checked):
         super().__post_init__()
         if len(set(self.loggers)) != len(self.loggers):
             raise UserError(f"training.loggers: list each logger once; got {self.loggers}.")
+        if self.later_logprob_gap == "error" and self.max_logprob_gap is None:
+            raise UserError("training.later_logprob_gap: error needs a limit; set training.max_logprob_gap.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -123,7 +123,7 @@ def check_config(config: Config) -> tuple[Config, type[Learner] | type[DPOLearne
     if algorithm.dynamic_sampling and config.training.max_steps is None:
         build_schedule(config.optimizer, None)  # the number of steps is not known with dynamic sampling
     check_engine(config.rollout)
-    check_staleness(algorithm, config.rollout, find_engine(config.rollout.engine).make is not None)
+    check_staleness(algorithm, config.rollout, config.training, find_engine(config.rollout.engine).make is not None)
     check_curriculum(curriculum_of(config.data), algorithm, config.rollout)
     kind_of(config)
     _check_shared(config)

@@ -35,6 +35,8 @@ CHANGEABLE = (
     "training.changed_inputs",
     "training.train_micro_batch_size",
     "training.max_unscored_steps",
+    "training.max_logprob_gap",
+    "training.later_logprob_gap",
     "rollout.max_concurrent_rows",
     "rollout.mesh",
     "rollout.engine_arguments",

@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from tunix_like.algorithms.losses import find_policy_loss
-from tunix_like.config.schema import AlgorithmConfig, RolloutConfig
+from tunix_like.config.schema import AlgorithmConfig, RLTrainingConfig, RolloutConfig
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
@@ -78,15 +78,17 @@ def training_devices(rollout: RolloutConfig) -> list[Any] | None:
     return devices[: -rollout.devices]
 
 
-def check_staleness(algorithm: AlgorithmConfig, rollout: RolloutConfig, elsewhere: bool) -> None:
+def check_staleness(
+    algorithm: AlgorithmConfig, rollout: RolloutConfig, training: RLTrainingConfig, elsewhere: bool
+) -> None:
     """Checks the settings of a run with `rollout.max_staleness`, which samples completions during updates.
 
     Args:
       elsewhere: whether an engine other than the in-process sampler generates the completions.
 
     Raises:
-      UserError: the completions would be sampled on the devices that are used for training, or the run has several
-        processes.
+      UserError: the completions would be sampled on the devices that are used for training, the run has several
+        processes, or a difference of log-probabilities, which is not compared for old completions, is to stop the run.
     """
     if not rollout.max_staleness:
         return
@@ -96,6 +98,11 @@ def check_staleness(algorithm: AlgorithmConfig, rollout: RolloutConfig, elsewher
     if not elsewhere and rollout.devices is None:
         raise UserError(
             f"{name} needs devices that only sample; set rollout.devices to their number, or rollout.engine=vllm."
+        )
+    if training.later_logprob_gap == "error":
+        raise UserError(
+            f"training.later_logprob_gap: error has no effect with {name}, because older weights sample the "
+            "completions; use warn."
         )
     if algorithm.sampler_is is None and find_policy_loss(str(algorithm.policy_loss_fn)).behaviour == "trainer":
         logger.warning(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float
 
-from tunix_like.errors import UserError
+from tunix_like.errors import SamplerDrifted, UserError
 from tunix_like.rollout.files import remove_steps_after
 from tunix_like.types import GroupBatch
 
@@ -57,48 +57,59 @@ class SkipWatch:
 
 
 class GapWatch:
-    """Compares the sampler's log-probabilities with the trainer's, in the first update of each step, if this update has
-    completions and is not skipped. The first comparison raises UserError if the difference is too large. Later ones
-    warn, once for each time that the difference rises above the limit: the first step has shown that both compute the
-    same, so a later difference is a drift of numerics or old weights, which need not stop a long run.
+    """Compares the sampler's log-probabilities with the trainer's in every update that has completions and is not
+    skipped.
+
+    If the difference is too large in the first step that has such an update, the call raises UserError. The first step
+    shows that both compute the same, so a later difference is a drift of numerics or old weights. It is a warning, once
+    for each time that the difference rises above the limit, and with `stop_later` an error of `check`.
 
     Args:
-      most: largest allowed mean absolute difference, in nats per token; None disables the check.
+      most: largest allowed mean absolute difference in an update, in nats per token; None disables the check.
+      stop_later: whether later differences are errors.
       own_engine: whether another engine than the in-process sampler is used, which the error message then mentions.
     """
 
-    def __init__(self, most: float | None, own_engine: bool = False):
-        self.most, self.own_engine = most, own_engine
-        self.agreed = self.above = False
+    def __init__(self, most: float | None, stop_later: bool = False, own_engine: bool = False):
+        self.most, self.stop_later, self.own_engine = most, stop_later, own_engine
+        self.agreed, self.above, self.drift = False, False, ""
 
     def __call__(self, step: int, updates: Sequence[Mapping[str, Any]]) -> None:
-        if self.most is None or "logprob_gap/mean" not in updates[0]:
+        compared = [row for row in updates if np.isfinite(row.get("logprob_gap/mean", np.nan))]
+        if self.most is None or not compared:
             return
-        gap = float(updates[0]["logprob_gap/mean"])
-        if not np.isfinite(gap):  # the update has no completions, or it was skipped
-            return
-        if gap > self.most and self.agreed:
-            if not self.above:
-                logger.warning(
-                    "step %d: the log-probabilities of sampler and trainer for the same tokens differ by %.3g nats per "
-                    "token on average (training.max_logprob_gap: %g); they agreed at the start. Check that the sampler "
-                    "gets the current weights, or set algorithm.sampler_is. The warning is repeated if the difference "
-                    "falls below the limit and rises again; see the metric train/logprob_gap/mean",
-                    step, gap, self.most,
-                )  # fmt: skip
-        elif gap > self.most:
+        worst = max(compared, key=lambda row: float(row["logprob_gap/mean"]))
+        gap, largest = float(worst["logprob_gap/mean"]), float(worst["logprob_gap/max"])
+        difference = (
+            f"their log-probabilities of the same tokens differ by {gap:.3g} nats per token on average, {largest:.3g} "
+            f"at most (training.max_logprob_gap: {self.most:g})"
+        )
+        if gap > self.most and not self.agreed:
             fix = "Set model.attention=plain, then model.dtype=float32, to find the cause."
             if self.own_engine:
                 fix = (
                     "The engine must return log-probabilities under the weights in its argument `params`. If it cannot "
                     f"do this, set training_config.max_logprob_gap=None. If it does: {fix[0].lower()}{fix[1:]}"
                 )
-            raise UserError(
-                f"sampler and trainer disagree: their log-probabilities of the same tokens differ by {gap:.3g} nats "
-                f"per token on average, {float(updates[0]['logprob_gap/max']):.3g} at most (training.max_logprob_gap: "
-                f"{self.most:g}). Nothing is saved. {fix}"
+            raise UserError(f"sampler and trainer disagree: {difference}. Nothing is saved. {fix}")
+        if gap > self.most and not self.above:
+            self.drift = f"step {step}: sampler and trainer disagree: {difference}; they agreed in the first step"
+            logger.warning(
+                "%s. Check that the sampler gets the current weights, or set algorithm.sampler_is. The warning is "
+                "repeated if the difference falls below the limit and rises again; see train/logprob_gap/mean",
+                self.drift,
             )
         self.agreed, self.above = True, gap > self.most
+
+    def check(self) -> None:
+        """Raises SamplerDrifted if later differences are errors and there was one. It is called between two steps, when
+        the step with the difference is complete and can be saved."""
+        if self.stop_later and self.drift:
+            raise SamplerDrifted(
+                f"{self.drift}. The run stops after this step, which its folder has as a checkpoint "
+                "(training.later_logprob_gap=error). Check that the sampler gets the current weights. To resume in "
+                "spite of it, raise training.max_logprob_gap."
+            )
 
 
 class SkippedUpdate(NamedTuple):

@@ -198,7 +198,7 @@ class Learner(Trainer):
         self.set_rewards(reward_fns, reward_weights)
         check_turns(self.player is not None, engine)
         check_engine(self.rollout_config)
-        check_staleness(self.algo, self.rollout_config, engine is not None)
+        check_staleness(self.algo, self.rollout_config, self.training, engine is not None)
         self.teacher: Teacher | None = None
         if self.teacher_config.path is not None:
             initial = functools.partial(make_reference, self)
@@ -292,9 +292,12 @@ class Learner(Trainer):
           NotSaved: all steps are done, or a signal stopped the run, and the last checkpoint could not be written.
           EngineLost: the servers that generate completions, or the service of the environments, do not answer, or no
             completion could be scored in `training_config.max_unscored_steps` consecutive steps.
+          SamplerDrifted: `training_config.later_logprob_gap` is "error", and the log-probabilities of sampler and
+            trainer differed too much in a step after the first.
           Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT (Ctrl-C) stopped the run.
 
-        If a run with a folder ends with `EngineLost`, `Stopped` or `Interrupted`, its last complete step is saved.
+        If a run with a folder ends with `EngineLost`, `SamplerDrifted`, `Stopped` or `Interrupted`, its last complete
+        step is saved.
         """
         check_type("batch_size", batch_size, int, "give an integer of at least 1")
         if batch_size < 1:
@@ -439,6 +442,7 @@ class Learner(Trainer):
     def step(self, number: int) -> dict[str, Any] | None:
         assert self._call is not None
         call = self._call
+        call.updates.gap_watch.check()
         with call.profile.around(number), scope(self.mesh):
             collected = call.rollouts.take(number, self.params)
             if collected is None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from tunix_like.config.load import differences, with_defaults
 from tunix_like.config.schema import AlgorithmConfig, EnvironmentConfig, OptimizerConfig, RolloutConfig
-from tunix_like.errors import EngineLost, NotSaved, UserError
+from tunix_like.errors import EngineLost, NotSaved, SamplerDrifted, UserError
 from tunix_like.models.lora import check_base
 from tunix_like.runtime import output, progress
 from tunix_like.runtime.processes import by_first, gather
@@ -68,7 +68,7 @@ def run(
     A row of metrics is written before the checkpoint of its step. When a run resumes, the rows of steps after the
     checkpoint are removed. If a checkpoint cannot be written, a warning is logged and training continues to the next
     checkpoint. At the end, the weights are written back to the trainer's model. If a run with a folder ends with
-    `EngineLost`, `Stopped` or `Interrupted`, its last complete step is saved.
+    `EngineLost`, `SamplerDrifted`, `Stopped` or `Interrupted`, its last complete step is saved.
 
     Args:
       on_row: called with each row after the row is written.
@@ -81,7 +81,7 @@ def run(
     Raises:
       UserError: the checkpoint belongs to another run, or all checkpoints are damaged.
       NotSaved: all steps are done, or a signal stopped the run, and the last checkpoint could not be written.
-      EngineLost: see `tunix_like.errors`.
+      EngineLost, SamplerDrifted: see `tunix_like.errors`.
       Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT stopped the run.
     """
     with _opened(trainer, on_row, before_save) as out:
@@ -110,7 +110,7 @@ def run(
                         row |= {f"{trainer.name}/{name}": value for name, value in metrics.items()}
                         row[f"{trainer.name}/step_time_sec"] = time.perf_counter() - began
                         row |= trainer.evaluate_if_due(step, last=trainer.complete)
-                    except EngineLost:
+                    except (EngineLost, SamplerDrifted):
                         if row:
                             out.write(row)
                         if out.save_last():

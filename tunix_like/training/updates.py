@@ -91,7 +91,9 @@ class Updates:
         self.critic_watch = SkipWatch("the loss of the critic", trainer.training.max_skipped_updates)
         self.mini_batch_size, self.reference = mini_batch_size, reference
         self.skip_watch = SkipWatch(f"the loss '{algo.policy_loss_fn}'", trainer.training.max_skipped_updates)
-        self.gap_watch = GapWatch(trainer.training.max_logprob_gap, own_engine)
+        self.gap_watch = GapWatch(
+            trainer.training.max_logprob_gap, trainer.training.later_logprob_gap == "error", own_engine
+        )
 
     def apply_reference(
         self, batch: GroupBatch
