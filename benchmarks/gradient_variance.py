@@ -45,6 +45,8 @@ PASS_RATES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
 GROUP_SIZES = (8, 16, 64)
 MIDDLE_ORDER = 4
 """The K at which the max@K estimators are compared with the others."""
+ALPHAS = (0.5, 1.5)
+"""Between and beyond `rloo`, which is `maxk_mix` with alpha 0, and `maxrl`, which is alpha 1."""
 
 
 def orders(size: int) -> list[int]:
@@ -124,6 +126,7 @@ def advantage_pairs(size: int) -> dict[str, tuple[Float[np.ndarray, "C"], Float[
     with."""
     chosen = {name: GroupEstimator(name, {}) for name in ("rloo", "grpo", "maxrl")}
     chosen |= {f"{name} k={k}": GroupEstimator(name, {"k": k}) for name in ("maxpo", "pkpo") for k in orders(size)}
+    chosen |= {f"alpha {alpha}": GroupEstimator("maxk_mix", {"alpha": alpha}) for alpha in ALPHAS}
     groups = (np.arange(size)[None] < np.arange(size + 1)[:, None]).astype(np.float64)
     found = advantages_of(list(chosen.values()), groups)
     pairs = {name: (each[:, 0], each[:, -1]) for name, each in zip(chosen, found, strict=True)}
@@ -190,7 +193,7 @@ class Results:
         lines = []
         for size in self.sizes:
             for policy in (name for name in self.policies if name != "many-arm"):
-                for name in ("rloo", "grpo", "maxrl", "maxpo" + k, "pkpo" + k):
+                for name in ("rloo", "alpha 0.5", "maxrl", "alpha 1.5", "grpo", "maxpo" + k, "pkpo" + k):
                     each = [self.found[policy, p, size, name] for p in self.rates]
                     lines.append([str(size), policy, name, *(_number(row["variance"] / row["signal"]) for row in each)])
         return table(["G", "policy", "estimator", *self.header], lines)

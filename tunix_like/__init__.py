@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from tunix_like.algorithms.advantages import compute_advantages as compute_advantages
     from tunix_like.algorithms.advantages import register_advantage_estimator as register_advantage_estimator
     from tunix_like.algorithms.losses import register_policy_loss_fn as register_policy_loss_fn
+    from tunix_like.algorithms.mixtures import fit_weight as fit_weight
     from tunix_like.config.schema import AlgorithmConfig as AlgorithmConfig
+    from tunix_like.config.schema import CriticConfig as CriticConfig
     from tunix_like.config.schema import EnvironmentConfig as EnvironmentConfig
     from tunix_like.config.schema import EvalConfig as EvalConfig
     from tunix_like.config.schema import LoraConfig as LoraConfig
@@ -50,18 +52,26 @@ if TYPE_CHECKING:
     from tunix_like.training.learners import DistillationLearner as DistillationLearner
     from tunix_like.training.learners import DrGRPOConfig as DrGRPOConfig
     from tunix_like.training.learners import DrGRPOLearner as DrGRPOLearner
+    from tunix_like.training.learners import GDPOConfig as GDPOConfig
+    from tunix_like.training.learners import GDPOLearner as GDPOLearner
     from tunix_like.training.learners import GRPOConfig as GRPOConfig
     from tunix_like.training.learners import GRPOLearner as GRPOLearner
+    from tunix_like.training.learners import MaxKMixConfig as MaxKMixConfig
+    from tunix_like.training.learners import MaxKMixLearner as MaxKMixLearner
     from tunix_like.training.learners import MaxPOConfig as MaxPOConfig
     from tunix_like.training.learners import MaxPOLearner as MaxPOLearner
     from tunix_like.training.learners import MaxRLConfig as MaxRLConfig
     from tunix_like.training.learners import MaxRLLearner as MaxRLLearner
     from tunix_like.training.learners import OPOConfig as OPOConfig
     from tunix_like.training.learners import OPOLearner as OPOLearner
+    from tunix_like.training.learners import OrderStatisticConfig as OrderStatisticConfig
+    from tunix_like.training.learners import OrderStatisticLearner as OrderStatisticLearner
     from tunix_like.training.learners import PassKConfig as PassKConfig
     from tunix_like.training.learners import PassKLearner as PassKLearner
     from tunix_like.training.learners import PKPOConfig as PKPOConfig
     from tunix_like.training.learners import PKPOLearner as PKPOLearner
+    from tunix_like.training.learners import PPOConfig as PPOConfig
+    from tunix_like.training.learners import PPOLearner as PPOLearner
     from tunix_like.training.learners import ReinforcePPConfig as ReinforcePPConfig
     from tunix_like.training.learners import ReinforcePPLearner as ReinforcePPLearner
     from tunix_like.training.learners import RLOOConfig as RLOOConfig
@@ -73,8 +83,8 @@ if TYPE_CHECKING:
 
 _NAMES_OF_MODULE = {
     "tunix_like.config.schema": (
-        "AlgorithmConfig EnvironmentConfig EvalConfig LoraConfig OptimizerConfig PreferenceConfig RLTrainingConfig "
-        "RolloutConfig SFTConfig TeacherConfig"
+        "AlgorithmConfig CriticConfig EnvironmentConfig EvalConfig LoraConfig OptimizerConfig PreferenceConfig "
+        "RLTrainingConfig RolloutConfig SFTConfig TeacherConfig"
     ),
     "tunix_like.errors": "EnvironmentUnavailable UserError",
     "tunix_like.models.decoder": "add_scalar_head",
@@ -92,10 +102,13 @@ _NAMES_OF_MODULE = {
     "tunix_like.training.learner": "Learner",
     "tunix_like.training.learners": (
         "LEARNERS CustomConfig CustomLearner DistillationConfig DistillationLearner DrGRPOConfig DrGRPOLearner "
-        "GRPOConfig GRPOLearner MaxPOConfig MaxPOLearner MaxRLConfig MaxRLLearner OPOConfig OPOLearner PKPOConfig "
-        "PKPOLearner PassKConfig PassKLearner RLOOConfig RLOOLearner ReinforcePPConfig ReinforcePPLearner"
+        "GDPOConfig GDPOLearner GRPOConfig GRPOLearner MaxKMixConfig MaxKMixLearner MaxPOConfig MaxPOLearner "
+        "MaxRLConfig MaxRLLearner OPOConfig OPOLearner OrderStatisticConfig OrderStatisticLearner PKPOConfig "
+        "PKPOLearner PPOConfig PPOLearner PassKConfig PassKLearner RLOOConfig RLOOLearner ReinforcePPConfig "
+        "ReinforcePPLearner"
     ),
     "tunix_like.algorithms.losses": "register_policy_loss_fn",
+    "tunix_like.algorithms.mixtures": "fit_weight",
     "tunix_like.training.preferences": "DPOLearner RewardModelLearner",
     "tunix_like.training.reward_model": "RewardModel",
     "tunix_like.training.sft": "SFTTrainer",

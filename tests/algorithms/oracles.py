@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from math import comb
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import tunix_like.algorithms.advantages  # noqa: F401  (registers the built-in estimators)
+from tunix_like.algorithms.advantages import sum_of_normalised
 from tunix_like.algorithms.registry import find_estimator
 
 NAN = float("nan")
@@ -35,8 +36,13 @@ EVERY: list[tuple[str, dict[str, Any]]] = [
     ("pkpo", {"k": 3}),
     ("passk", {"k": 1}),
     ("passk", {"k": 3}),
+    ("maxk_mix", {"alpha": 0.5}),
+    ("maxk_mix", {"coefficients": (1.0, 0.0, -0.5, 2.0)}),
+    ("order_statistic", {"k": 3, "statistic": "median"}),
+    ("order_statistic", {"k": 3, "weights": (0.5, -2.0, 1.0)}),
     ("opo", {}),
     ("reinforce_pp", {}),
+    ("gdpo", {}),
 ]
 IDS = ["-".join([n, *(f"{k}{v}" for k, v in p.items())]) for n, p in EVERY]
 every = pytest.mark.parametrize(("name", "params"), EVERY, ids=IDS)
@@ -65,7 +71,9 @@ def estimate(
     another `P` compiles anything. `test_advantages.py` tests the compiled `compute_advantages` against the same values.
     """
     count, size = rewards.shape
-    assert count <= rows or name != "reinforce_pp", "it looks at the whole batch"
+    if find_estimator(name).by_function:
+        rewards = sum_of_normalised(rewards[None], [1.0])
+    assert count <= rows or name not in ("reinforce_pp", "gdpo"), "it looks at the whole batch"
     padded, sizes = np.full((-(-count // rows) * rows, size), NAN), np.zeros((-(-count // rows) * rows, size), np.int32)
     padded[:count], sizes[:count] = rewards, 1 if lengths is None else lengths
     scored = ~np.isnan(padded)
@@ -174,6 +182,27 @@ def by_ranks(rewards: np.ndarray, k: int) -> Maxima:
     return Maxima(with_i[back], float((x * shares(n, k - 1, n, k)).sum()), without[back])
 
 
+Statistic = Callable[[np.ndarray], np.ndarray]
+"""Maps `[S, k]` rewards to a number per row."""
+
+
+def by_weights(weights: Sequence[float]) -> Statistic:
+    return lambda rows: -np.sort(-rows, axis=1) @ np.asarray(weights)
+
+
+def increase(rewards: np.ndarray, k: int, statistic: Statistic) -> np.ndarray:
+    """Returns the mean of the statistic over the k-subsets that contain `i`, minus that over the k-subsets without
+    `i`."""
+    members, holds = subsets(len(rewards), k)
+    values = statistic(rewards[members])
+    return (values @ holds) / holds.sum(axis=0) - (values @ ~holds) / (~holds).sum(axis=0)
+
+
+def series(alpha: float, count: int) -> list[float]:
+    """Returns the coefficients of `x^0 .. x^(count-1)` in `(1 - x)^-alpha`, the binomial series in integer steps."""
+    return [math.prod(alpha + j for j in range(k)) / math.factorial(k) for k in range(count)]
+
+
 # --- the definitions --------------------------------------------------------------------------------------------------
 
 OfMaxima = Callable[[np.ndarray, int], Maxima]
@@ -190,9 +219,8 @@ def least_scored(name: str, params: dict[str, Any]) -> int:
 
     A difference needs two completions, a subset k, and a subset without `i` k + 1.
     """
-    return max(
-        2, {"maxpo": params.get("k", 0) + 1, "pkpo": params.get("k", 0), "passk": params.get("k", 0)}.get(name, 2)
-    )
+    beyond = {"maxpo": 1, "order_statistic": 1, "pkpo": 0, "passk": 0}
+    return max(2, params["k"] + beyond[name]) if name in beyond else 2
 
 
 def of_one_group(
@@ -223,6 +251,14 @@ def of_one_group(
     if name == "passk":
         found, value = maxima(rewards - 1, k), maxima(rewards, k).of_all  # V - 1 and V are computed separately
         return (found.with_i - found.of_all) / (np.sqrt(value * -found.of_all) + 1e-6)
+    if name == "maxk_mix":
+        given = params.get("coefficients") or series(params["alpha"], size - 1)
+        return sum(c * leave_two_out(low, order, maxima) for order, c in enumerate(given[: size - 1], start=1))
+    if name == "order_statistic":
+        median = params.get("statistic") == "median"
+        return k * increase(
+            rewards, k, (lambda rows: np.median(rows, axis=1)) if median else by_weights(params["weights"])
+        )
     assert name == "opo", f"no definition of '{name}'"
     total = sum(int(length) for length in lengths)
     baseline = sum(w * r for w, r in zip(lengths, rewards, strict=True)) / total if total else mean
@@ -245,6 +281,14 @@ def whitened(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.where(kept, (centred - np.mean(tokens)) / np.sqrt(np.var(tokens, ddof=1) + 1e-8), 0.0)
 
 
+def over_the_batch(sums: np.ndarray) -> np.ndarray:
+    """Defines the last step of `gdpo`. The input is `[P, G]`, NaN where a completion does not count."""
+    counted = sums[~np.isnan(sums)]
+    if len(counted) < 2:
+        return np.zeros(sums.shape)
+    return np.nan_to_num((sums - counted.mean()) / (counted.std(ddof=1) + 1e-6))
+
+
 def definition(
     name: str,
     params: dict[str, Any],
@@ -256,6 +300,9 @@ def definition(
     sizes = np.ones(rewards.shape, int) if lengths is None else lengths
     if name == "reinforce_pp":
         return whitened(rewards, sizes)
+    if name == "gdpo":
+        kept = (~np.isnan(rewards)).sum(axis=1, keepdims=True) >= 2
+        return over_the_batch(np.where(kept & ~np.isnan(rewards), definition("grpo", {}, rewards), NAN))
     out = np.zeros(rewards.shape)
     for row, group, length in zip(out, rewards, sizes, strict=True):
         scored = ~np.isnan(group)

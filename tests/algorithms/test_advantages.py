@@ -17,7 +17,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tunix_like.algorithms.advantages import compute_advantages
+from tunix_like.algorithms.advantages import compute_advantages, gdpo, sum_of_normalised
 from tunix_like.algorithms.registry import ADVANTAGE_ESTIMATORS, find_estimator
 
 from .oracles import (
@@ -120,7 +120,7 @@ def test_compiled_advantages_of_one_group_and_of_many_groups_match_the_definitio
     one = compute_advantages(groups[3].tolist(), name, lengths=lengths[3], **params)
     assert many.shape == groups.shape and one.shape == (6,)
     assert many.dtype == one.dtype == np.float32
-    if name != "reinforce_pp":  # it whitens over the batch
+    if name not in ("reinforce_pp", "gdpo"):  # they normalise over the batch
         np.testing.assert_allclose(one, many[3], rtol=0, atol=1e-6)
 
 
@@ -282,8 +282,8 @@ def test_invariants_hold_for_any_rewards(name, params, batch):
 @given(batch=mild, seed=st.integers(0, 99), shift=st.integers(1, 64), scale=st.sampled_from([0.5, 3.0, 1000.0]))
 def test_permutation_shift_and_scale_of_rewards(name, params, batch, seed, shift, scale):
     """A permutation of the rewards permutes the advantages. A shift changes nothing and a factor scales them, with
-    exceptions by definition: Algorithm 1, grpo and reinforce_pp cancel a factor (up to the small number in a divisor),
-    and Algorithm 1, pkpo at k = 1 and passk do not depend on differences only."""
+    exceptions by definition: Algorithm 1, grpo, gdpo and reinforce_pp cancel a factor (up to the small number in a
+    divisor), and Algorithm 1, pkpo at k = 1 and passk do not depend on differences only."""
     rewards, lengths = batch
     rewards = taken(name, params, rewards)
     values = estimate(rewards, name, lengths, **params).astype(np.float64)
@@ -296,12 +296,42 @@ def test_permutation_shift_and_scale_of_rewards(name, params, batch, seed, shift
     algorithm_1 = (name, params) == ("maxrl", {})
     if not algorithm_1 and (name, params) != ("pkpo", {"k": 1}):
         assert_close(estimate(rewards + shift, name, lengths, **params), values, 2e-5)
-    cancels = algorithm_1 or name in ("grpo", "reinforce_pp")
+    cancels = algorithm_1 or name in ("grpo", "reinforce_pp", "gdpo")
     if name == "reinforce_pp":  # a factor cancels up to the 1e-8 that is added to the variance over tokens
         tokens = np.repeat((rewards - np.nanmean(rewards, axis=1, keepdims=True)).reshape(-1), lengths.reshape(-1))
         assume(np.nanvar(tokens) * min(scale, 1) ** 2 > 1e-4 or not np.nanvar(tokens))
     scaled = estimate(scale * rewards, name, lengths, **params)
     assert_close(scaled, values if cancels else scale * values, 1e-3 if name == "reinforce_pp" else 2e-5)
+
+
+def trl_normalise_then_sum(rewards, weights):
+    """Implements `multi_objective_aggregation="normalize_then_sum"` of `grpo_trainer.py` in TRL in NumPy, with 1e-6 in
+    place of 1e-4, and for rewards `[R, P, G]`."""
+    mean, deviation = (f(rewards, axis=2, keepdims=True, **k) for f, k in ((np.nanmean, {}), (np.nanstd, {"ddof": 1})))
+    total = np.tensordot(weights, (rewards - mean) / (deviation + 1e-6), axes=1)
+    return (total - np.nanmean(total)) / (np.nanstd(total, ddof=1) + 1e-6)
+
+
+def test_gdpo_of_several_reward_functions_equals_that_of_trl():
+    """Small and huge rewards count by their weights alone, and constant groups get 0. In TRL a completion is unscored
+    if no function scored it, here if one of them did not."""
+    rng = np.random.default_rng(0)
+    rewards = np.stack([rng.normal(size=(5, 4)), 1e6 * rng.integers(0, 2, (5, 4)), 0.1 * rng.integers(0, 3, (5, 4))])
+    rewards[:, 2], rewards[:, 1, 3] = np.array([0.1, 1e6, 0.3])[:, None], np.nan
+    weights = [1.0, 0.5, -2.0]
+    expected = np.nan_to_num(trl_normalise_then_sum(rewards, weights))
+    for missing in (slice(None), 1):
+        some = np.where(np.isnan(rewards), 7.0, rewards)
+        some[missing, 1, 3] = np.nan
+        sums = sum_of_normalised(some, weights)
+        assert np.argwhere(np.isnan(sums)).tolist() == [[1, 3]] and (sums[2] == 0).all()
+        found = gdpo(
+            jnp.asarray(np.nan_to_num(sums), jnp.float32),
+            scored=jnp.asarray(~np.isnan(sums)),
+            lengths=jnp.ones((5, 4), int),
+        )
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        assert (np.asarray(found)[2] == 0).all() and np.abs(expected).max() > 1
 
 
 @pytest.mark.parametrize("name", ["maxrl", "pkpo", "passk"])
@@ -353,6 +383,8 @@ def test_unscored_completions_do_not_change_the_other_advantages(name, params):
     found = patterns.sum(axis=1)
     assert not values[found < least].any()
     assert values[found == least + (name == "passk" and params["k"] > 1)].any()  # n = k: kept, one subset
+    if name == "gdpo":  # the input of its function
+        groups = sum_of_normalised(groups[None], [1.0])
     for other in (7e14, -1e15, math.inf, NAN):
         filled = np.where(patterns, groups, other)
         again = find_estimator(name).function(

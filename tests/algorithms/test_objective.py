@@ -112,12 +112,16 @@ def test_parameters_of_a_user_defined_estimator(registry):
 
 KEYS = {"k": 2, "truncation_order": 2, "ddof": 0}
 LOSS_KEYS = {"epsilon": 0.1, "epsilon_high": 0.3, "epsilon_c": 3.0}
-LOSS_KEYS |= {"dppo_mask_high": 0.1, "dppo_mask_low": 0.1, "kl_tau": 0.1}
+LOSS_KEYS |= {"dppo_mask_high": 0.1, "dppo_mask_low": 0.1, "kl_tau": 0.1, "sapo_tau_pos": 2.0, "sapo_tau_neg": 3.0}
+LOSS_KEYS |= {"vespo_k_pos": 1.0, "vespo_lambda_pos": 1.0, "vespo_k_neg": 1.0, "vespo_lambda_neg": 1.0}
+GDPO = {"advantage_estimator": "gdpo"}
 NEGATIVE = {"kl_in_reward": True, "beta": 0.1}
 PENALTY = {"overlong": "penalty", "overlong_buffer": 2}
 
 
-@pytest.mark.parametrize("name", ["grpo", "drgrpo", "rloo", "maxrl", "maxpo", "pkpo", "passk", "opo", "reinforce_pp"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "drgrpo", "rloo", "maxrl", "maxpo", "pkpo", "passk", "opo", "reinforce_pp", "gdpo"]
+)
 def test_a_key_that_the_estimator_does_not_read_is_an_error(name):
     read = {key: value for key, value in KEYS.items() if key in find_estimator(name).parameters()}
     assert make(advantage_estimator=name, **read).estimators[0].params == read
@@ -138,6 +142,13 @@ def test_a_key_that_the_loss_does_not_read_is_an_error(name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (GDPO | {"binarize": True}, "algorithm.binarize: it changes the total reward, but 'gdpo' normalises"),
+        (
+            GDPO | {"overlong": "penalty", "overlong_buffer": 2},
+            "algorithm.overlong=penalty: it changes the total reward",
+        ),
+        (GDPO | {"kl_in_reward": True, "beta": 0.1}, "algorithm.kl_in_reward: it changes the total reward"),
+        ({"policy_loss_fn": "vespo", "sampler_is": "token"}, "algorithm.sampler_is: 'vespo' already uses the sampler"),
         ({"advantage_estimator": "rlo"}, "algorithm.advantage_estimator: unknown .* 'rlo'. Did you mean 'rloo'"),
         ({"advantage_estimator": "maxpo"}, "algorithm.k: the estimator 'maxpo' requires it"),
         ({"advantage_estimator": "maxpo", "k": 4}, "algorithm.k: got 4.*1 <= k <= 3"),
@@ -455,6 +466,111 @@ def test_data_sources_select_their_estimators():
     assert rows.all(axis=1).tolist() == [True, False]
 
 
+# --- schedules --------------------------------------------------------------------------------------------------------
+
+
+def ramp(start, end, steps=4):
+    return {"start": start, "end": end, "steps": steps}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "values"),
+    [
+        ("maxk_mix", {"alpha": ramp(0.0, 1.5)}, [{"alpha": alpha} for alpha in (0.0, 0.5, 1.0, 1.5, 1.5)]),
+        ("maxrl", {"truncation_order": ramp(3, 1, 3)}, [{"truncation_order": order} for order in (3, 2, 1, 1, 1)]),
+        ("maxpo", {"k": ramp(1, 3, 5)}, [{"k": k} for k in (1, 2, 2, 3, 3)]),
+        ("pkpo", {"k": ramp(2, 4, 3)}, [{"k": k} for k in (2, 3, 4, 4, 4)]),
+        ("passk", {"k": ramp(1, 3, 3)}, [{"k": k} for k in (1, 2, 3, 3, 3)]),
+        (
+            "order_statistic",
+            {"k": ramp(1, 3, 3), "statistic": "lower_tail_mean:0.5"},
+            [{"k": k, "statistic": "lower_tail_mean:0.5"} for k in (1, 2, 3, 3, 3)],
+        ),
+    ],
+)
+def test_a_schedule_gives_the_advantages_of_its_value_in_one_program(name, given, values):
+    """Advantages, loss weights and kept groups of a step equal those of an objective with the value of this step, also
+    with unscored completions, in a run of several estimators. Only the first step is traced."""
+    rng, traces = np.random.default_rng(0), []
+    rewards = rng.integers(0, 2, (24, 4)).astype(np.float32)
+    scored, lengths = rng.random((24, 4)) < 0.8, rng.integers(1, 9, (24, 4)).astype(np.int32)
+    everyone = np.ones(24, bool)
+    sources = {"fixed": {"advantage_estimator": "maxpo", "k": 2}}
+    scheduled = make(sources={"ramp": {"advantage_estimator": name, **given}} | sources)
+    ids = scheduled.estimator_ids([(None, "ramp", "ramp", "fixed")[i % 4] for i in range(24)])
+
+    @jax.jit
+    def run(arrays, *batch):
+        traces.append(None)
+        objective = scheduled.bound(arrays)
+        weights = objective.weights(batch[1], jnp.ones_like(batch[1]), batch[2], jnp.asarray(everyone), batch[3])
+        return objective.advantages(*batch), weights
+
+    for step, value in enumerate(values, start=1):
+        plain = make(sources={"ramp": {"advantage_estimator": name, **value}} | sources)
+        advantages, weights = run(scheduled.scheduled(step), rewards, scored, lengths, ids)
+        expected = plain.advantages(*map(jnp.asarray, (rewards, scored, lengths, ids)))
+        np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-6)
+        expected = plain.weights(*map(jnp.asarray, (scored, np.ones_like(scored), lengths, everyone, ids)))
+        np.testing.assert_allclose(weights, expected, rtol=1e-6)
+        np.testing.assert_array_equal(scheduled.at(step).kept_groups(scored, ids), plain.kept_groups(scored, ids))
+        changed = {key: float(number) for key, number in value.items() if key != "statistic"}
+        assert scheduled.schedule_metrics(step) == {f"schedule/ramp/{key}": each for key, each in changed.items()}
+    assert len(traces) == 1
+    alone = make(**{"advantage_estimator": name, **given})
+    assert alone.scheduled(1).tables[0].dtype == np.float32 and scheduled.scheduled(1).tables[2] is None
+    assert all(key.startswith("schedule/") and "ramp" not in key for key in alone.schedule_metrics(1))
+    assert make(advantage_estimator="maxpo", k=2).scheduled(1) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"advantage_estimator": "maxpo", "k": ramp(1, 4)}, "algorithm.k: got 4; 'maxpo' needs 1 <= k <= 3"),
+        ({"advantage_estimator": "maxrl", "truncation_order": ramp(4, 1)}, "truncation_order: got 4; .* <= 3"),
+        ({"advantage_estimator": "maxk_mix", "alpha": ramp(0, 1e9)}, "alpha: got 1000000000.0; a coefficient"),
+        ({"advantage_estimator": "maxk_mix", "alpha": ramp(0, 1), "coefficients": [1.0]}, "alpha, coefficients: "),
+        ({"advantage_estimator": "pkpo", "k": ramp(1, 4)}, "algorithm.k: 'pkpo' with k = 1 .*Start the schedule at 2"),
+        ({"advantage_estimator": "pkpo", "k": ramp(3, 1)}, "algorithm.k: 'pkpo' with k = 1"),
+        (
+            {"advantage_estimator": "order_statistic", "k": ramp(2, 3), "weights": [1.0, 0.0]},
+            r"algorithm.weights: got 2; 'order_statistic' needs k \(3\)",
+        ),
+        (
+            {"advantage_estimator": "order_statistic", "k": ramp(3, 1), "statistic": "top_mean:2"},
+            r"algorithm.statistic: got 'top_mean:2'.*from 1 to k \(1\)",
+        ),
+        ({"advantage_estimator": "rloo", "k": ramp(1, 2)}, "algorithm.k: the estimator 'rloo' does not read it"),
+        ({"sources": {"a": {"advantage_estimator": "maxpo", "k": ramp(1, 4)}}}, "data source 'a'.k: got 4; "),
+        ({"sources": {"a": {"advantage_estimator": "maxpo", "k": {"end": 2}}}}, "'a'.k: got .* a schedule has"),
+        ({"sources": {"a": {"advantage_estimator": "grpo", "ddof": ramp(0, 1)}}}, "'a'.ddof: .* takes no schedule"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bad_schedules_are_rejected_before_any_compilation(changes, message):
+    with pytest.raises(UserError, match=message):
+        make(**changes)
+
+
+def test_a_user_defined_estimator_may_have_a_table(registry):
+    """The scheduled parameter reaches the compiled function only as the table."""
+
+    def table(size, *, power):
+        return np.arange(size)[None] ** power
+
+    @register_advantage_estimator(
+        "by_rank", takes=lambda params: "any" if params["power"] > 1 else "binary", table=table
+    )
+    def by_rank(rewards, *, scored, lengths, power, table=None):
+        return jnp.sort(rewards, axis=-1) * (jnp.arange(rewards.shape[-1])[None] ** power if table is None else table)
+
+    objective = make(advantage_estimator="by_rank", estimator_params={"power": ramp(2.0, 3.0, 2)})
+    batch = [jnp.asarray(array) for array in (REWARDS, np.ones_like(SCORED), LENGTHS, OWN)]
+    for step, power in ((1, 2), (2, 3)):
+        found = objective.bound(jax.tree.map(jnp.asarray, objective.scheduled(step))).advantages(*batch)
+        np.testing.assert_allclose(found, np.sort(REWARDS) * np.arange(4) ** power, rtol=1e-6)
+
+
 # --- the loss of a token ----------------------------------------------------------------------------------------------
 
 RNG = np.random.default_rng(0)
@@ -519,7 +635,7 @@ def test_each_loss_gets_the_log_probabilities_of_its_definition():
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_masked_places_change_neither_loss_nor_gradient(name):
-    extra = {} if name == "dppo" else {"sampler_is": "sequence"}
+    extra = {} if POLICY_LOSSES[name].behaviour == "rollout" else {"sampler_is": "sequence"}
     objective = make(policy_loss_fn=name, beta=0.25, entropy_coef=0.125, **extra)
 
     @jax.jit

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 
 from tests.parameters import others_slow
-from tunix_like.algorithms.losses import TokenInputs, kl_estimate
+from tunix_like.algorithms.losses import POLICY_LOSSES, TokenInputs, kl_estimate
 from tunix_like.algorithms.objective import build_objective
 from tunix_like.algorithms.off_policy import DEFAULT_UPPER, SamplerCorrection, finish_metrics
 from tunix_like.algorithms.population_weights import population_weights
 from tunix_like.config.schema import KL_LOSS_MODES, AlgorithmConfig
+from tunix_like.errors import UserError
 
 SIZE = 3
 NO_BOUND = 1e9
@@ -451,6 +452,52 @@ def test_weights_equal_those_of_trl(mode, bounds):
     wanted = np.broadcast_to(trl_weights(TRL_NAMES[mode], np.asarray(old), np.asarray(sampling), MASK, *bounds), SHAPE)
     np.testing.assert_allclose(np.asarray(found)[MASK], wanted[MASK], rtol=1e-12)
     assert 0.02 < np.isin(wanted[MASK], [0.0, *filter(None, bounds)]).mean() < 0.98, "some outside, some inside"
+
+
+def trl_off_policy_mask(advantages, new, sampling, mask, threshold) -> np.ndarray:
+    """Implements `get_off_policy_mask` of `grpo_trainer.py` in TRL in NumPy, one completion at a time."""
+    kept = np.ones(mask.shape, bool)
+    for place in np.ndindex(mask.shape[:2]):
+        sampled = mask[place]
+        divergence = sum(sampling[place][sampled] - new[place][sampled]) / max(sampled.sum(), 1)
+        kept[place] = advantages[place][0] >= 0 or divergence <= threshold
+    return kept
+
+
+@pytest.mark.parametrize("name", sorted(name for name in POLICY_LOSSES if ":" not in name))
+def test_off_policy_mask_removes_the_policy_loss_of_the_completions_of_trl(name):
+    """Completions that are not dropped keep their loss and gradient bit for bit. Dropped ones keep the other terms."""
+    new, sampling = some_logprobs()
+    old, mask = 0.5 * new + 0.5 * sampling, jnp.asarray(MASK)
+    advantages = np.random.default_rng(8).normal(size=(*SHAPE[:2], 1))
+    kept = trl_off_policy_mask(advantages, np.asarray(new), np.asarray(sampling), MASK, 0.3)
+    dropped = ~kept & MASK
+    assert 0.1 < dropped.mean() < 0.9 and (MASK & kept & (advantages < 0)).any()
+
+    def both(**settings):
+        objective = make(policy_loss_fn=name, beta=0.3, kl_loss_mode="mse_kl", **settings)
+
+        def total(table):
+            loss, metrics = objective.token_loss(
+                TokenInputs(table, old, sampling, 0.9 * new, -new, mask), jnp.asarray(advantages)
+            )
+            return loss.sum(), (loss, metrics)
+
+        (_, (loss, metrics)), gradient = jax.value_and_grad(total, has_aux=True)(new)
+        return np.asarray(loss), np.asarray(gradient), metrics
+
+    loss, gradient, metrics = both(off_policy_mask_threshold=0.3)
+    plain_loss, plain_gradient, _ = both()
+    np.testing.assert_array_equal(loss[kept], plain_loss[kept])
+    np.testing.assert_array_equal(gradient[kept], plain_gradient[kept])
+    distance = np.asarray(new - 0.9 * new)
+    np.testing.assert_allclose(loss[dropped], 0.3 * distance[dropped] ** 2 / 2, rtol=1e-12)
+    np.testing.assert_allclose(gradient[dropped], 0.3 * distance[dropped], rtol=1e-12)
+    np.testing.assert_array_equal(metrics["off_policy_mask/dropped_frac"], 1.0 - kept)
+    with pytest.raises(UserError, match="needs the sampler's log-probabilities"):
+        make(off_policy_mask_threshold=0.1).token_loss(
+            TokenInputs(new, new, None, None, new, mask), jnp.asarray(advantages)
+        )
 
 
 @pytest.mark.parametrize("mode", DEFAULT_UPPER)

@@ -208,6 +208,7 @@ LARGE: list[tuple[str, dict[str, Any]]] = [
     ("opo", {}),
     ("maxrl", {}),
     ("maxrl", {"truncation_order": 8}),
+    ("maxk_mix", {"coefficients": (1.0, 0.0, 4.0, -0.5)}),
     *[("maxpo", {"k": k}) for k in (1, 4, 512, 1023)],
     *[("pkpo", {"k": k}) for k in (1, 2, 64, 1024)],
 ]

@@ -98,13 +98,62 @@ def slow_dppo(new, at, old, advantage, row, dppo_mask_high=0.2, dppo_mask_low=0.
     return (0.0 if dropped else -advantage * math.exp(difference)) + kl_tau * difference**2, dropped
 
 
+def slow_dppo_kl(new, at, old, advantage, row, dppo_mask_high=0.05, dppo_mask_low=0.05, kl_tau=1e-3):
+    own, sampler = math.exp(at), math.exp(old)
+    divergence = sampler * clamped(old - at) + (1 - sampler) * math.log((1 - sampler) / (1 - own))
+    if advantage > 0:
+        dropped = own > sampler and divergence > dppo_mask_high
+    else:
+        dropped = own < sampler and divergence > dppo_mask_low
+    difference = clamped(new - old)
+    return (0.0 if dropped else -advantage * math.exp(difference)) + kl_tau * difference**2, dropped
+
+
+def slow_sapo(new, at, old, advantage, row, sapo_tau_pos=1.0, sapo_tau_neg=1.05):
+    tau = sapo_tau_pos if advantage > 0 else sapo_tau_neg
+    ratio = math.exp(clamped(new - old))
+    return -advantage * 4 / tau * (0.5 + 0.5 * math.tanh(tau * (ratio - 1) / 2)), None
+
+
+def gmpo_clip(difference, advantage, epsilon, epsilon_high):
+    high = epsilon if epsilon_high is None else epsilon_high
+    return min(clamped(difference), high) if advantage > 0 else max(clamped(difference), -epsilon)
+
+
+def slow_gmpo(new, at, old, advantage, row, epsilon=0.4, epsilon_high=None):
+    clip = lambda difference: gmpo_clip(difference, advantage, epsilon, epsilon_high)  # noqa: E731
+    mean = sum(map(clip, row)) / len(row)
+    clipped = clip(at - old) != clamped(at - old)
+    return -advantage * math.exp(mean + clip(new - old) - clip(at - old)), clipped
+
+
+def slow_vespo(
+    new, at, old, advantage, row, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0
+):
+    k, decay = (vespo_k_pos, vespo_lambda_pos) if advantage >= 0 else (vespo_k_neg, vespo_lambda_neg)
+    weight = math.exp(clamped(sum(row)))
+    return -(weight**k) * math.exp(decay - decay * weight) * advantage * new, None
+
+
 SLOW = {
     "ppo_clip": slow_ppo_clip,
     "reinforce": slow_reinforce,
     "gspo": slow_gspo,
     "cispo": slow_cispo,
     "dppo": slow_dppo,
+    "dppo_kl": slow_dppo_kl,
+    "sapo": slow_sapo,
+    "gmpo": slow_gmpo,
+    "vespo": slow_vespo,
 }
+RATIO = {
+    "gspo": lambda params, new, old, a, row: row.mean(),
+    "gmpo": lambda params, new, old, a, row: (
+        sum(gmpo_clip(d, a, params.get("epsilon", 0.4), params.get("epsilon_high")) for d in row) / len(row)
+    ),
+    "vespo": lambda params, new, old, a, row: row.sum(),
+}
+"""The logarithm of the ratio in the metrics, for losses whose ratio is not that of the token."""
 CASES = [
     ("ppo_clip", {}),
     ("ppo_clip", {"epsilon": 0.1, "epsilon_high": 0.6}),
@@ -118,6 +167,14 @@ CASES = [
     ("cispo", {"epsilon": 0.1, "epsilon_high": 0.6}),
     ("dppo", {}),
     ("dppo", {"dppo_mask_high": 0.05, "dppo_mask_low": 0.4, "kl_tau": 0.5}),
+    ("dppo_kl", {}),
+    ("dppo_kl", {"dppo_mask_high": 0.01, "dppo_mask_low": 0.2, "kl_tau": 0.0}),
+    ("sapo", {}),
+    ("sapo", {"sapo_tau_pos": 0.5, "sapo_tau_neg": 3.0}),
+    ("gmpo", {}),
+    ("gmpo", {"epsilon": 0.1, "epsilon_high": 0.6}),
+    ("vespo", {}),
+    ("vespo", {"vespo_k_pos": 0.5, "vespo_lambda_pos": 1.0, "vespo_k_neg": 1.0, "vespo_lambda_neg": 0.5}),
 ]
 KL = {"kl": lambda d: d, "mse_kl": lambda d: d * d / 2, "low_var_kl": lambda d: math.exp(-d) + d - 1}
 
@@ -158,11 +215,12 @@ def test_losses_and_their_gradients_match_the_loops(name, params):
     if name == "reinforce":
         assert metrics == {}
         return
-    clipped = by_token(lambda new, old, a, row: slow(new, new, old, a, row, **params)[1])
-    assert_same(metrics["pg_clipfrac"], clipped)
-    assert clipped[:2].any(axis=(1, 2)).all() and 0 < clipped[MASK].mean() < 1, "each sign of A meets its bound"
-    ratio = (lambda new, old, a, row: row.mean()) if name == "gspo" else (lambda new, old, a, row: new - old)
-    assert_same(metrics["is_ratio/mean"], by_token(lambda *args: math.exp(clamped(ratio(*args)))))
+    if "pg_clipfrac" in metrics or name not in ("sapo", "vespo"):
+        clipped = by_token(lambda new, old, a, row: slow(new, new, old, a, row, **params)[1])
+        assert_same(metrics["pg_clipfrac"], clipped)
+        assert clipped[:2].any(axis=(1, 2)).all() and 0 < clipped[MASK].mean() < 1, "each sign of A meets its bound"
+    ratio = RATIO.get(name, lambda params, new, old, a, row: new - old)
+    assert_same(metrics["is_ratio/mean"], by_token(lambda *args: math.exp(clamped(ratio(params, *args)))))
 
 
 @pytest.mark.parametrize("name", sorted(SLOW))
@@ -260,4 +318,5 @@ def test_the_registry(monkeypatch):
     assert loss_parameters("dppo") == {"dppo_mask_high": 0.2, "dppo_mask_low": 0.2, "kl_tau": 1e-3}
     assert loss_parameters("reinforce") == {}
     own = {n: each for n, each in POLICY_LOSSES.items() if ":" not in n}
-    assert [n for n, each in own.items() if each.behaviour == "rollout" or each.extra_term] == ["dppo"]
+    assert {n: each.extra_term for n, each in own.items() if each.extra_term} == {"dppo": "kl_tau", "dppo_kl": "kl_tau"}
+    assert [n for n, each in own.items() if each.behaviour == "rollout"] == ["dppo", "dppo_kl", "vespo"]

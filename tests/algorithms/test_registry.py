@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 import textwrap
 
@@ -15,7 +14,6 @@ import pytest
 from tunix_like.algorithms import advantages
 from tunix_like.algorithms import registry as estimators
 from tunix_like.algorithms.advantages import compute_advantages
-from tunix_like.algorithms.losses import POLICY_LOSSES
 from tunix_like.algorithms.registry import (
     ADVANTAGE_ESTIMATORS,
     check_parameters,
@@ -357,13 +355,3 @@ def test_location_without_an_estimator_raises_a_message(file, place, message):
         compute_advantages([1, 0], place.format(folder=file.parent))
     with pytest.raises(UserError, match=f"unknown estimator 'x'.*Valid: {BUILT_IN}(, sum_of_roots)?\\."):
         find_estimator("x")
-
-
-def test_ppo_names_what_exists():
-    """The estimator and the loss that the message names can be selected together."""
-    with pytest.raises(UserError) as raised:
-        find_estimator("ppo")
-    said = str(raised.value)
-    assert "value model" in said and "pkpo" not in said
-    named = dict(re.findall(r"algorithm\.(\w+)=(\w+)", said))
-    assert find_estimator(named["advantage_estimator"]) and named["policy_loss_fn"] in POLICY_LOSSES

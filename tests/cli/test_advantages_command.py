@@ -77,7 +77,9 @@ def numbers(cells):
 
 
 def test_values_computed_by_hand(command):
-    columns, notes = command("1,0,0,0", "k=2", "truncation_order=2", "ddof=0", "lengths=3,1,2,5")
+    columns, notes = command(
+        "1,0,0,0", "k=2", "truncation_order=2", "ddof=0", "lengths=3,1,2,5", "alpha=0.5", "weights=3,-1"
+    )
     third = 0.3333
     values = {  # four completions, their sum, their mean size
         "completion": None,
@@ -91,8 +93,11 @@ def test_values_computed_by_hand(command):
         "maxpo k=2": [2, -0.6667, -0.6667, -0.6667, 0, 1],
         "pkpo k=2": [2, 0, 0, 0, 2, 0.5],
         "passk k=2": [1, -third, -third, -third, 0, 0.5],
+        "maxk_mix alpha=0.5": [1.875, -0.625, -0.625, -0.625, 0, 0.9375],  # 1 + 1/2 + 3/8
+        "order_statistic k=2 weights=3,-1": [6, -2, -2, -2, 0, 3],
         "opo": [1 - 3 / 11, -3 / 11, -3 / 11, -3 / 11, 1 - 12 / 11, 0.3864],
         "reinforce_pp": None,
+        "gdpo": [1.5, -0.5, -0.5, -0.5, 0, 0.75],
     }
     assert list(columns) == list(values)
     assert columns["completion"] == ["1", "2", "3", "4", "sum", "mean size"]
@@ -135,6 +140,18 @@ def test_unscored_completions(command):
     assert all(set(cells[6:]) == {"0"} for name, cells in columns.items() if name == "rloo" or "k=" in name)
     assert "group 1 has 2 scored completions, too few for maxpo k=2: dropped." in notes
     assert "group 2 has 1 scored completions, too few for every estimator: dropped." in notes
+
+
+def test_a_mix_or_statistic_that_is_not_given_or_wrong_is_explained(command):
+    columns, notes = command("1,0,0,0")
+    assert not any(name.startswith(("maxk_mix", "order_statistic")) for name in columns)
+    for part in ("maxk_mix is not shown: alpha, coefficients", "order_statistic is not shown: weights, statistic"):
+        assert any(note.startswith(part) for note in notes)
+    columns, notes = command("3,0,1,1", "coefficients=0,2", "k=3", "statistic=medain")
+    assert numbers(columns["maxk_mix coefficients=0,2"][:4]) == numbers(command("3,0,1,1", "k=2")[0]["maxpo k=2"][:4])
+    assert any("unknown value 'medain'. Did you mean 'median'" in note for note in notes)
+    columns, _ = command("3,0,1,1", "k=3", "statistic=median")  # the median with i is 1, without i 1, 1, 1, 1
+    assert set(columns["order_statistic k=3 statistic=median"][:4]) == {"0"}
 
 
 def test_rewards_below_zero(command):
@@ -236,6 +253,10 @@ def test_user_defined_estimator(command, own):
         (["1,0", "k=two"], ["k", "'two'"]),
         (["1,0", "k=0"], ["k", "at least 1"]),
         (["1,0", "ddof=2"], ["ddof", "at most 1"]),
+        (["1,0", "alpha=half"], ["alpha: expected a number", "'half'"]),
+        (["1,0", "alpha=-1"], ["alpha", "at least 0"]),
+        (["1,0", "coefficients=1,x"], ["coefficients: expected numbers such as 1,0.5", "'1,x'"]),
+        (["1,0", "weights="], ["weights: expected numbers"]),
         (["1,0", "lengths=1,2,3"], ["lengths", "1 group of 2", "1 group of 3"]),
         (["1,0", "lengths=1,-2"], ["length 2 of group 1", "'-2'"]),
         (["1,0", "estimator=maxrll"], ["maxrll", "Did you mean 'maxrl'?"]),
@@ -263,7 +284,9 @@ def line_of(figure, label):
 def test_the_lines_of_the_figure():
     size = 8
     p = advantages_table.pass_rates(size)
-    curves = advantages_table.curves_of(advantages_table.drawn_estimators(size, 2, truncation_order=3, ddof=0), size, p)
+    curves = advantages_table.curves_of(
+        advantages_table.drawn_estimators(size, {"k": 2, "truncation_order": 3, "ddof": 0}), size, p
+    )
     figure = advantages_table.weights_figure(curves, size, p)
     expected = {
         "ML, 1/p": 1 / p,
@@ -278,6 +301,12 @@ def test_the_lines_of_the_figure():
     for label, weights in expected.items():
         np.testing.assert_array_equal(line_of(figure, label).get_xdata(), p)
         np.testing.assert_allclose(line_of(figure, label).get_ydata(), weights, rtol=1e-5)
+    given = {"k": 2, "alpha": 0.5, "weights": [0.0, 1.0]}
+    (*_, mix, worst) = advantages_table.curves_of(advantages_table.drawn_estimators(size, given), size, p)
+    assert (mix.label, worst.label) == ("mix (alpha 0.5)", "order statistic (weights 0,1)")
+    series = [1, 1 / 2, 3 / 8, 5 / 16, 35 / 128, 63 / 256, 231 / 1024]
+    np.testing.assert_allclose(mix.weights, sum(c * (1 - p) ** k for k, c in enumerate(series)), rtol=1e-5)
+    np.testing.assert_allclose(worst.weights, 2 * p, rtol=1e-5, atol=1e-6)  # both of two succeed: p^2
     grpo = line_of(figure, "GRPO (ddof 0)").get_ydata()
     np.testing.assert_allclose(grpo[0], grpo[np.argmin(abs(p - (1 - p[0])))], rtol=1e-3)  # symmetric about one half
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("pass rate p", "weight w(p)")
@@ -300,7 +329,7 @@ def test_the_lines_of_the_figure():
 )
 def test_figure_of_small_group_sizes(size, k, labels):
     p = advantages_table.pass_rates(size)
-    curves = advantages_table.curves_of(advantages_table.drawn_estimators(size, k), size, p)
+    curves = advantages_table.curves_of(advantages_table.drawn_estimators(size, {"k": k}), size, p)
     assert {curve.label for curve in curves} == labels
 
 

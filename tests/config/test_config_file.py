@@ -96,7 +96,7 @@ def test_text_keys_take_overrides_as_typed():
         ("algorithm.k: 4", ["'algorithm.k'", "command line"]),
         ("optimizer: 3", ["optimizer", "got 3", "section"]),
         ("- 1", ["run.yaml", "list", "mapping"]),
-        ("algorithm: {k: true}", ["algorithm.k", "True", "integer or null"]),
+        ("algorithm: {k: true}", ["algorithm.k", "True", "integer or mapping or null"]),
         ("algorithm: {k: 1.0}", ["algorithm.k", "1.0 (number)", "integer"]),
         ("algorithm: {num_generations: '8'}", ["algorithm.num_generations", "'8' (string)", "integer"]),
         ("algorithm: {num_generations: null}", ["algorithm.num_generations", "null", "integer"]),

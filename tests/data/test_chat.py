@@ -221,9 +221,9 @@ def test_trained_completions_have_the_sampled_ids(tmp_path, monkeypatch):
         seen["sampled"] = with_width(collect(generate(self, *arguments), arguments[1]), 16)
         return samples_of(seen["sampled"])
 
-    def update(batch, *arguments):
+    def update(batch, *arguments, **others):
         seen["trained"] = batch
-        return step_inputs(batch, *arguments)
+        return step_inputs(batch, *arguments, **others)
 
     monkeypatch.setattr(Sampler, "generate", sample)
     monkeypatch.setattr(updates, "step_inputs", update)

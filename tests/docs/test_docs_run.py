@@ -237,7 +237,7 @@ def place(home, tmp_path, monkeypatch):
 
 
 def local(text: str) -> str:
-    return text.replace("/data/gsm8k", "data/gsm8k")
+    return text.replace("/data/gsm8k", "data/gsm8k").replace("2.5-7B", "2.5-0.5B")
 
 
 def base() -> dict:

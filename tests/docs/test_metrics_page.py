@@ -8,7 +8,16 @@ import pytest
 from tests.rollout.engines.stand_in import StandIn
 from tests.training import test_environments, test_preferences, test_reward_model, test_staleness
 from tests.training.small_learner import ROWS, TOKENIZER, collect, make, make_model
-from tunix_like import AlgorithmConfig, EvalConfig, GRPOLearner, RolloutConfig, SFTConfig, SFTTrainer
+from tunix_like import (
+    AlgorithmConfig,
+    EvalConfig,
+    MaxPOLearner,
+    PPOConfig,
+    PPOLearner,
+    RolloutConfig,
+    SFTConfig,
+    SFTTrainer,
+)
 from tunix_like.models.loading import export_model
 from tunix_like.rollout.engines.vllm import VLLMEngine
 
@@ -52,13 +61,15 @@ def all_rows(folder):
         make(
             AlgorithmConfig(
                 num_generations=4, beta=0.1, sampler_is="token", dynamic_sampling=True, overlong="mask",
-                advantage_estimator="grpo",
+                advantage_estimator="maxpo", k={"start": 1, "end": 2, "steps": 2}, off_policy_mask_threshold=0.1,
             ),
-            learner=GRPOLearner, reward={"length": rewards}, eval_config=SAMPLES, teacher=make_model(1),
+            learner=MaxPOLearner, reward={"length": rewards}, eval_config=SAMPLES, teacher=make_model(1),
         ),
         [row | {"data_source": "ab"[i % 2]} for i, row in enumerate(ROWS)],
         ROWS[:2],
     )  # fmt: skip
+    ppo = PPOConfig(num_generations=4)
+    yield from collect(make(ppo, learner=PPOLearner, reward={"length": rewards}))
     yield from collect(test_environments.learner(eval_config=SAMPLES), eval_ds=ROWS[:2])
     yield from collect(test_staleness.stale())
     yield from rows_of_servers(folder)
@@ -70,7 +81,9 @@ def test_every_metric_of_training_and_evaluation_is_on_the_page(tmp_path):
     assert unknown(rows, "eval/", documented("Evaluation")) == []
     names = set().union(*rows)
     assert {"train/kl", "train/staleness", "train/environment/good", "train/dynamic_sampling/extra_batches"} <= names
+    assert {"train/critic/loss", "train/critic/clipfrac", "train/critic/explained_variance"} <= names
     assert {"train/teacher/divergence", "train/teacher/logprob"} <= names
+    assert {"train/off_policy_mask/dropped_frac", "train/schedule/k"} <= names
     assert {"train/sampler_is/ess", "train/overlong/masked_frac", "train/pass@1/a", "eval/low/pass@1"} <= names
     assert {"train/perf/weights_sent_bytes", "train/perf/weights_sent_sec"} <= names
     assert "new" not in names and unknown([{"train/new": 1}], "train/", documented()) == ["new"]

@@ -42,7 +42,7 @@ def enumerated(pair, arms, rewards, scores):
     return square - mean @ mean, mean @ mean
 
 
-@pytest.mark.parametrize("name", ["rloo", "grpo", "maxrl", "maxpo k=3", "pkpo k=3", "s_loo k=3"])
+@pytest.mark.parametrize("name", ["rloo", "alpha 0.5", "grpo", "maxrl", "maxpo k=3", "pkpo k=3", "s_loo k=3"])
 def test_variance_formula_equals_enumeration(name):
     pair = variance.advantage_pairs(SIZE)[name]
     two, many, _ = variance.policies(P, ARMS)
@@ -69,8 +69,11 @@ def test_variance_with_many_arms_approaches_the_limit():
 def test_advantages_equal_those_of_the_library():
     for name, (success, failure) in variance.advantage_pairs(6).items():
         estimator, _, k = name.partition(" k=")
+        params = {"k": int(k)} if k else {}
+        if name.startswith("alpha"):
+            estimator, params = "maxk_mix", {"alpha": float(name.partition(" ")[2])}
         if estimator != "s_loo":
-            found = compute_advantages([1, 1, 0, 0, 0, 0], estimator, **({"k": int(k)} if k else {}))
+            found = compute_advantages([1, 1, 0, 0, 0, 0], estimator, **params)
             np.testing.assert_allclose(found, [success[2]] * 2 + [failure[2]] * 4, rtol=1e-6, err_msg=name)
 
 

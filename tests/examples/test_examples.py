@@ -46,7 +46,9 @@ OWN = "own_estimator/maze.yaml"
 GSM8K_YAMLS = ("qwen2.5_0.5b", "qwen3_0.6b", "qwen3_1.7b", "llama3.2_1b", "gemma3_1b", "smollm2_360m", "qwen3_8b_lora")
 PLAIN = ("maze.yaml", "debug/reverse_text.yaml", *(f"gsm8k/{name}.yaml" for name in GSM8K_YAMLS), OWN)
 """Examples that name an estimator and leave the other algorithm keys to the defaults of the learner."""
-NEED_K = ("maxpo", "pkpo", "passk")
+PARAMETERS = {name: ["algorithm.k=4"] for name in ("maxpo", "pkpo", "passk")}
+PARAMETERS |= {"maxk_mix": ["algorithm.alpha=0.5"], "order_statistic": ["algorithm.k=4", "algorithm.statistic=median"]}
+PARAMETERS |= {"distillation": ["teacher.path=teacher"]}
 
 
 def test_examples_exist():
@@ -67,12 +69,11 @@ def test_every_learner_by_one_override(name):
     assert set(yaml.safe_load((EXAMPLES / name).read_text())["algorithm"]) == {"advantage_estimator", "num_generations"}
     named = load(EXAMPLES / name).algorithm.advantage_estimator
     for estimator, learner in LEARNERS.items():
-        k = ["algorithm.k=4"] if estimator in NEED_K else []
-        k = ["teacher.path=teacher"] if estimator == "distillation" else k
-        asked = load(EXAMPLES / name, [] if estimator == named else [f"algorithm.advantage_estimator={estimator}", *k])
+        given = [f"algorithm.advantage_estimator={estimator}", *PARAMETERS.get(estimator, [])]
+        asked = load(EXAMPLES / name, [] if estimator == named else given)
         config, found = check_config(asked)
         assert found is learner
-        default = learner.config_class(**({"k": 4} if estimator in NEED_K else {}))
+        default = learner.config_class()
         assert config.algorithm.loss_agg_mode == default.loss_agg_mode
         assert config.algorithm.policy_loss_fn == default.policy_loss_fn
 
@@ -98,10 +99,13 @@ DEFAULTS = {
     "rloo": "loss: reinforce, aggregation seq-mean-token-sum, KL none (beta 0)",
     "maxrl": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
     "maxpo": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
+    "maxk_mix": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
+    "order_statistic": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
     "pkpo": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
     "passk": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
     "opo": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
     "reinforce_pp": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
+    "gdpo": "loss: ppo_clip, aggregation sequence-mean-token-mean, KL none (beta 0)",
 }
 TRAINED = ("grpo", "drgrpo", "rloo", "maxrl", "maxpo")  # tests/training/test_learner_algorithms.py trains the others
 
@@ -114,7 +118,7 @@ def test_reverse_text_trains_by_every_learner(tmp_path):
              "model.config.num_hidden_layers=1"]  # fmt: skip
     commands = [
         ["train", yaml_file, *small, f"algorithm.advantage_estimator={name}"]
-        + (["algorithm.k=4"] if name in NEED_K else [])
+        + PARAMETERS.get(name, [])
         + ([] if name in TRAINED else ["--dry-run"])
         for name in DEFAULTS
     ]

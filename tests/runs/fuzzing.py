@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 import tunix_like
 from tests.tiny_model import HF
+from tunix_like.algorithms.registry import ESTIMATOR_KEYS
 from tunix_like.cli import main as cli
 from tunix_like.config.schema import Config, DataConfig
 from tunix_like.data import SOURCES, reverse_text
@@ -59,6 +60,10 @@ BASES: dict[str, dict[str, Any]] = {
         },
     },
     "maxpo": {"algorithm": {"advantage_estimator": "maxpo", "k": 2, "policy_loss_fn": "dppo"}},
+    "maxk_mix": {
+        "algorithm": {"advantage_estimator": "maxk_mix", "alpha": {"start": 0, "end": 1.5, "steps": 9}},
+    },
+    "order_statistic": {"algorithm": {"advantage_estimator": "order_statistic", "k": 2, "weights": [0.5, -1.0]}},
     "maze": {
         "data": {
             "name": "maze", "maze_size": 5, "train_size": 2, "eval_size": 1,
@@ -99,7 +104,13 @@ def _rules(cls: type = Config, above: Place = ()) -> Iterator[tuple[Place, Mappi
 
 
 _HF_FIELDS = sorted({*HF_NAMES.values(), *ROPE_FIELDS, "model_type", "layer_types", "sliding_window", "hidden_act"})
-_ENTRY = [*(field.name for field in dataclasses.fields(DataConfig)), "label", "weight", "advantage_estimator", "k"]
+_ENTRY = [
+    *(field.name for field in dataclasses.fields(DataConfig)),
+    "label",
+    "weight",
+    "advantage_estimator",
+    *ESTIMATOR_KEYS,
+]
 
 
 KEYS = [place for place, _ in _rules()]
@@ -107,6 +118,7 @@ INNER = [
     *(("model", "config", name) for name in _HF_FIELDS),
     *(("data", "sources", 1, name) for name in _ENTRY),
     *(("rewards", "functions", 0, name) for name in ("name", "weight")),
+    *(("algorithm", "alpha", name) for name in ("start", "end", "steps")),
 ]
 
 _CHOICES = sorted({choice for _, rule in _rules() for choice in rule["choices"] or ()})
@@ -129,7 +141,20 @@ _TEXTS = [
     "é" * 5000,
 ]
 _TEXTS += ["nowhere.py:f", "no.such.module", ":", ".py:", "/dev/null", "rows.jsonl", "model", "[", "a: b", "\n", "Ⅷ"]
-_NAMES = [*LEARNERS, "ppo_clip", "gspo", "dppo", *FAMILIES, *SOURCES, "mix", *_CHOICES, "exact_match", "q_proj", "fsdp"]
+_NAMES = [
+    *LEARNERS,
+    "ppo_clip",
+    "gspo",
+    "dppo",
+    "vespo",
+    *FAMILIES,
+    *SOURCES,
+    "mix",
+    *_CHOICES,
+    "exact_match",
+    "q_proj",
+    "fsdp",
+]
 _scalars = st.none() | st.booleans() | st.integers(-3, 9) | st.floats() | st.sampled_from([*_TEXTS, *_NAMES])
 _inner_names = st.sampled_from(["a", "name", "weight", "", "é", "rope_type", "full_attention", 1]) | st.text(max_size=3)
 KINDS: dict[str, st.SearchStrategy[Any]] = {

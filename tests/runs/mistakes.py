@@ -12,10 +12,12 @@ from tests.algorithms.oracles import EVERY
 ROOT = Path(__file__).resolve().parents[2]
 REVERSE = str(ROOT / "examples" / "debug" / "reverse_text.yaml")
 NORM = "model.norm.weight"
-NAMES = ", ".join(sorted({name for name, _ in EVERY}))
+NAMES = ", ".join(sorted({"ppo", *(name for name, _ in EVERY)}))
 REVERSED = ("train", REVERSE)
 OWN = ("train", "own.yaml")
 EMPTIED = ["emptied/config.yaml: this file is empty", "This file is written by the run", "restore a copy of it"]
+
+PPO = "algorithm.advantage_estimator=ppo"
 
 # command-line arguments -> the words that the one-line error message must contain
 MISTAKES = {
@@ -105,6 +107,28 @@ MISTAKES = {
     ),
     "half precision": ((*REVERSED, "model.param_dtype=bfloat16"), ["model.param_dtype", "lora.rank"]),
     "no adapters to export": (("export", "model", "out", "--adapter"), ["no adapters", "lora.rank"]),
+    # critics
+    "critic of another estimator": (
+        (*REVERSED, "critic.gamma=0.9"), ["critic.gamma", "only algorithm.advantage_estimator=ppo"],
+    ),
+    "no folder of a critic": ((*REVERSED, PPO, "critic.path=nowhere"), ["nowhere: no such folder", "as critic.path"]),
+    "critic of another vocabulary": (
+        (*REVERSED, PPO, "critic.path=small_vocabulary"), ["critic.path", "the tokenizer has 13 tokens"],
+    ),
+    "critic with another tokenizer": (
+        (*REVERSED, PPO, "critic.path=other_words"), ["critic.path", "token 0 is 'w0' there and"],
+    ),
+    "critic of few positions": (
+        (*REVERSED, PPO, "critic.path=model", "rollout.max_prompt_length=60",
+         "model.config.max_position_embeddings=80"),
+        ["critic.path", "64 positions"],
+    ),
+    "parameter of an estimator with ppo": (
+        (*REVERSED, PPO, "algorithm.k=2"), ["algorithm.k", "'ppo' does not read it"],
+    ),
+    "ppo that samples dynamically": (
+        (*REVERSED, PPO, "algorithm.dynamic_sampling=true"), ["algorithm.dynamic_sampling", "'ppo' learns from"],
+    ),
     # teachers
     "no teacher": ((*REVERSED, "algorithm.advantage_estimator=distillation"), ["teacher.path", "needs a teacher"]),
     "no folder of a teacher": ((*REVERSED, "teacher.path=nowhere"), ["nowhere: no such folder", "as teacher.path"]),
@@ -208,6 +232,29 @@ MISTAKES = {
     "maxpo with k = G": (
         (*REVERSED, "algorithm.advantage_estimator=maxpo", "algorithm.k=8"),
         ["algorithm.k: got 8", "1 <= k <= 7", "algorithm.num_generations (8)"],
+    ),
+    "maxk_mix without a weight": (
+        (*REVERSED, "algorithm.advantage_estimator=maxk_mix"), ["algorithm.alpha, coefficients", "exactly one of them"],
+    ),
+    "too many coefficients": (
+        (*REVERSED, "algorithm.advantage_estimator=maxk_mix", "algorithm.coefficients=[1, 1, 1, 1, 1, 1, 1, 1]"),
+        ["algorithm.coefficients: got 8", "at most 7"],
+    ),
+    "weights of another k": (
+        (*REVERSED, "algorithm.advantage_estimator=order_statistic", "algorithm.k=3", "algorithm.weights=[1, 0]"),
+        ["algorithm.weights: got 2", "needs k (3)"],
+    ),
+    "unknown statistic": (
+        (*REVERSED, "algorithm.advantage_estimator=order_statistic", "algorithm.k=3", "algorithm.statistic=medain"),
+        ["algorithm.statistic", "'medain'", "Did you mean 'median'"],
+    ),
+    "schedule above G - 1": (
+        (*REVERSED, "algorithm.advantage_estimator=maxpo", "algorithm.k={start: 1, end: 8, steps: 9}"),
+        ["algorithm.k: got 8", "'maxpo' needs 1 <= k <= 7"],
+    ),
+    "schedule without its length": (
+        (*REVERSED, "algorithm.advantage_estimator=maxk_mix", "algorithm.alpha={start: 0, end: 1}"),
+        ["algorithm.alpha: got", "start, end and steps"],
     ),
     "maxpo without k": ((*REVERSED, "algorithm.advantage_estimator=maxpo"), ["algorithm.k", "Set algorithm.k="]),
     "k with rloo": (

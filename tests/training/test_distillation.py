@@ -422,14 +422,15 @@ def test_mistakes_are_rejected_before_any_compilation(name):
 
 def test_tokenizers_must_agree():
     ours = reverse_text.tokenizer()
-    check_tokenizers(None, ours)
-    check_tokenizers(reverse_text.tokenizer(), ours)
+    check_tokenizers(None, ours, "teacher.path")
+    check_tokenizers(reverse_text.tokenizer(), ours, "teacher.path")
     backend = ours._backend.to_str().replace('"a":', '"Z":')
 
     with pytest.raises(
         UserError, match="teacher.path: its tokenizer is not that of the policy: token .* 'Z' there and 'a'"
     ):
-        check_tokenizers(Tokenizer(tokenizers.Tokenizer.from_str(backend), eos_token=ours.token(ours.eos_id)), ours)
+        other = Tokenizer(tokenizers.Tokenizer.from_str(backend), eos_token=ours.token(ours.eos_id))
+        check_tokenizers(other, ours, "teacher.path")
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

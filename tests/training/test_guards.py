@@ -39,18 +39,21 @@ def test_consecutive_skipped_updates_end_the_run(caplog):
         watch.check()
 
 
-def test_logprob_gap_is_checked_once(caplog):
+def test_logprob_gap_stops_the_first_step_and_warns_of_later_ones(caplog):
     gap = lambda mean: [{"logprob_gap/mean": mean, "logprob_gap/max": 2 * mean}]  # noqa: E731
     watch = GapWatch(0.1)
-    watch(gap(np.nan))  # the update contained no completion
+    watch(1, gap(np.nan))  # the update contained no completion
     with pytest.raises(
         UserError, match=r"differ by 0\.2 nats per token on average, 0\.4 at most .*max_logprob_gap: 0\.1"
     ):
-        watch(gap(0.2))
+        watch(2, gap(0.2))
     watch = GapWatch(0.1)
-    watch(gap(0.05))
-    watch(gap(0.2))  # later steps only have the metric
-    GapWatch(None)(gap(9.0))
+    for step, mean in enumerate((np.nan, 0.05, 0.2, 0.3, np.nan, 0.3, 0.1, 0.4), start=1):
+        watch(step, gap(mean))
+    GapWatch(None)(1, gap(9.0))
+    warned = [record.getMessage() for record in caplog.records]
+    assert [message.partition(":")[0] for message in warned] == ["step 3", "step 8"], "once for each rise"
+    assert "differ by 0.2 nats per token on average (training.max_logprob_gap: 0.1)" in warned[0]
 
 
 def test_disagreeing_sampler_stops_the_run(monkeypatch, tmp_path):

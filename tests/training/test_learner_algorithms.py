@@ -45,14 +45,19 @@ DEFAULTS = {
     "rloo": ("RLOOLearner", "seq-mean-token-sum", "reinforce", "kl", True),
     "maxrl": ("MaxRLLearner", "token-mean", "ppo_clip", "low_var_kl", False),
     "maxpo": ("MaxPOLearner", "token-mean", "ppo_clip", "low_var_kl", False),
+    "maxk_mix": ("MaxKMixLearner", "token-mean", "ppo_clip", "low_var_kl", False),
+    "order_statistic": ("OrderStatisticLearner", "token-mean", "ppo_clip", "low_var_kl", False),
     "pkpo": ("PKPOLearner", "token-mean", "ppo_clip", "low_var_kl", False),
     "passk": ("PassKLearner", "token-mean", "ppo_clip", "low_var_kl", False),
     "opo": ("OPOLearner", "token-mean", "ppo_clip", "low_var_kl", False),
     "reinforce_pp": ("ReinforcePPLearner", "token-mean", "ppo_clip", "low_var_kl", False),
+    "ppo": ("PPOLearner", "token-mean", "ppo_clip", "kl", True),
     "distillation": ("DistillationLearner", "token-mean", "ppo_clip", "low_var_kl", False),
+    "gdpo": ("GDPOLearner", "sequence-mean-token-mean", "ppo_clip", "low_var_kl", False),
 }
-OF_REWARDS = [name for name in DEFAULTS if name != "distillation"]
-NEED_K = ("maxpo", "pkpo", "passk")
+OF_REWARDS = [name for name in DEFAULTS if name not in ("ppo", "distillation")]
+PARAMETERS = {name: {"k": 2} for name in ("maxpo", "pkpo", "passk")}
+PARAMETERS |= {"maxk_mix": {"alpha": 0.5}, "order_statistic": {"k": 2, "weights": [0.25, 1.0]}}
 
 
 def test_defaults_of_unset_keys():
@@ -73,9 +78,9 @@ def test_defaults_of_unset_keys():
 def test_each_learner_trains(name):
     """Each learner trains two steps. The metrics of the first step are those of its estimator, loss and weights."""
     rewards, found = [], []
-    k = {"k": 2} if name in NEED_K else {}
+    parameters = PARAMETERS.get(name, {})
     learner = make(
-        LEARNERS[name].config_class(num_generations=4, **k),
+        LEARNERS[name].config_class(num_generations=4, **parameters),
         learner=LEARNERS[name],
         reward=watch_rewards(rewards, long_or_short if name == "passk" else varied),
         metric_fns=[watch_advantages(found)],
@@ -87,11 +92,28 @@ def test_each_learner_trains(name):
     assert differ(before, learner.params) and all(np.isfinite(np.hstack(list(row.values()))).all() for row in rows)
     lengths = sampled[0].lengths
     assert len(set(lengths.reshape(-1).tolist())) > 1, "lengths must differ for opo and reinforce_pp"
-    expected = tunix_like.compute_advantages(rewards[0], name, lengths=lengths, **k)
+    expected = tunix_like.compute_advantages(rewards[0], name, lengths=lengths, **parameters)
     np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-6)
     assert "train/pg_clipfrac" in rows[0] or name == "rloo"
     assert ("train/is_ratio/mean" in rows[0]) == (name != "rloo")
     assert rows[0]["train/advantage/abs_mean"] == pytest.approx(np.abs(expected).mean(), rel=1e-5)
+
+
+def test_gdpo_gets_the_rewards_of_each_function():
+    """The advantages of a step are those of TRL's formula, from the rewards and the weights of two functions."""
+    one, two, found = [], [], []
+    learner = make(
+        LEARNERS["gdpo"].config_class(num_generations=4), learner=LEARNERS["gdpo"], max_steps=1,
+        reward={"one": watch_rewards(one), "two": watch_rewards(two, long_or_short)}, reward_weights=[1.0, 50.0],
+        metric_fns=[watch_advantages(found)],
+    )  # fmt: skip
+    collect(learner)
+    rewards = np.stack([one[0], two[0]])
+    mean, deviation = rewards.mean(axis=2, keepdims=True), rewards.std(axis=2, ddof=1, keepdims=True)
+    total = np.tensordot([1.0, 50.0], (rewards - mean) / (deviation + 1e-6), axes=1)
+    np.testing.assert_allclose(found[0], total / total.std(ddof=1), rtol=1e-4, atol=1e-5)
+    summed = tunix_like.compute_advantages(one[0] + 50 * two[0], "gdpo")
+    assert np.abs(summed - found[0]).max() > 0.05, "which the total reward does not give"
 
 
 def naive_loss(name, rewards, lengths, logprobs):

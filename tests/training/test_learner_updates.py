@@ -122,6 +122,8 @@ LOSSES = {
     "gspo": {"policy_loss_fn": "gspo", "epsilon": 0.02, "epsilon_high": 0.03},
     "dppo": {"policy_loss_fn": "dppo", "dppo_mask_high": 0.02, "dppo_mask_low": 0.02, "kl_tau": 0.1},
     "sampler_is": {"sampler_is": "token", "sampler_is_threshold": 1.15},
+    "gmpo": {"policy_loss_fn": "gmpo", "epsilon": 0.02, "off_policy_mask_threshold": 0.03},
+    "vespo": {"policy_loss_fn": "vespo", "off_policy_mask_threshold": 0.03},
 }
 
 
@@ -131,6 +133,19 @@ def naive_token_loss(kind, logprobs, old, rollout, advantages, mask):
         ratio, moved = jnp.exp(logprobs - rollout), jnp.exp(logprobs) - jnp.exp(rollout)
         dropped = ((advantages > 0) & (moved > 0.02)) | ((advantages <= 0) & (moved < -0.02))
         return jnp.where(dropped, 0.0, -ratio * advantages) + 0.1 * (logprobs - rollout) ** 2
+    if kind in ("gmpo", "vespo"):
+        behind = ((rollout - logprobs) * mask).sum(1, keepdims=True) / mask.sum(1, keepdims=True)
+        kept = (advantages >= 0) | (behind <= 0.03)
+    if kind == "gmpo":
+        moved = logprobs - old
+        clipped = jnp.where(advantages > 0, jnp.minimum(moved, 0.02), jnp.maximum(moved, -0.02))
+        mean = (clipped * mask).sum(1, keepdims=True) / mask.sum(1, keepdims=True)
+        ratio = jnp.exp(jax.lax.stop_gradient(mean - clipped) + clipped)
+        return jax.lax.stop_gradient(kept) * -ratio * advantages
+    if kind == "vespo":
+        whole = jnp.exp(jax.lax.stop_gradient(((logprobs - rollout) * mask).sum(1, keepdims=True)))
+        up, down = whole**2 * jnp.exp(3 * (1 - whole)), whole**3 * jnp.exp(2 * (1 - whole))
+        return jax.lax.stop_gradient(kept) * -jnp.where(advantages >= 0, up, down) * advantages * logprobs
     ratio, low, high, factor = jnp.exp(logprobs - old), 0.2, 0.2, 1.0
     if kind == "gspo":
         low, high = 0.02, 0.03
@@ -196,7 +211,8 @@ def test_two_passes_in_two_mini_batches_equal_loops(kind):
         gradient = naive_gradient(learner.graphdef, params, texts, places, targets, slope)
         params = jax.tree.map(lambda p, g: p - rate * g, params, gradient)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), learner.params, params)
-    assert row["train/pg_clipfrac"] > 0 or kind in ("ppo_clip", "sampler_is")
+    assert row.get("train/pg_clipfrac", 0) > 0 or kind in ("ppo_clip", "sampler_is", "vespo")
+    assert 0 < row.get("train/off_policy_mask/dropped_frac", 0.5) < 1
     assert row.get("train/sampler_is/mean", 0.9) < 1
 
 

@@ -38,11 +38,15 @@ OPTIONS = {
     "rloo": {"beta": 0.05},
     "maxrl": {"dynamic_sampling": True},
     "maxpo": {"k": 2},
+    "maxk_mix": {"alpha": {"start": 0.0, "end": 1.5, "steps": 4}},
+    "order_statistic": {"k": {"start": 1, "end": 3, "steps": 3}, "statistic": "top_mean:1"},
     "pkpo": {"k": 2},
     "passk": {"k": 2},
     "opo": {"entropy_coef": 0.01},
     "reinforce_pp": {"sampler_is": "token"},
+    "ppo": {"num_iterations": 2, "beta": 0.05},
     "distillation": {},
+    "gdpo": {},
 }
 """Every learner with its estimator, each with another option that adds state or random numbers."""
 
@@ -119,7 +123,7 @@ def outcome(folder, steps=STEPS):
 
 def assert_same(one, two):
     assert one[:-1] == two[:-1]
-    assert set(one[-1]) - {"curriculum"} == {"params", "opt_state", "drawn"}
+    assert set(one[-1]) - {"curriculum", "critic"} == {"params", "opt_state", "drawn"}
     jax.tree.map(np.testing.assert_array_equal, one[-1], two[-1])
 
 

@@ -116,9 +116,11 @@ def test_gradient_equals_the_sum_over_segments_as_separate_rows(mode):
 
 
 @pytest.mark.slow
-def test_sequence_ratio_includes_all_segments():
-    """GSPO has one ratio per completion, over the sampled tokens of all of its segments."""
-    objective = make_objective(policy_loss_fn="gspo", loss_agg_mode="sequence-mean-token-mean", updates=2, beta=0.0)
+@pytest.mark.parametrize("changes", [{}, {"policy_loss_fn": "gmpo", "off_policy_mask_threshold": 0.1}], ids=str)
+def test_sequence_ratio_includes_all_segments(changes):
+    """GSPO, GMPO and the off-policy mask have one value per completion, over the sampled tokens of all its segments."""
+    settings = {"policy_loss_fn": "gspo", "loss_agg_mode": "sequence-mean-token-mean", "beta": 0.0} | changes
+    objective = make_objective(**settings, updates=2)
     old = np.asarray(jax.jit(segment_logprobs)(jax.tree.map(lambda x: 1.001 * x, PARAMS))[0])
     run = jax.jit(plain_step(GRAPHDEF, objective, keep_gradient, PLAIN))
     _, found, _, _ = run(PARAMS, PARAMS, data_of(batch=BATCH_OF_SEGMENTS, old_logprobs=old))

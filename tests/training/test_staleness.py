@@ -307,3 +307,6 @@ def test_run_without_correction_logs_a_warning(caplog):
     with caplog.at_level(logging.WARNING, "tunix_like"):
         stale(algo=MaxRLConfig(num_generations=4))
     assert "nothing corrects the difference; set algorithm.sampler_is" in caplog.text
+    caplog.clear()
+    stale(algo=MaxRLConfig(num_generations=4, policy_loss_fn="vespo"))
+    assert "nothing corrects" not in caplog.text, "the ratio of this loss is that to the sampler"

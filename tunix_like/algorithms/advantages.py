@@ -13,6 +13,7 @@ such a group other advantages.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,8 +21,27 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix_like.algorithms.order_statistics import above_average, leave_two_out, marginal_contribution, spread
-from tunix_like.algorithms.registry import check_parameters, check_rewards, find_estimator, register_advantage_estimator
+from tunix_like.algorithms import LARGEST_REWARD
+from tunix_like.algorithms.mixtures import power_coefficients, rank_weights
+from tunix_like.algorithms.order_statistics import (
+    GivenTable,
+    Table,
+    above_average,
+    leave_two_out_table,
+    marginal_table,
+    order_statistic_table,
+    spread,
+    subset_table,
+    weighted,
+)
+from tunix_like.algorithms.registry import (
+    Params,
+    check_parameters,
+    check_rewards,
+    find_estimator,
+    is_number,
+    register_advantage_estimator,
+)
 from tunix_like.errors import UserError
 
 Rewards = Float[Array, "P G"]
@@ -83,13 +103,25 @@ def rloo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     return centred * (count / jnp.maximum(count - 1, 1))
 
 
+def _maxrl_table(size: int, *, truncation_order: int) -> Table:
+    return leave_two_out_table(size, (1.0,) * truncation_order)
+
+
 @register_advantage_estimator(
     "maxrl",
     zero_when_constant=True,
     takes=lambda params: "non-negative" if params.get("truncation_order") is None else "any",
     headroom={"truncation_order": 1},
+    table=_maxrl_table,
 )
-def maxrl(rewards: Rewards, *, scored: Scored, lengths: Lengths, truncation_order: int | None = None) -> Rewards:
+def maxrl(
+    rewards: Rewards,
+    *,
+    scored: Scored,
+    lengths: Lengths,
+    truncation_order: int | None = None,
+    table: GivenTable | None = None,
+) -> Rewards:
     """Divides centred rewards by the mean reward: `(r_i - m) / m` if `m > 0`, else 0 (MaxRL, arXiv 2602.02710, Alg. 1).
 
     `m` is the mean of the rewards `r_i` of a group of `G` completions. Rewards must be non-negative. For 0/1 rewards
@@ -103,15 +135,23 @@ def maxrl(rewards: Rewards, *, scored: Scored, lengths: Lengths, truncation_orde
     rewards can then be any real numbers. The expected gradient is the gradient of `sum_{k<=T} max@k / k`, where max@k
     is the expected maximum reward of `k` completions.
     """
-    if truncation_order is not None:
-        return leave_two_out(rewards, scored, tuple((k, 1.0) for k in range(1, truncation_order + 1)))
+    if table is None and truncation_order is not None:
+        table = _maxrl_table(rewards.shape[-1], truncation_order=truncation_order)
+    if table is not None:
+        return weighted(rewards, scored, table)
     centred, mean, _, signal = _centred(rewards, scored)
     positive = signal & (mean > 0)
     return jnp.where(positive, centred / jnp.where(positive, mean, 1.0), 0.0)
 
 
-@register_advantage_estimator("maxpo", zero_when_constant=True, headroom={"k": 1}, scored_beyond_k=1, sparse=True)
-def maxpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
+def _maxpo_table(size: int, *, k: int) -> Table:
+    return leave_two_out_table(size, (0.0,) * (k - 1) + (float(k),))
+
+
+@register_advantage_estimator(
+    "maxpo", zero_when_constant=True, headroom={"k": 1}, scored_beyond_k=1, sparse=True, table=_maxpo_table
+)
+def maxpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int, table: GivenTable | None = None) -> Rewards:
     """Computes the Leave-Two-Out advantage times k: `k L_k,i` with `L_k,i = q_i - V_k(-i)` (MaxPO, arXiv 2606.06080).
 
     `q_i` is the mean of the maximum reward over the subsets of `k` completions that contain completion `i`; `V_k(-i)`
@@ -119,11 +159,19 @@ def maxpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewa
     reward of `k` completions. For 0/1 rewards with pass rate `p` it is `k (1-p)^(k-1) grad p`, the gradient of pass@k.
     The advantages of a group sum to zero. `1 <= k <= G - 1` for groups of `G` completions; `k = 1` is RLOO.
     """
-    return leave_two_out(rewards, scored, ((k, float(k)),))
+    return weighted(rewards, scored, _maxpo_table(rewards.shape[-1], k=k) if table is None else table)
 
 
-@register_advantage_estimator("pkpo", zero_when_constant=lambda params: params["k"] > 1, headroom={"k": 0}, sparse=True)
-def pkpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
+def _pkpo_table(size: int, *, k: int) -> Table:
+    if k == 1:
+        raise UserError("k: 'pkpo' with k = 1 is another function of the rewards. Start the schedule at 2 or above.")
+    return marginal_table(size, k)
+
+
+@register_advantage_estimator(
+    "pkpo", zero_when_constant=lambda params: params["k"] > 1, headroom={"k": 0}, sparse=True, table=_pkpo_table
+)
+def pkpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int, table: GivenTable | None = None) -> Rewards:
     """Computes the marginal contribution to max@k, `k (q_i - V_{k-1}(-i))` (PKPO, arXiv 2505.15201).
 
     `q_i` is the mean of the maximum reward over the subsets of `k` completions that contain completion `i`;
@@ -133,13 +181,15 @@ def pkpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewar
     not sum to zero. `1 <= k <= G` for groups of `G` completions; with `k = 1`, the advantage is the reward itself. The
     result is `G` times `s_loo_minus_one` of the paper.
     """
-    if k == 1:
+    if table is None and k == 1:
         return jnp.where(scored & (scored.sum(axis=-1, keepdims=True) >= 2), rewards, 0.0)
-    return k * marginal_contribution(rewards, scored, k)
+    return weighted(rewards, scored, _pkpo_table(rewards.shape[-1], k=k) if table is None else table)
 
 
-@register_advantage_estimator("passk", zero_when_constant=True, takes="binary", headroom={"k": 1}, sparse=True)
-def passk(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewards:
+@register_advantage_estimator(
+    "passk", zero_when_constant=True, takes="binary", headroom={"k": 1}, sparse=True, table=subset_table
+)
+def passk(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int, table: GivenTable | None = None) -> Rewards:
     """Computes standardised pass@k: `(q_i - V_k) / (sqrt(V_k (1 - V_k)) + 1e-6)` (pass@k training, arXiv 2508.10751).
 
     Rewards must be 0 or 1. `V_k` is the mean of the maximum reward over all subsets of `k` completions of the group,
@@ -147,9 +197,122 @@ def passk(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int) -> Rewa
     GRPO, the division by a standard deviation makes the estimator biased. `1 <= k <= G - 1` for groups of `G`
     completions; with `k = G`, all advantages would be zero.
     """
-    above, value, shortfall = above_average(rewards, scored, k)
+    table = subset_table(rewards.shape[-1], k) if table is None else table
+    above, value, shortfall = above_average(rewards, scored, table)
     deviation = jnp.sqrt(jnp.maximum(value * shortfall, 0.0))
     return above / (deviation + 1e-6)
+
+
+def _check_maxk_mix(params: Params, size: int) -> None:
+    alpha, coefficients = params.get("alpha"), params.get("coefficients")
+    if (alpha is None) == (coefficients is None):
+        raise UserError("alpha, coefficients: 'maxk_mix' needs exactly one of them. Set alpha, or a list coefficients.")
+    if alpha is not None and not (is_number(alpha) and alpha >= 0):
+        raise UserError(f"alpha: got {alpha!r}; 'maxk_mix' needs a number of at least 0.")
+    if alpha is not None and max(power_coefficients(alpha, size - 1), default=0.0) > LARGEST_REWARD:
+        raise UserError(f"alpha: got {alpha}; a coefficient of a group of {size} exceeds {LARGEST_REWARD:g}. Lower it.")
+    if coefficients is not None:
+        _check_numbers("coefficients", coefficients)
+        if len(coefficients) > size - 1:
+            raise UserError(
+                f"coefficients: got {len(coefficients)}; 'maxk_mix' takes at most {size - 1}, one less than "
+                f"algorithm.num_generations ({size}), because each subset leaves out one completion."
+            )
+
+
+def _maxk_mix_table(size: int, *, alpha: float | None = None, coefficients: Sequence[float] | None = None) -> Table:
+    return leave_two_out_table(
+        size, power_coefficients(alpha, size - 1) if alpha is not None else tuple(map(float, coefficients or ()))
+    )
+
+
+@register_advantage_estimator("maxk_mix", zero_when_constant=True, table=_maxk_mix_table, check=_check_maxk_mix)
+def maxk_mix(
+    rewards: Rewards,
+    *,
+    scored: Scored,
+    lengths: Lengths,
+    alpha: float | None = None,
+    coefficients: Sequence[float] | None = None,
+    table: GivenTable | None = None,
+) -> Rewards:
+    """Mixes Leave-Two-Out advantages: `sum_k c_k L_k,i`, `k = 1..G-1`, with `L_k,i` as in `maxpo`.
+
+    For 0/1 rewards with pass rate `p`, the expected gradient is `w(p) grad p` with `w(p) = sum_k c_k (1-p)^(k-1)`: the
+    weight can be any polynomial of degree `G - 2`. For other rewards, it is the gradient of `sum_k c_k max@k / k`. The
+    advantages of a group sum to zero. Terms with k above `n - 1` are left out in a group of `n` scored completions.
+
+    `coefficients` are `c_1, c_2, ...`; missing ones are 0. `alpha` sets them to those of the series of `p^-alpha`,
+    `c_k = Gamma(alpha + k - 1) / (Gamma(alpha) Gamma(k))`: 0 is RLOO, 1 is MaxRL of order `G - 1`.
+    """
+    if table is None:
+        table = _maxk_mix_table(rewards.shape[-1], alpha=alpha, coefficients=coefficients)
+    return weighted(rewards, scored, table)
+
+
+def _check_order_statistic(params: Params, size: int) -> None:
+    k, weights, statistic = params["k"], params.get("weights"), params.get("statistic")
+    if (weights is None) == (statistic is None):
+        raise UserError(
+            "weights, statistic: 'order_statistic' needs exactly one of them. Set a list weights, or a statistic such "
+            "as median."
+        )
+    if weights is not None:
+        _check_numbers("weights", weights)
+        if len(weights) != k:
+            raise UserError(
+                f"weights: got {len(weights)}; 'order_statistic' needs k ({k}), for the largest reward first."
+            )
+    elif not isinstance(statistic, str):
+        raise UserError(f"statistic: got {statistic!r}; give a name such as median.")
+    else:
+        rank_weights(statistic, k)
+
+
+def _order_statistic_table(
+    size: int, *, k: int, weights: Sequence[float] | None = None, statistic: str | None = None
+) -> Table:
+    ranks = rank_weights(statistic, k) if statistic is not None else tuple(map(float, weights or ()))
+    return order_statistic_table(size, ranks)
+
+
+@register_advantage_estimator(
+    "order_statistic",
+    zero_when_constant=True,
+    headroom={"k": 1},
+    scored_beyond_k=1,
+    sparse=True,
+    table=_order_statistic_table,
+    check=_check_order_statistic,
+)
+def order_statistic(
+    rewards: Rewards,
+    *,
+    scored: Scored,
+    lengths: Lengths,
+    k: int,
+    weights: Sequence[float] | None = None,
+    statistic: str | None = None,
+    table: GivenTable | None = None,
+) -> Rewards:
+    """Computes the advantage of an order statistic of k rewards: `k (inc_i - loo_i)` (OrderGrad, arXiv 2606.06096).
+
+    The statistic is `sum_j weights_j X_(j:k)`, where `X_(1:k) >= ... >= X_(k:k)` are k sorted rewards, or the one with
+    the name `statistic` (see `rank_weights`). `inc_i` is the mean of the statistic over the subsets of `k` completions
+    that contain completion `i`; `loo_i` is this mean over the subsets without `i`. The expected gradient is the
+    gradient of the expected statistic of `k` completions. The advantages of a group sum to zero. `1 <= k <= G - 1` for
+    groups of `G` completions; weights `1, 0, ..., 0` are MaxPO.
+    """
+    if table is None:
+        table = _order_statistic_table(rewards.shape[-1], k=k, weights=weights, statistic=statistic)
+    return weighted(rewards, scored, table)
+
+
+def _check_numbers(name: str, values: Any) -> None:
+    if not isinstance(values, list | tuple) or not values or not all(map(is_number, values)):
+        raise UserError(f"{name}: got {values!r}; give a list of finite numbers, at least one.")
+    if max(map(abs, values)) > LARGEST_REWARD:
+        raise UserError(f"{name}: got {values!r}; the largest magnitude is {LARGEST_REWARD:g}.")
 
 
 @register_advantage_estimator("opo", zero_when_constant=True)
@@ -194,6 +357,44 @@ def reinforce_pp(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewar
     return jnp.where(kept & (tokens >= 2), unit * jax.lax.rsqrt(spread_out), 0.0)
 
 
+@register_advantage_estimator("gdpo", zero_when_constant=True, by_function=True)
+def gdpo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
+    """Divides `s_i`, a sum of normalised rewards, by its standard deviation over the batch: `s_i / (std + 1e-6)` (GDPO,
+    arXiv 2601.05242).
+
+    `rewards` are the sums `s_i` of `sum_of_normalised`. `std` is that of all scored completions of the batch (divided
+    by their number minus 1), without those in groups with fewer than two scored completions. The mean of `s_i` over the
+    batch, which the paper subtracts, is 0, because it is 0 in every group.
+    """
+    centred = _centred(rewards, scored)[0]
+    count = (scored & (scored.sum(axis=-1, keepdims=True) >= 2)).sum()
+    scale = jnp.maximum(jnp.abs(centred).max(), 1.0)  # the sum of squares of large values would overflow float32
+    unit = centred / scale
+    return unit / (jnp.sqrt((unit**2).sum() / jnp.maximum(count - 1, 1)) + 1e-6 / scale)
+
+
+def sum_of_normalised(rewards: Float[np.ndarray, "R P G"], weights: Sequence[float]) -> Float[np.ndarray, "P G"]:
+    """Standardises the rewards of each of `R` reward functions per group, `(r_i - m) / (std + 1e-6)`, and adds them up,
+    multiplied by `weights` (GDPO, arXiv 2601.05242).
+
+    `m` and `std` (divided by `n - 1`) are those of the group's `n` scored completions. NaN marks the reward of an
+    unscored completion; if one of its rewards is NaN, the sum is NaN and none of its rewards counts.
+    """
+    scored = ~np.isnan(rewards).any(axis=0)
+    count = scored.sum(axis=-1, keepdims=True)
+    total = np.where(scored, 0.0, np.nan)
+    for values, weight in zip(rewards.astype(np.float64), weights, strict=True):
+        top = np.where(scored, values, -np.inf).max(axis=-1, keepdims=True)
+        width = top - np.where(scored, values, np.inf).min(axis=-1, keepdims=True)
+        varied = scored & (width > 0)
+        # Values from -1 to 0: large rewards cannot overflow, and equal rewards of any size give exactly 0.
+        unit = np.where(varied, values - np.where(varied, top, 0.0), 0.0) / np.where(width > 0, width, 1.0)
+        unit = np.where(varied, unit - unit.sum(axis=-1, keepdims=True) / np.maximum(count, 1), 0.0)
+        deviation = np.sqrt((unit**2).sum(axis=-1, keepdims=True) / np.maximum(count - 1, 1))
+        total += weight * unit / (deviation + np.where(width > 0, 1e-6 / np.where(width > 0, width, 1.0), 1.0))
+    return total
+
+
 def compute_advantages(rewards: Any, advantage_estimator: str, *, lengths: Any = None, **params: Any) -> np.ndarray:
     """Computes the advantages of groups of rewards with the same function that the training step uses.
 
@@ -201,7 +402,7 @@ def compute_advantages(rewards: Any, advantage_estimator: str, *, lengths: Any =
       rewards: `[G]` or `[groups, G]` numbers; NaN (or None) marks a completion that could not be scored.
       advantage_estimator: a registered name, or `FILE.py:function`.
       lengths: completion lengths in tokens, in the shape of `rewards`; defaults to ones.
-      **params: the estimator's parameters, e.g. `k=4`, `truncation_order=3`, `ddof=0`.
+      **params: the estimator's parameters, e.g. `k=4`, `truncation_order=3`, `ddof=0`, `alpha=0.5`.
 
     Returns:
       float32 advantages of the shape of `rewards`.
@@ -211,7 +412,8 @@ def compute_advantages(rewards: Any, advantage_estimator: str, *, lengths: Any =
         lengths have a wrong shape or wrong values; or a function of the user returns a wrong shape or a non-finite
         number.
     """
-    estimator = find_estimator(advantage_estimator).function
+    registered = find_estimator(advantage_estimator)
+    estimator = registered.function
     try:
         values = np.asarray(rewards, np.float64)
     except (TypeError, ValueError) as error:
@@ -223,6 +425,7 @@ def compute_advantages(rewards: Any, advantage_estimator: str, *, lengths: Any =
     scored = ~np.isnan(groups)
     check_rewards(advantage_estimator, checked, groups, scored)
     sizes = _token_counts(values.shape, lengths)
+    groups = sum_of_normalised(groups[None], [1.0]) if registered.by_function else groups
     out = jax.jit(functools.partial(estimator, **checked))(
         jnp.asarray(np.where(scored, groups, 0.0), jnp.float32),
         scored=jnp.asarray(scored),

@@ -230,14 +230,126 @@ def dppo(
     `pi - mu < -dppo_mask_low`. These bounds are for the difference of probabilities, not of log-probabilities. The
     quadratic term applies to every token.
     """
+    moved = _probability(logprobs, mask) - _probability(rollout_logprobs, mask)
+    dropped = jnp.where(advantages > 0, moved > dppo_mask_high, moved < -dppo_mask_low)
+    return _dppo(logprobs, rollout_logprobs, advantages, mask, dropped, kl_tau)
+
+
+@register_policy_loss_fn("dppo_kl", behaviour="rollout", extra_term="kl_tau")
+def dppo_kl(
+    logprobs: Tokens,
+    rollout_logprobs: Tokens,
+    advantages: Rows,
+    mask: Array,
+    *,
+    dppo_mask_high: float = 0.05,
+    dppo_mask_low: float = 0.05,
+    kl_tau: float = 1e-3,
+) -> tuple[Tokens, dict[str, Tokens]]:
+    """Computes the loss of `dppo`, with another condition for dropping `-A rho` (DPPO-Binary-KL, arXiv 2602.04879).
+
+    Let `d = mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))` be the KL between the two policies if only the sampled
+    token is distinguished from all others, in nats. The term of a token is dropped if `A > 0`, `pi > mu` and `d >
+    dppo_mask_high`, or if `A <= 0`, `pi < mu` and `d > dppo_mask_low`.
+    """
+    pi, mu = _probability(logprobs, mask), _probability(rollout_logprobs, mask)
+    # `1 - p` is computed as `-expm1(log p)`, which keeps the digits of probabilities near 1.
+    others, own = (-jnp.expm1(jnp.where(mask, x, 0.0)) for x in (rollout_logprobs, logprobs))
+    rest = jnp.where(others > 0, others * (jnp.log(jnp.where(others > 0, others, 1.0)) - jnp.log(own)), 0.0)
+    divergence = -mu * log_ratio(logprobs, rollout_logprobs, mask) + rest
+    dropped = jnp.where(
+        advantages > 0, (pi > mu) & (divergence > dppo_mask_high), (pi < mu) & (divergence > dppo_mask_low)
+    )
+    return _dppo(logprobs, rollout_logprobs, advantages, mask, dropped, kl_tau)
+
+
+def _probability(logprobs: Tokens, mask: Array) -> Tokens:
+    return jnp.exp(jnp.where(mask, logprobs, 0.0))
+
+
+def _dppo(
+    logprobs: Tokens, rollout_logprobs: Tokens, advantages: Rows, mask: Array, dropped: Array, kl_tau: float
+) -> tuple[Tokens, dict[str, Tokens]]:
     difference = log_ratio(logprobs, rollout_logprobs, mask)
     ratio = jnp.exp(difference)
-    moved = jax.lax.stop_gradient(
-        jnp.exp(jnp.where(mask, logprobs, 0.0)) - jnp.exp(jnp.where(mask, rollout_logprobs, 0.0))
-    )
-    dropped = jnp.where(advantages > 0, moved > dppo_mask_high, moved < -dppo_mask_low)
     loss = jnp.where(dropped, 0.0, -ratio * advantages) + kl_tau * difference**2
     return loss, {"pg_clipfrac": dropped.astype(jnp.float32), "is_ratio/mean": ratio}
+
+
+@register_policy_loss_fn("sapo", extra_term=False)
+def sapo(
+    logprobs: Tokens,
+    old_logprobs: Tokens,
+    advantages: Rows,
+    mask: Array,
+    *,
+    sapo_tau_pos: float = 1.0,
+    sapo_tau_neg: float = 1.05,
+) -> tuple[Tokens, dict[str, Tokens]]:
+    """Computes `-A (4 / tau) sigmoid(tau (rho - 1))`, which bounds the ratio `rho` without clipping it (SAPO, arXiv
+    2511.20347).
+
+    `A` is the advantage and `rho = pi / pi_old`. `tau` is `sapo_tau_pos` if `A > 0`, else `sapo_tau_neg`. The gradient
+    of the loss with respect to `rho` is `-A / cosh(tau (rho - 1) / 2)^2`: that of REINFORCE at `rho = 1`, and smaller
+    the further `rho` is from 1, in both directions.
+    """
+    ratio = jnp.exp(log_ratio(logprobs, old_logprobs, mask))
+    tau = jnp.where(advantages > 0, sapo_tau_pos, sapo_tau_neg)
+    return -advantages * (4 / tau) * jax.nn.sigmoid(tau * (ratio - 1)), {"is_ratio/mean": ratio}
+
+
+@register_policy_loss_fn("gmpo", extra_term=False)
+def gmpo(
+    logprobs: Tokens,
+    old_logprobs: Tokens,
+    advantages: Rows,
+    mask: Array,
+    *,
+    epsilon: float = 0.4,
+    epsilon_high: float | None = None,
+) -> tuple[Tokens, dict[str, Tokens]]:
+    """Computes `-A` times the geometric mean of the clipped ratios of a completion (GMPO, arXiv 2507.20673).
+
+    The log-ratio `l_t = log(pi_t / pi_old_t)` of a token becomes `c_t = min(l_t, epsilon_high)` if the advantage `A` is
+    positive, else `c_t = max(l_t, -epsilon)`. The bounds are bounds of log-ratios; `epsilon_high` defaults to
+    `epsilon`. The factor of the completion is `s = exp(mean_t c_t)`. The loss of token `t` uses `s_t = sg(s) exp(c_t -
+    sg(c_t))` (`sg`: stop gradient), whose value is `s`. With the aggregation `sequence-mean-token-mean`, the loss of
+    the completion and its gradient are those of `-A s`.
+    """
+    difference = log_ratio(logprobs, old_logprobs, mask)
+    high = epsilon if epsilon_high is None else epsilon_high
+    clipped = jnp.where(advantages > 0, jnp.minimum(difference, high), jnp.maximum(difference, -epsilon))
+    mean = clipped.sum(axis=-1, keepdims=True) / jnp.maximum(mask.sum(axis=-1, keepdims=True), 1)
+    ratio = jnp.exp(jax.lax.stop_gradient(mean) + clipped - jax.lax.stop_gradient(clipped))
+    outside = (clipped != difference).astype(jnp.float32)
+    return -advantages * ratio, {"pg_clipfrac": outside, "is_ratio/mean": ratio}
+
+
+@register_policy_loss_fn("vespo", behaviour="rollout", extra_term=False)
+def vespo(
+    logprobs: Tokens,
+    rollout_logprobs: Tokens,
+    advantages: Rows,
+    mask: Array,
+    *,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+) -> tuple[Tokens, dict[str, Tokens]]:
+    """Computes `-sg(phi(w)) A log pi` with `phi(w) = w^k exp(lambda (1 - w))` (VESPO, arXiv 2602.10693).
+
+    `w = prod_t pi_t / mu_t` is the ratio of the whole completion, where `mu` are the probabilities of the sampler.
+    `phi(1)` is 1; `phi` is largest at `w = k / lambda` and tends to 0 for small and for large `w`. `k` and `lambda` are
+    the values for `pos` if the advantage `A` is at least 0, else those for `neg` (`sg`: stop gradient).
+    """
+    total = jnp.where(mask, logprobs - rollout_logprobs, 0.0).sum(axis=-1, keepdims=True)
+    log_weight = jax.lax.stop_gradient(jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    power = jnp.where(advantages >= 0, vespo_k_pos, vespo_k_neg)
+    decay = jnp.where(advantages >= 0, vespo_lambda_pos, vespo_lambda_neg)
+    phi = jnp.exp(power * log_weight + decay * (1 - jnp.exp(log_weight)))
+    ratio = jnp.broadcast_to(jnp.exp(log_weight), logprobs.shape)
+    return -phi * advantages * jnp.where(mask, logprobs, 0.0), {"is_ratio/mean": ratio}
 
 
 def kl_estimate(mode: str, logprobs: Tokens, ref_logprobs: Tokens, mask: Array) -> Tokens:

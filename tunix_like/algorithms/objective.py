@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,35 +26,63 @@ from tunix_like.algorithms.losses import (
     kl_estimate,
     loss_parameters,
 )
-from tunix_like.algorithms.off_policy import check_correction, sampler_correction
-from tunix_like.algorithms.registry import Estimator, check_parameters, find_estimator
+from tunix_like.algorithms.off_policy import check_correction, kept_by_mask, sampler_correction
+from tunix_like.algorithms.ppo import PPO
+from tunix_like.algorithms.registry import ESTIMATOR_KEYS, Estimator, find_estimator, with_schedules
+from tunix_like.config.schedules import Schedule
 from tunix_like.config.schema import AlgorithmConfig, TeacherConfig
 from tunix_like.errors import UserError
 from tunix_like.runtime.user_code import describe_error, is_own, kind_of
 from tunix_like.types import ById
 
-ESTIMATOR_KEYS = ("k", "truncation_order", "ddof")
-LOSS_KEYS = ("epsilon", "epsilon_high", "epsilon_c", "dppo_mask_high", "dppo_mask_low", "kl_tau")
+if TYPE_CHECKING:
+    from tunix_like.types import AnyArray
+
+LOSS_KEYS = (
+    *("epsilon", "epsilon_high", "epsilon_c", "dppo_mask_high", "dppo_mask_low", "kl_tau"),
+    *("sapo_tau_pos", "sapo_tau_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+)
 _NEED = {"overlong_buffer": "overlong", "overlong_penalty": "overlong", "max_extra_batches": "dynamic_sampling"}
 _NEED |= {key: "sampler_is" for key in ("sampler_is_threshold", "sampler_is_min", "sampler_is_kl")}
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupEstimator:
-    """An advantage estimator with its configured parameters."""
+    """An advantage estimator with its configured parameters, some of which may be schedules."""
 
     name: str
     params: dict[str, Any]
+
+    @property
+    def schedules(self) -> dict[str, Schedule]:
+        return {key: value for key, value in self.params.items() if isinstance(value, Schedule)}
+
+    def at(self, step: int) -> GroupEstimator:
+        """Returns this estimator with the values that the schedules have in a step."""
+        return GroupEstimator(self.name, self.params | {key: value(step) for key, value in self.schedules.items()})
+
+    def table(self, step: int, group_size: int) -> Float[np.ndarray, "..."] | None:
+        """Returns the array that the estimator reads in a step; None without a schedule."""
+        build = self.registered.table
+        if build is None or not self.schedules:
+            return None
+        return np.asarray(build(group_size, **self.at(step).params), np.float32)
 
     @property
     def registered(self) -> Estimator:
         return find_estimator(self.name)
 
     def __call__(
-        self, rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], lengths: Int[Array, "P G"]
+        self,
+        rewards: Float[Array, "P G"],
+        scored: Bool[Array, "P G"],
+        lengths: Int[Array, "P G"],
+        table: Float[Array, "..."] | None = None,
     ) -> Float[Array, "P G"]:
+        # With a table, the values of scheduled parameters are not read: those of any step give the same program.
+        params = self.params if table is None else self.at(1).params | {"table": table}
         try:
-            out = self.registered.function(rewards, scored=scored, lengths=lengths, **self.params)
+            out = self.registered.function(rewards, scored=scored, lengths=lengths, **params)
         except UserError:
             raise
         except Exception as error:
@@ -67,6 +95,18 @@ class GroupEstimator:
         return out
 
 
+class Scheduled(NamedTuple):
+    """The inputs of the compiled step from the schedules of an objective, one entry per estimator.
+
+    Attributes:
+      tables: the arrays of `GroupEstimator.table`.
+      least_scored: minimum number of scored completions of a group.
+    """
+
+    tables: tuple[Float[AnyArray, "..."] | None, ...]
+    least_scored: Int[AnyArray, "E"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Objective:
     """The objective of a learner; all defaults are filled in and all values are checked.
@@ -77,6 +117,7 @@ class Objective:
       loss_params: the configured parameters of the policy loss.
       max_tokens: `rollout.max_tokens_to_generate`.
       teacher: the settings of the teacher; None without a teacher.
+      arrays: the values of the schedules, inside the compiled step (see `bound`).
     """
 
     config: AlgorithmConfig
@@ -85,6 +126,7 @@ class Objective:
     loss_params: dict[str, Any]
     max_tokens: int
     teacher: TeacherConfig | None = None
+    arrays: Scheduled | None = None
 
     @property
     def functions(self) -> tuple[Any, ...]:
@@ -103,6 +145,29 @@ class Objective:
         taught = None if self.teacher is None else (self.teacher.mixture, self.teacher.coef)
         settings = repr((self.config, estimators, sorted(self.loss_params.items()), taught))
         return tuple(map(ById, self.functions)), settings, self.max_tokens  # a function of the user may be unhashable
+
+    def at(self, step: int) -> Objective:
+        """Returns this objective with the values that the schedules have in a step; the first step is 1."""
+        return dataclasses.replace(self, estimators=tuple(estimator.at(step) for estimator in self.estimators))
+
+    def scheduled(self, step: int) -> Scheduled | None:
+        """Returns the arrays that the schedules give to the compiled step; None without a schedule."""
+        tables = tuple(estimator.table(step, self.config.num_generations) for estimator in self.estimators)
+        return None if all(table is None for table in tables) else Scheduled(tables, self.at(step)._least_scored())
+
+    def bound(self, scheduled: Scheduled) -> Objective:
+        """Returns this objective with the arrays that `scheduled` returned, which may be traced. The compiled step
+        calls it, so another step needs no other program."""
+        return dataclasses.replace(self, arrays=scheduled)
+
+    def schedule_metrics(self, step: int) -> dict[str, float]:
+        """Returns the values of the schedules in a step."""
+        prefixes = {0: ""} | {index: f"{source}/" for source, index in self.sources.items()}
+        return {
+            f"schedule/{prefixes[index]}{key}": float(schedule(step))
+            for index, estimator in enumerate(self.estimators)
+            for key, schedule in estimator.schedules.items()
+        }
 
     def parameters(self) -> dict[str, Any]:
         """Returns all parameters of the run's advantage estimator and of the policy loss, with their values."""
@@ -141,7 +206,8 @@ class Objective:
     @property
     def needs_rollout_logprobs(self) -> bool:
         loss = find_policy_loss(str(self.config.policy_loss_fn))
-        return self.config.sampler_is is not None or loss.behaviour == "rollout"
+        keys = self.config.sampler_is, self.config.off_policy_mask_threshold
+        return keys != (None, None) or loss.behaviour == "rollout"
 
     def estimator_ids(self, sources: Sequence[Any]) -> Int[np.ndarray, "P"]:
         """Returns the index in `estimators` of each group's estimator, given the prompts' `sources` (None: unknown)."""
@@ -151,7 +217,9 @@ class Objective:
         """Returns which groups have enough scored completions for their estimator. Other groups are not trained on."""
         return scored.sum(axis=-1) >= self._least_scored()[ids]
 
-    def _least_scored(self) -> Int[np.ndarray, "E"]:
+    def _least_scored(self) -> Int[AnyArray, "E"]:
+        if self.arrays is not None:
+            return self.arrays.least_scored
         return np.array([e.registered.least_scored(e.params) for e in self.estimators], np.int32)
 
     def live_rows(
@@ -183,13 +251,14 @@ class Objective:
     ) -> Float[Array, "P G"]:
         """Computes the advantages of each group with its estimator. Completions that are unscored, or in a group with
         too few scored completions, get 0."""
+        tables = (None,) * len(self.estimators) if self.arrays is None else self.arrays.tables
         if len(self.estimators) == 1:
-            out = self.estimators[0](rewards, scored, lengths)
+            out = self.estimators[0](rewards, scored, lengths, tables[0])
         else:
             out = jnp.zeros_like(rewards)
-            for index, estimator in enumerate(self.estimators):
+            for index, (estimator, table) in enumerate(zip(self.estimators, tables, strict=True)):
                 selected = scored & (ids == index)[:, None]
-                out = jnp.where(selected, estimator(rewards, selected, lengths), out)
+                out = jnp.where(selected, estimator(rewards, selected, lengths, table), out)
         kept = scored.sum(axis=-1) >= jnp.asarray(self._least_scored())[ids]
         return jnp.where(scored & kept[:, None], out, 0.0).astype(jnp.float32)
 
@@ -220,6 +289,9 @@ class Objective:
             ratios = correction.ratios(tokens.old_logprobs, rollout, mask)
             weights = correction.weights(ratios)
             loss, metrics = weights * loss, metrics | correction.metrics(ratios, weights, mask)
+        if config.off_policy_mask_threshold is not None and rollout is not None:
+            kept = kept_by_mask(config.off_policy_mask_threshold, tokens.logprobs, rollout, advantages, mask)
+            loss, metrics = jnp.where(kept, loss, 0.0), metrics | {"off_policy_mask/dropped_frac": 1.0 - kept}
         if self.reference_in_loss:
             assert tokens.ref_logprobs is not None
             kl = kl_estimate(str(config.kl_loss_mode), tokens.logprobs, tokens.ref_logprobs, mask)
@@ -271,7 +343,7 @@ def trace_user_functions(objective: Objective, groups: int, group_size: int) -> 
 
     for estimator in objective.estimators:
         if is_own(estimator.registered.function):
-            jax.eval_shape(estimator, array(shape), array(shape, jnp.bool_), array(shape, jnp.int32))
+            jax.eval_shape(estimator.at(1), array(shape), array(shape, jnp.bool_), array(shape, jnp.int32))
     if is_own(loss.function):
         tokens = (*shape, objective.max_tokens)
         inputs = array(tokens), array(tokens), array((*shape, 1)), array(tokens, jnp.bool_)
@@ -333,7 +405,7 @@ def _group_estimator(name: str, params: dict[str, Any], config: AlgorithmConfig)
             )
         if key in params:
             raise UserError(f"algorithm.{key} and algorithm.estimator_params.{key} are both set; unset one of them.")
-    return GroupEstimator(name, check_parameters(name, params | extra, config.num_generations))
+    return GroupEstimator(name, with_schedules(name, params | extra, config.num_generations))
 
 
 def _source_estimator(source: str, given: Mapping[str, Any], config: AlgorithmConfig) -> GroupEstimator:
@@ -343,7 +415,7 @@ def _source_estimator(source: str, given: Mapping[str, Any], config: AlgorithmCo
         find_estimator(name)
     except UserError as error:
         raise UserError(f"data source '{source}': {error}") from error
-    return GroupEstimator(name, check_parameters(name, fields, config.num_generations, f"data source '{source}'"))
+    return GroupEstimator(name, with_schedules(name, fields, config.num_generations, f"data source '{source}'"))
 
 
 def _loss_parameters(config: AlgorithmConfig) -> dict[str, Any]:
@@ -387,9 +459,32 @@ def _check_teacher(objective: Objective) -> None:
         raise UserError(f"algorithm.{key}: the estimator '{DISTILLATION}' does not read rewards. Unset it.")
 
 
+def _check_ppo(objective: Objective) -> None:
+    names = [estimator.name for estimator in objective.estimators]
+    if PPO not in names:
+        return
+    if other := [(source, names[index]) for source, index in objective.sources.items() if names[index] != names[0]]:
+        source, name = other[0]
+        raise UserError(
+            f"data source '{source}': advantage_estimator={name} cannot be combined with {names[0]}: with {PPO}, all "
+            "sources have the advantages of the critic. Use one estimator."
+        )
+    if objective.config.dynamic_sampling:
+        raise UserError(
+            f"algorithm.dynamic_sampling: the estimator '{PPO}' learns from groups of equal rewards too. Unset it."
+        )
+
+
 def _check_combinations(objective: Objective, updates_per_batch: int) -> None:
     config = objective.config
+    for estimator in objective.estimators:
+        if config.num_generations < estimator.registered.least:
+            raise UserError(
+                f"algorithm.num_generations: got {config.num_generations}; the estimator '{estimator.name}' compares "
+                f"the completions of a prompt, so it must be at least {estimator.registered.least}."
+            )
     _check_teacher(objective)
+    _check_ppo(objective)
     if config.policy_loss_fn == "reinforce" and updates_per_batch > 1:
         raise UserError(
             f"algorithm.policy_loss_fn: 'reinforce' allows one update per rollout batch, but "
@@ -409,6 +504,13 @@ def _check_combinations(objective: Objective, updates_per_batch: int) -> None:
             f"rollout.max_tokens_to_generate ({objective.max_tokens})."
         )
     in_reward = bool(config.kl_in_reward and config.beta > 0)
+    by_function = [estimator.name for estimator in objective.estimators if estimator.registered.by_function]
+    changes = {"binarize": config.binarize, "overlong=penalty": config.overlong == "penalty", "kl_in_reward": in_reward}
+    for setting in (setting for setting, on in changes.items() if on and by_function):
+        raise UserError(
+            f"algorithm.{setting}: it changes the total reward, but '{by_function[0]}' normalises the reward of each "
+            "function. Unset it, or use another estimator."
+        )
     if in_reward and config.binarize:
         raise UserError(
             "algorithm.kl_in_reward: the KL is subtracted after algorithm.binarize, so rewards would not be 0 or 1. "
@@ -432,7 +534,7 @@ def check_accepts_negative(objective: Objective, cause: str, cure: str) -> None:
         return
     sections = {index: f"data source '{source}'" for source, index in objective.sources.items()}
     for index, estimator in enumerate(objective.estimators):
-        kind = estimator.registered.takes(estimator.params)
+        kind = estimator.registered.takes(estimator.at(1).params)
         if kind != "any":
             section = sections.get(index, "algorithm")
             order = f"{section}.truncation_order, or " if estimator.name == "maxrl" else ""

@@ -12,9 +12,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
-from tunix_like.algorithms.losses import MAX_LOG_RATIO, Tokens, log_ratio
+from tunix_like.algorithms.losses import MAX_LOG_RATIO, Rows, Tokens, log_ratio
 from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError
 
@@ -116,6 +116,21 @@ def finish_metrics(metrics: dict[str, Array]) -> dict[str, Array]:
     out |= {name: value / unit for name, value in out.items() if name.startswith("sampler_is/")}
     square = out.pop("sampler_is/square")
     return out | {"sampler_is/ess": jnp.where(square == 0, 0.0, out["sampler_is/mean"] ** 2 / square)}
+
+
+def kept_by_mask(
+    threshold: float, logprobs: Tokens, rollout_logprobs: Tokens, advantages: Rows, mask: Array
+) -> Bool[Array, "*batch T"]:
+    """Computes the off-policy sequence mask (DeepSeek-V3.2, arXiv 2512.02556). It is False for all tokens of a
+    completion with a negative advantage whose mean of `log mu - log pi` over the sampled tokens is above `threshold`
+    nats.
+
+    `logprobs` are the log-probabilities `log pi` under the current weights, `rollout_logprobs` those of the sampler,
+    `log mu`.
+    """
+    total = jnp.where(mask, rollout_logprobs - logprobs, 0.0).sum(axis=-1, keepdims=True)
+    mean = total / jnp.maximum(mask.sum(axis=-1, keepdims=True), 1)
+    return jnp.broadcast_to((advantages >= 0) | (mean <= threshold), logprobs.shape)
 
 
 def sampler_correction(config: AlgorithmConfig) -> SamplerCorrection | None:

@@ -1,29 +1,32 @@
-"""Computes advantages of max@K, the expected maximum reward of K completions.
+"""Computes advantages of max@K, the expected maximum reward of K completions, and of other order statistics of K.
 
-The advantages are linear functions of a group's sorted rewards, with weights that do not depend on the data. Let `x` be
-the rewards in ascending order, minus the largest reward. Every advantage in this module is
+Let `x_(1) <= ... <= x_(n)` be the scored rewards of a group. Each reward is `x_(1)` plus the gaps `x_(f+1) - x_(f)`
+below it. The j-th largest reward of a subset is `x_(1)` plus the gaps above which at least j members of the subset lie.
+So every mean of such statistics is a sum over the gaps, each times the same mean for 0/1 rewards that are 1 above the
+gap, and so are the advantages:
 
-    A_(i) = t_i x_(i) + sum_{m > i} u_m x_(m) - sum_m w_m x_(m)
+    A_(i) = sum_{f < i} up_f (x_(f+1) - x_(f)) - sum_{f >= i} down_f (x_(f+1) - x_(f))
 
-The static vectors `t, u, w` define an advantage. They are computed on the host in float64, for every number `n` of
-scored rewards. Equal rewards get equal advantages without special treatment. For one K, let `V_K` be the mean of the
-maximum reward over all subsets of K completions, and `q_i` this mean over the subsets that contain completion `i`. Then
-`q_i - V_K` is the advantage with
-
-    t_i = C(i-1, K-1) / C(n-1, K-1)     u_m = C(m-2, K-2) / C(n-1, K-1)     w_m = C(m-1, K-1) / C(n, K)
+`up_f` is the advantage of a success and `-down_f` that of a failure in a group of `n`, `f` of which failed. A table has
+these vectors for every number `n` of scored rewards. It is computed on the host in float64. Equal rewards get equal
+advantages without special treatment, because the gap between them is 0.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-Mixture = tuple[tuple[int, float], ...]
-"""Pairs `(K, factor)` that define a sum of max@K advantages, each multiplied by its factor."""
+Table = Float[np.ndarray, "N R F"]
+"""For every `n = 0..G` scored rewards and `f = 1..G-1` failures: `up` and `down`, then, for `above_average`, two more
+rows."""
+GivenTable = Table | Float[Array, "N R F"]
+"""A table, or the input of a compiled step that has one."""
 
 
 class Spread(NamedTuple):
@@ -50,127 +53,125 @@ def spread(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"]) -> Spread:
     return Spread(count, jnp.where(some, top, 0.0), jnp.where(some, bottom, 0.0), some & (top > bottom))
 
 
-def leave_two_out(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], mixture: Mixture) -> Float[Array, "P G"]:
-    """Computes, for each completion `i`, the sum of `c L_K,i` over the pairs `(K, c)` of `mixture`.
-
-    `L_K,i = q_i - V_K(group without i) = n/(n-K) (q_i - V_K)` is the Leave-Two-Out advantage (arXiv 2606.06080). `n` is
-    the number of scored completions. `V_K` is the mean of the maximum reward over all subsets of K completions, and
-    `q_i` is this mean over the subsets that contain `i`. Terms with `K > n - 1` are 0. A group of equal rewards gets
-    zeros.
-    """
-    table = _leave_two_out_weights(rewards.shape[-1], mixture)
-    return _weighted(rewards, scored, table)
-
-
-def above_average(
-    rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], k: int
-) -> tuple[Float[Array, "P G"], Float[Array, "P 1"], Float[Array, "P 1"]]:
-    """Returns `q_i - V_k` of each completion, and `V_k` and `max(rewards) - V_k` of each group.
-
-    `V_k` is the mean of the maximum reward over all subsets of `k` completions, and `q_i` is this mean over the subsets
-    that contain completion `i`. `max(rewards) - V_k` is computed as a sum of differences to the largest reward, so it
-    is accurate even if `V_k` is almost as large as that reward.
-    """
-    size = rewards.shape[-1]
-    table = _subset_weights(size, k)
-    ordered, _, group = _sorted(rewards, scored)
-    common = jnp.asarray(table, rewards.dtype)[group.scored[:, 0], 2]
-    shortfall = -(common * ordered).sum(axis=-1, keepdims=True)
-    plain = jnp.where(jnp.arange(size)[None] < group.scored, ordered + group.top, 0.0)
-    value = (common * plain).sum(axis=-1, keepdims=True)
-    return _weighted(rewards, scored, table), value, shortfall
-
-
-def marginal_contribution(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], k: int) -> Float[Array, "P G"]:
-    """Computes, for each completion, how much it raises the maximum reward of `k - 1` other completions on average.
-
-    The average is over all sets of `k - 1` other completions of the group; `k >= 2`. The result is never negative, and
-    it is exactly 0 for the smallest reward of a group.
-    """
-    least = spread(rewards, scored).bottom
-    out = _weighted(rewards, scored, _marginal_weights(rewards.shape[-1], k))
-    return jnp.where(rewards > least, out, 0.0)
-
-
-def _sorted(rewards: Array, scored: Array) -> tuple[Array, Array, Spread]:
-    """Sorts the scored rewards of each group in ascending order and subtracts the largest reward. Returns the
-    differences (padded with zeros), the sort order, and the statistics of the scored rewards."""
-    group = spread(rewards, scored)
-    order = jnp.argsort(jnp.where(scored, rewards, jnp.inf), axis=-1)
-    shifted = jnp.take_along_axis(rewards, order, axis=-1) - group.top
-    return jnp.where(jnp.arange(rewards.shape[-1])[None] < group.scored, shifted, 0.0), order, group
-
-
-def _weighted(rewards: Array, scored: Array, table: Float[np.ndarray, "N 3 G"]) -> Array:
-    """Computes the advantages `t_i x_(i) + sum_{m > i} u_m x_(m) - sum_m w_m x_(m)` of each group.
-
-    `x` are the scored rewards of a group in ascending order, minus the largest reward. With `n` scored rewards, the
-    vectors `t, u, w` are `table[n]`. Unscored completions and groups of equal rewards get 0.
-    """
-    ordered, order, group = _sorted(rewards, scored)
-    own, above, common = (jnp.asarray(table, rewards.dtype)[group.scored[:, 0], i] for i in range(3))
-    lifted = above * ordered
-    later = jnp.cumsum(lifted[:, ::-1], axis=-1)[:, ::-1] - lifted
-    advantages = own * ordered + later - (common * ordered).sum(axis=-1, keepdims=True)
+def weighted(rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], table: GivenTable) -> Float[Array, "P G"]:
+    """Computes the advantages that `table` defines. Unscored completions and groups of equal rewards get 0."""
+    gaps, order, group = _gaps(rewards, scored)
+    rows = jnp.asarray(table, rewards.dtype)[group.scored[:, 0]]
+    below = jnp.cumsum(rows[:, 0] * gaps, axis=-1)
+    above = jnp.cumsum((rows[:, 1] * gaps)[:, ::-1], axis=-1)[:, ::-1]
+    none = jnp.zeros_like(group.top)
+    advantages = jnp.concatenate([none, below], axis=-1) - jnp.concatenate([above, none], axis=-1)
     back = jnp.take_along_axis(advantages, jnp.argsort(order, axis=-1), axis=-1)
     return jnp.where(scored & group.signal, back, 0.0)
 
 
-def _own_weights(n: int, orders: Int[np.ndarray, "K"]) -> Float[np.ndarray, "K n"]:
-    """Computes the quotients of binomials `C(m-1, K-1) / C(n-1, K-1)` for each `K` of `orders` and `m = 1..n`.
-
-    The quotients are computed as a running product from `m = n` downwards. The binomials themselves could overflow.
-    """
-    m = np.arange(n, 1, -1, dtype=np.float64)
-    ratios = np.maximum(m - orders[:, None], 0.0) / (m - 1)
-    return np.concatenate([np.ones((len(orders), 1)), np.cumprod(ratios, axis=1)], axis=1)[:, ::-1]
-
-
-@functools.lru_cache(maxsize=8)
-def _leave_two_out_weights(size: int, mixture: Mixture) -> Float[np.ndarray, "N 3 G"]:
-    every, factors = np.array([k for k, _ in mixture]), np.array([factor for _, factor in mixture])
-    table = np.zeros((size + 1, 3, size))
-    for n in range(2, size + 1):
-        orders = every[every < n]
-        own = _own_weights(n, orders)
-        scale = factors[every < n] * n / (n - orders)
-        total, times_order = scale @ own, (scale * orders) @ own
-        table[n, 0, :n] = total
-        table[n, 1, 1:n] = (times_order - total)[1:] / np.arange(1, n)
-        table[n, 2, :n] = times_order / n
-    return table
-
-
-@functools.lru_cache(maxsize=8)
-def _subset_weights(size: int, k: int) -> Float[np.ndarray, "N 3 G"]:
-    """Returns the table with which `_weighted` computes `q_i - V_k`. Entry `n` is for groups of `n` scored rewards.
+def above_average(
+    rewards: Float[Array, "P G"], scored: Bool[Array, "P G"], table: GivenTable
+) -> tuple[Float[Array, "P G"], Float[Array, "P 1"], Float[Array, "P 1"]]:
+    """Returns `q_i - V_k` of each completion, and `V_k` and `max(rewards) - V_k` of each group, with the table of
+    `subset_table`.
 
     `V_k` is the mean of the maximum reward over all subsets of `k` completions, and `q_i` is this mean over the subsets
-    that contain completion `i`. The entries for `n < k` are 0.
+    that contain completion `i`. `max(rewards) - V_k` is computed as a sum over gaps, so it is accurate even if `V_k` is
+    almost as large as the largest reward.
     """
-    table = np.zeros((size + 1, 3, size))
-    for n in range(max(k, 2), size + 1):
-        own = _own_weights(n, np.array([k]))[0]
-        table[n, 0, :n] = own
-        table[n, 1, 1:n] = own[1:] * (k - 1) / np.arange(1, n)
-        table[n, 2, :n] = own * k / n
-    return table
+    gaps, _, group = _gaps(rewards, scored)
+    rows = jnp.asarray(table, rewards.dtype)[group.scored[:, 0]]
+    shortfall, gain = ((rows[:, i] * gaps).sum(axis=-1, keepdims=True) for i in (2, 3))
+    return weighted(rewards, scored, table), group.bottom + gain, shortfall
+
+
+def _gaps(rewards: Array, scored: Array) -> tuple[Float[Array, "P F"], Int[Array, "P G"], Spread]:
+    """Returns the gaps between the scored rewards of each group in ascending order, the sort order, and the statistics
+    of the scored rewards. Unscored completions are sorted like the largest reward, so they add gaps of 0."""
+    group = spread(rewards, scored)
+    filled = jnp.where(scored, rewards, group.top)
+    order = jnp.argsort(filled, axis=-1)
+    return jnp.diff(jnp.take_along_axis(filled, order, axis=-1), axis=-1), order, group
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _grid(size: int) -> tuple[Int[np.ndarray, "N 1"], Int[np.ndarray, "1 F"]]:
+    """Returns the numbers of scored rewards `n = 0..size` and of failures `f = 1..size-1`."""
+    return np.arange(size + 1)[:, None], np.arange(1, size)[None]
+
+
+def _all_fail(size: int, coefficients: Sequence[float]) -> Float[np.ndarray, "N F"]:
+    """Returns `sum_K c_K H_K` with `c_1, c_2, ... = coefficients`. `H_K = C(f, K) / C(n-1, K)` is the chance that K of
+    `n - 1` other completions all failed, if `f` of these failed; 0 where `K > n - 1`. The binomials could overflow."""
+    n, f = _grid(size)
+    chance = (f < n).astype(np.float64)
+    total = np.zeros_like(chance)
+    for drawn, coefficient in enumerate(coefficients):
+        possible = slice(drawn + 2, None), slice(drawn, None)  # n - 1 and f above `drawn`; H_K is 0 elsewhere
+        chance[possible] *= (f[:, drawn:] - drawn) / (n[drawn + 2 :] - 1 - drawn)
+        if coefficient:
+            total[possible] += coefficient * chance[possible]
+    return total
+
+
+def _centred(up: Float[np.ndarray, "N F"]) -> Table:
+    """Returns the table whose advantages sum to zero: `(n - f) up_f = f down_f`."""
+    n, f = _grid(up.shape[0] - 1)
+    return np.stack([up, up * np.maximum(n - f, 0) / f], axis=1)
 
 
 @functools.lru_cache(maxsize=8)
-def _marginal_weights(size: int, k: int) -> Float[np.ndarray, "N 3 G"]:
-    """Returns the table with which `_weighted` computes `marginal_contribution`. Entry `n` is for groups of `n` scored
-    rewards.
+def leave_two_out_table(size: int, coefficients: tuple[float, ...]) -> Table:
+    """Returns the table of `sum_K c_K L_K,i` with `c_1, c_2, ... = coefficients`.
 
-    For rewards `x` in ascending order, the contribution of completion `i` is `sum_{m < i} a_m (x_(i) - x_(m))` with
-    `a_m = C(m-1, k-2) / C(n-1, k-1)`. The three vectors of an entry are `t + a, a, a` with
-    `t_i = C(i-1, k-1) / C(n-1, k-1)`. The entries for `n < k` are 0.
+    `L_K,i = q_i - V_K(group without i)` is the Leave-Two-Out advantage (arXiv 2606.06080): `V_K` is the mean of the
+    maximum reward over all subsets of K completions, and `q_i` this mean over the subsets that contain `i`. A success
+    has `L_K = C(f, K) / C(n-1, K)`, the chance that K others all failed. Terms with `K > n - 1` are 0.
     """
-    table = np.zeros((size + 1, 3, size))
-    for n in range(max(k, 2), size + 1):
-        before, own = _own_weights(n, np.array([k - 1, k]))
-        gap = before * (k - 1) / (n - k + 1)
-        table[n, 0, :n] = own + gap
-        table[n, 1, :n] = gap
-        table[n, 2, :n] = gap
-    return table
+    return _centred(_all_fail(size, coefficients))
+
+
+@functools.lru_cache(maxsize=8)
+def marginal_table(size: int, k: int) -> Table:
+    """Returns the table of `k` times the mean increase of the maximum reward of `k - 1` other completions by a
+    completion; `k >= 2`. A success raises it if the others all failed, a failure never: the smallest reward of a group
+    gets exactly 0. The entries for `n < k` are 0."""
+    up = _all_fail(size, (*[0.0] * (k - 2), float(k)))
+    return np.stack([up, np.zeros_like(up)], axis=1)
+
+
+@functools.lru_cache(maxsize=8)
+def subset_table(size: int, k: int) -> Table:
+    """Returns the table of `q_i - V_k = (1 - k/n) L_k,i` for `above_average`. Its other rows are the chances that `k`
+    of all `n` completions fail, `C(f, k) / C(n, k)`, and that at least one succeeds. The entries for `n < k` are 0."""
+    n, f = _grid(size)
+    fail = _all_fail(size, (*[0.0] * (k - 1), 1.0)) * np.maximum(n - k, 0) / np.maximum(n, 1)
+    return np.concatenate([_centred(fail), np.stack([fail, ((n >= k) & (f < n)) - fail], axis=1)], axis=1)
+
+
+@functools.lru_cache(maxsize=8)
+def order_statistic_table(size: int, weights: tuple[float, ...]) -> Table:
+    """Returns the table of `K (inc_i - loo_i)` for the statistic `sum_j weights_j X_(j:K)` of K completions.
+
+    `X_(1:K)` is the largest of K rewards. `inc_i` and `loo_i` are the means of the statistic over the K-subsets that
+    contain `i` and that do not. A success has `up_f = sum_{s=0..K-1} (K - s) weights_{s+1} H_s`: `H_s` is the chance
+    that `s` of K others succeeded, `C(n-1-f, s) C(f, K-s) / C(n-1, K)`. The entries for `n <= K` are 0.
+
+    Derivation: for 0/1 rewards, exchanging `i` for a random member of a K-subset of the others changes the statistic
+    only if that member failed (a chance of `(K - s) / K`), and then by the weight of rank `s + 1`.
+    """
+    n, f = _grid(size)
+    k = len(weights)
+    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, max(size, k) + 1)))])  # binomials can overflow
+
+    def log_choose(total: Int[np.ndarray, "*shape"], drawn: int) -> Float[np.ndarray, "*shape"]:
+        rest = np.maximum(total, drawn) - drawn
+        return np.where(
+            total < drawn, -np.inf, log_factorial[rest + drawn] - log_factorial[drawn] - log_factorial[rest]
+        )
+
+    subsets = np.where(n > k, log_choose(n - 1, k), np.inf)
+    up = np.zeros((size + 1, size - 1))
+    for successes, weight in enumerate(weights):
+        if weight:
+            ways = log_choose(n - 1 - f, successes) + log_choose(f, k - successes)
+            up += (k - successes) * weight * np.exp(ways - subsets)
+    return _centred(up)

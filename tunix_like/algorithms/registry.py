@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from tunix_like.algorithms import LARGEST_REWARD
+from tunix_like.config.schedules import read_schedule
 from tunix_like.errors import UserError, nearest
 from tunix_like.runtime.user_code import check_new_name, is_place, load_function
 from tunix_like.types import AdvantageEstimator
@@ -21,6 +22,9 @@ from tunix_like.types import AdvantageEstimator
 Params = Mapping[str, Any]
 
 REWARD_KINDS = ("any", "non-negative", "binary")
+
+ESTIMATOR_KEYS = ("k", "truncation_order", "ddof", "alpha", "coefficients", "weights", "statistic")
+"""The keys of `algorithm` that are parameters of estimators."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +41,12 @@ class Estimator:
         completions is dropped.
       sparse: whether completions often get advantage 0 although the rewards of their group differ. If True, the
         advantages are computed before the update, to skip these completions.
+      by_function: whether the estimator gets `advantages.sum_of_normalised` of the rewards of the single reward
+        functions, instead of their weighted sum.
+      table: computes the constants of the estimator on the host; None if its parameters cannot follow a schedule.
+      check: given the estimator's parameters and the group size, raises UserError for a wrong value. The message begins
+        with the name of the parameter.
+      least: the minimum number of scored completions of a group, apart from `k`.
     """
 
     function: AdvantageEstimator
@@ -45,14 +55,19 @@ class Estimator:
     headroom: Mapping[str, int]
     scored_beyond_k: int
     sparse: bool
+    by_function: bool = False
+    table: Callable[..., Any] | None = None
+    check: Callable[[Params, int], None] | None = None
+    least: int = 2
 
     def parameters(self) -> dict[str, Any]:
         """Returns the names of the estimator's own parameters, with their defaults."""
-        return own_parameters(self.function, frozenset({"scored", "lengths"}))
+        given = {"scored", "lengths"} if self.table is None else {"scored", "lengths", "table"}
+        return own_parameters(self.function, frozenset(given))
 
     def least_scored(self, params: Params) -> int:
         """Returns the minimum number of scored completions of a group; groups with fewer are dropped."""
-        return max(2, (params.get("k") or 0) + self.scored_beyond_k) if "k" in self.headroom else 2
+        return max(self.least, (params.get("k") or 0) + self.scored_beyond_k) if "k" in self.headroom else self.least
 
 
 ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {}
@@ -67,6 +82,10 @@ def register_advantage_estimator(
     headroom: Mapping[str, int] | None = None,
     scored_beyond_k: int = 0,
     sparse: bool = False,
+    by_function: bool = False,
+    table: Callable[..., Any] | None = None,
+    check: Callable[[Params, int], None] | None = None,
+    least_scored: int = 2,
 ) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
     """Registers an advantage estimator under `name`. The estimator is traced into the compiled training step, like a
     built-in estimator.
@@ -82,9 +101,16 @@ def register_advantage_estimator(
       headroom: maps a parameter name to a number h: the parameter must be at most G - h, where G is the group size.
         `{"k": 1}` means `k <= G - 1`.
       scored_beyond_k: if `headroom` contains the parameter `k`, a group with fewer than `k + scored_beyond_k` scored
-        completions is dropped. A group with fewer than two is always dropped.
+        completions is dropped.
       sparse: whether completions often get advantage 0 although the rewards of their group differ. If True, the
         advantages are computed before the update, to skip these completions.
+      by_function: whether the rewards of each reward function are normalised over the group before they are added.
+      table: `table(G, **parameters)` computes an array on the host. The estimator then has the keyword-only parameter
+        `table=None`. If a parameter follows a schedule, the estimator gets the array of the step as `table` and must
+        read nothing else of the parameters, so the step is compiled only once.
+      check: `check(parameters, G)` raises UserError for a wrong value. The message begins with the name of the
+        parameter.
+      least_scored: a group with fewer scored completions is dropped. Also the smallest `algorithm.num_generations`.
 
     Raises:
       UserError: the name is taken, or contains `.` or `:`.
@@ -101,6 +127,10 @@ def register_advantage_estimator(
             dict(headroom or {}),
             scored_beyond_k,
             sparse,
+            by_function,
+            table,
+            check,
+            least_scored,
         )
         return function
 
@@ -120,11 +150,6 @@ def find_estimator(name: str) -> Estimator:
         _check_signature(name, function)
         return Estimator(function, lambda params: False, lambda params: "any", {}, 0, False)
 
-    if name == "ppo" and name not in ADVANTAGE_ESTIMATORS:
-        raise UserError(
-            "algorithm.advantage_estimator: 'ppo' needs a value model, which this library does not have. Its clipped "
-            "loss exists: set algorithm.advantage_estimator=grpo or rloo, with algorithm.policy_loss_fn=ppo_clip."
-        )
     return find_registered(name, ADVANTAGE_ESTIMATORS, "algorithm.advantage_estimator: unknown estimator", unregistered)
 
 
@@ -190,7 +215,7 @@ def check_parameters(name: str, params: Params, group_size: int, key: str = "alg
     for field, default in declared.items():
         if default is inspect.Parameter.empty and field not in params:
             section = key
-            if key == "algorithm" and field not in ("k", "truncation_order", "ddof"):
+            if key == "algorithm" and field not in ESTIMATOR_KEYS:
                 section = "algorithm.estimator_params"
             raise UserError(f"{section}.{field}: the estimator '{name}' requires it. Set {section}.{field}=<value>.")
     for field, spare in estimator.headroom.items():
@@ -203,7 +228,45 @@ def check_parameters(name: str, params: Params, group_size: int, key: str = "alg
                 f"{key}.{field}: got {value}; '{name}' needs 1 <= {field} <= {group_size - spare}{reason} "
                 f"({group_size})" + (", because each subset leaves out one completion." if spare else ".")
             )
+    if estimator.check is not None:
+        try:
+            estimator.check(params, group_size)
+        except UserError as error:
+            raise UserError(f"{key}.{error}") from error
     return params
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a parameter is a finite number."""
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and bool(np.isfinite(value))
+
+
+def with_schedules(name: str, params: Params, group_size: int, key: str = "algorithm") -> dict[str, Any]:
+    """Like `check_parameters`, but a parameter may be a mapping `{start, end, steps}`, which becomes a `Schedule`. The
+    values at both of its ends are checked.
+
+    Raises:
+      UserError: as `check_parameters`, or the estimator does not accept a schedule.
+    """
+    estimator, declared = find_estimator(name), find_estimator(name).parameters()
+    mappings = {field: value for field, value in params.items() if isinstance(value, Mapping) and field in declared}
+    if estimator.table is None:
+        for field in mappings.keys() & set(ESTIMATOR_KEYS):
+            raise UserError(f"{key}.{field}: the estimator '{name}' takes no schedule. Set a number.")
+        return check_parameters(name, params, group_size, key)
+    schedules = {
+        field: read_schedule(value, f"{key}.{field}", field in estimator.headroom) for field, value in mappings.items()
+    }
+    checked: dict[str, Any] = {}
+    for end in ("end", "start"):
+        values = {field: getattr(schedule, end) for field, schedule in schedules.items()}
+        checked = check_parameters(name, {**params, **values}, group_size, key)
+        if schedules:
+            try:
+                estimator.table(group_size, **checked)
+            except UserError as error:
+                raise UserError(f"{key}.{error}") from error
+    return checked | schedules
 
 
 def _place(group: int, sample: int) -> str:

@@ -29,6 +29,7 @@ from tunix_like.algorithms.population_weights import (
 )
 from tunix_like.algorithms.registry import (
     ADVANTAGE_ESTIMATORS,
+    ESTIMATOR_KEYS,
     check_parameters,
     check_rewards,
     find_estimator,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BUILT_IN = "tunix_like.algorithms.advantages"  # the module whose estimators are always shown
-_NUMBERS = ("k", "truncation_order", "ddof")
 _LONG_GROUP = 16  # in larger groups, completions with identical values share one row of the table
 _LOG_WIDTH = 140  # width in characters if the output is not a terminal
 
@@ -55,6 +55,8 @@ _STYLES: dict[str, dict[str, Any]] = {
     "grpo": {"color": "#d55e00", "linewidth": 2.0},
     "maxrl": {"linewidth": 2.2},
     "max@k": {"color": "#009e73", "linestyle": (0, (6, 1.5, 1.5, 1.5)), "linewidth": 2.0},
+    "maxk_mix": {"color": "#e69f00", "linewidth": 2.0},
+    "order_statistic": {"color": "#8c564b", "linestyle": (0, (3, 1.5)), "linewidth": 2.0},
     "other": {"color": "#cc79a7", "linestyle": ":", "linewidth": 2.6},
 }
 _BLUES = ("#08306b", "#2171b5", "#6baed6", "#9ecae1")
@@ -65,18 +67,18 @@ _LOWEST = 0.03  # lower end of the y axis; needed because the weight of max@k fa
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The parsed arguments. `rewards` has NaN for an unscored completion; `lengths` are in tokens; `numbers` has the
-    given values of `k`, `truncation_order` and `ddof`; `own` is the estimator of the user."""
+    """The parsed arguments. `rewards` has NaN for an unscored completion; `lengths` are in tokens; `given` has the
+    given parameters of the built-in estimators; `own` is the estimator of the user."""
 
     rewards: Float[np.ndarray, "P G"]
     lengths: Int[np.ndarray, "P G"] | None
-    numbers: dict[str, int]
+    given: dict[str, Any]
     own: GroupEstimator | None
 
     @property
     def k(self) -> int:
         """The given `k`; if none was given, 1 for groups of one or two rewards, and 2 for larger groups."""
-        return self.numbers.get("k", max(1, min(2, self.rewards.shape[1] - 1)))
+        return self.given.get("k", max(1, min(2, self.rewards.shape[1] - 1)))
 
 
 def show(rewards: str, options: Sequence[str], plot: str | None) -> None:
@@ -105,8 +107,7 @@ def draw(request: Request, path: str) -> list[str]:
     drawn."""
     size = request.rewards.shape[1]
     rates = pass_rates(size)
-    order, ddof = request.numbers.get("truncation_order"), request.numbers.get("ddof")
-    lines = drawn_estimators(size, request.k, order, ddof)
+    lines = drawn_estimators(size, {**request.given, "k": request.k})
     notes = []
     try:
         own = [] if request.own is None else [(header(request.own), "other", request.own)]
@@ -133,7 +134,7 @@ def read_request(rewards: str, options: Sequence[str]) -> Request:
         words[key] = value
     place = words.pop("estimator", None)
     declared = {} if place is None else find_estimator(place).parameters()
-    known = (*_NUMBERS, "lengths", "estimator", *declared)
+    known = (*ESTIMATOR_KEYS, "lengths", "estimator", *declared)
     for key in words:
         if key not in known:
             raise UserError(f"{key}: unknown key. {nearest(key, known)}")
@@ -142,14 +143,14 @@ def read_request(rewards: str, options: Sequence[str]) -> Request:
         lengths = _groups("length", words["lengths"], _length).astype(np.int32)
         if lengths.shape != groups.shape:
             raise UserError(f"lengths: expected one per reward, {_extent(groups)}; got {_extent(lengths)}.")
-    numbers: dict[str, Any] = {key: _whole(key, words[key]) for key in _NUMBERS if key in words}
-    AlgorithmConfig(**numbers)  # raises for values that are invalid in a config
+    given = {key: _parameter(key, words[key]) for key in ESTIMATOR_KEYS if key in words}
+    AlgorithmConfig(**given)  # raises for values that are invalid in a config
     own = None
     if place is not None:
-        params = {key: numbers[key] if key in numbers else _plain(words[key]) for key in declared if key in words}
+        params = {key: given[key] if key in given else _plain(words[key]) for key in declared if key in words}
         own = GroupEstimator(place, params)
         check_parameters(place, params, groups.shape[1])
-    return Request(groups, lengths, numbers, own)
+    return Request(groups, lengths, given, own)
 
 
 def columns(request: Request) -> tuple[list[GroupEstimator], list[str]]:
@@ -179,7 +180,7 @@ def columns(request: Request) -> tuple[list[GroupEstimator], list[str]]:
             notes.append(f"group {group + 1} has {count} scored completions, too few for {which}: dropped.")
     if size == 1:
         notes.append("a group of one has no advantage: there is no other completion to compare with.")
-    elif "k" not in request.numbers:
+    elif "k" not in request.given:
         notes.append(f"k is not given: k={request.k} is shown.")
     if request.lengths is None and size > 1:
         notes.append("lengths are not given: opo and reinforce_pp assume that all completions are equally long.")
@@ -189,12 +190,18 @@ def columns(request: Request) -> tuple[list[GroupEstimator], list[str]]:
 def header(estimator: GroupEstimator) -> str:
     """Returns the column header of an estimator: its name, and the parameters that are set. If the name is
     `FOLDER/FILE.py:function`, the folder is left out."""
-    return " ".join([Path(estimator.name).name, *(f"{key}={value}" for key, value in estimator.params.items())])
+    return " ".join([Path(estimator.name).name, *(f"{key}={_text(value)}" for key, value in estimator.params.items())])
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(map(_text, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _candidates(request: Request) -> list[GroupEstimator]:
     """Returns every built-in estimator (`maxrl` also with `truncation_order` if that is given) and that of the user."""
-    given = {**request.numbers, "k": request.k}
+    given = {**request.given, "k": request.k}
     candidates: list[GroupEstimator] = []
     seen = set()
     for name, estimator in ADVANTAGE_ESTIMATORS.items():
@@ -305,11 +312,17 @@ def _length(word: str, place: str) -> float:
     return float(word)
 
 
-def _whole(key: str, word: str) -> int:
+def _parameter(key: str, word: str) -> Any:
+    """Parses a parameter of the built-in estimators."""
+    if key == "statistic":
+        return word
+    kind = float if key in ("alpha", "coefficients", "weights") else int
     try:
-        return int(word)
+        values = [kind(part) for part in (word.split(",") if key in ("coefficients", "weights") else [word])]
     except ValueError:
-        raise UserError(f"{key}: expected an integer, got {word!r}.") from None
+        what = "numbers such as 1,0.5" if key in ("coefficients", "weights") else "a number"
+        raise UserError(f"{key}: expected {'an integer' if kind is int else what}, got {word!r}.") from None
+    return values if key in ("coefficients", "weights") else values[0]
 
 
 def _plain(word: str) -> int | float | bool | str:
@@ -343,12 +356,11 @@ def pass_rates(group_size: int) -> Float[np.ndarray, "N"]:
     return 1 / (1 + np.exp(-logits))
 
 
-def drawn_estimators(
-    group_size: int, k: int, truncation_order: int | None = None, ddof: int | None = None
-) -> list[tuple[str, str, GroupEstimator]]:
-    """Returns the label, the family (which sets the line style) and the estimator of each curve that the group size
-    allows. MaxRL of order `G - 1` is Algorithm 1 of the MaxRL paper; a lower order truncates the Taylor series of the
-    log-likelihood earlier."""
+def drawn_estimators(group_size: int, given: Mapping[str, Any]) -> list[tuple[str, str, GroupEstimator]]:
+    """Returns the label, the family (which sets the line style) and the estimator of each curve that the group size and
+    the given parameters, with `k`, allow. MaxRL of order `G - 1` is Algorithm 1 of the MaxRL paper; a lower order
+    truncates the Taylor series of the log-likelihood earlier."""
+    k, truncation_order, ddof = given["k"], given.get("truncation_order"), given.get("ddof")
     label = "GRPO" if ddof is None else f"GRPO (ddof {ddof})"
     lines = [(label, "grpo", GroupEstimator("grpo", {} if ddof is None else {"ddof": ddof}))]
     for order in sorted({1, 4, group_size - 1, truncation_order or 1}, reverse=True):
@@ -358,6 +370,18 @@ def drawn_estimators(
     for name, label, highest in (("maxpo", "MaxPO", group_size - 1), ("pkpo", "PKPO", group_size)):
         if k <= highest:
             lines.append((f"{label}({k})", "max@k", GroupEstimator(name, {"k": k})))
+    for name, label, keys in (
+        ("maxk_mix", "mix", ("alpha", "coefficients")),
+        ("order_statistic", "order statistic", ("weights", "statistic")),
+    ):
+        named = {key: given[key] for key in keys if key in given}
+        params = named | ({"k": k} if name == "order_statistic" else {})
+        try:
+            check_parameters(name, params, group_size)
+        except UserError:
+            continue  # not given, or the table has a note about it
+        ((key, value),) = named.items()
+        lines.append((f"{label} ({key} {_text(value)})", name, GroupEstimator(name, params)))
     return lines
 
 

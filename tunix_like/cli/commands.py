@@ -207,7 +207,10 @@ def _add_analysis(command: AddCommand) -> None:
         "rewards", help="e.g. 1,0,0,0; ';' separates groups of the same size; none: an unscored completion"
     )
     advantages.add_argument(
-        "overrides", nargs="*", help="k=2 truncation_order=3 ddof=0 lengths=3,1,2,5 estimator=FILE.py:f"
+        "overrides",
+        nargs="*",
+        help="k=2 truncation_order=3 ddof=0 alpha=0.5 coefficients=1,0.5 weights=0,1 statistic=median lengths=3,1,2,5 "
+        "estimator=FILE.py:f",
     )
     advantages.add_argument("--plot", metavar="FILE.png", help="draw the population weights w(p) at this group size")
 

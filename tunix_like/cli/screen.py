@@ -144,8 +144,7 @@ def picture(parts: Parts, learner: Learner | DPOLearner) -> None:
         return
     row, greedy = parts.source.eval[0], SamplingParams(temperature=0)
     # Uses a new engine, because the sampling servers of a run are disconnected when the run ends.
-    teacher = learner.teacher if isinstance(learner, Learner) else None
-    others = learner.reference is not None, None if teacher is None else teacher.work
+    others = learner.others if isinstance(learner, Learner) else (learner.reference is not None,)
     engine = make_engine(learner.graphdef, parts.tokenizer, parts.config.rollout, parts.mesh, *others)
     (answer,) = complete(engine, learner.params, parts.tokenizer, [row["prompt"]], greedy, seed=0)
     console.print_text("the first held-out problem with the greedy answer of the model:")

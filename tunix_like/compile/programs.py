@@ -20,9 +20,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from tunix_like.algorithms.objective import Objective, build_objective
+from tunix_like.algorithms.objective import build_objective
+from tunix_like.algorithms.ppo import PPO, ValueObjective
 from tunix_like.compile.costs import Trips
-from tunix_like.config.schema import SELF, Config, OptimizerConfig
+from tunix_like.config.schema import SELF, Config
 from tunix_like.data import load_source, source_estimators
 from tunix_like.errors import UserError
 from tunix_like.models.attention import resolve_attention
@@ -46,8 +47,9 @@ from tunix_like.rollout.logits import SamplingParams
 from tunix_like.rollout.sampler import jit_place
 from tunix_like.rollout.shapes import slot_shape
 from tunix_like.runs.build import check_batches, check_config, chosen_tokenizer, named_model, updates_per_batch
-from tunix_like.training.arguments import forward_options
+from tunix_like.training.arguments import forward_options, likelihood_options
 from tunix_like.training.bounds import decode_bytes, held_bytes, prefill_bytes, update_bytes, weight_bytes
+from tunix_like.training.critic import new_critic
 from tunix_like.training.forward import CHUNKS, SETS, batch_logprobs, packed_shapes
 from tunix_like.training.memory import Phase
 from tunix_like.training.optimizer import build_optimizer, moment_segments, state_shapes
@@ -102,6 +104,7 @@ class Plan:
     sampling_mesh: Mesh | None
     estimate: MemoryEstimate
     teacher: Decoder | None = None
+    critic: Decoder | None = None
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -122,6 +125,12 @@ class Plan:
         """The same for the teacher. The weights are those of the policy if it is its own teacher; the initial weights
         have the same shapes."""
         return self.split if self.teacher is None else self._split(self.teacher)
+
+    @functools.cached_property
+    def judged_by(self) -> tuple[Any, Any]:
+        """The same for the critic."""
+        assert self.critic is not None
+        return self._split(self.critic)
 
     def _split(self, model: Decoder) -> tuple[Any, Any]:
         graphdef, state = nnx.split(model)
@@ -190,7 +199,13 @@ def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | No
             str(config.teacher.path), dtype=model.dtype, param_dtype=model.dtype, quantize=config.teacher.quantize
         )
         teacher.attention, teacher.decoding = _attention(section.attention, teacher, devices)
-    return Plan(config, device, model, mesh, sampling_mesh, estimate, teacher)
+    critic = None
+    if config.algorithm.advantage_estimator == PPO:
+        path = config.critic.path
+        base = model if path is None else load_abstract(path, **kinds)[0]
+        critic = new_critic(base, None if config.lora.rank is None else config.lora, 0)
+        critic.attention, critic.decoding = _attention(section.attention, critic, devices)
+    return Plan(config, device, model, mesh, sampling_mesh, estimate, teacher, critic)
 
 
 def _attention(name: str, model: Decoder, devices: Sequence[Any] | None) -> tuple[str, str | None]:
@@ -208,36 +223,60 @@ def _attention(name: str, model: Decoder, devices: Sequence[Any] | None) -> tupl
 
 def update_program(plan: Plan) -> Program:
     """Describes the program of one optimizer update (`training/updates.py`)."""
-    config, graphdef = plan.config, plan.split[0]
-    params, frozen = split_params(plan.split[1])
+    config = plan.config
     own = source_estimators(config.data, config.algorithm)
     objective = build_objective(config.algorithm, plan.widths[1], updates_per_batch(config), own, config.teacher)
-    training = dataclasses.replace(config.training, actor_optimizer=config.optimizer)
-    optimizer = training.actor_optimizer or OptimizerConfig()
-    options = forward_options(config.rollout, training, config.algorithm, plan.device.backend)
-    copies_base = plan.mesh is None and bool(frozen)
-    segments = moment_segments(plan.model.config, optimizer, options.stacked, copies_base)
-    if isinstance(optimizer, OptimizerConfig):
-        optimizer = build_optimizer(optimizer, training.max_steps or 1, segments is not None)
-    state = TrainState(params, state_shapes(optimizer, params, segments))
+    options = forward_options(config.rollout, config.training, config.algorithm, plan.device.backend)
     beta = objective.teacher_in_loss
     teacher = None if beta is None else TeacherSpec(plan.taught_by[0], beta)
+    spec = StepSpec(None, objective, config.optimizer, options, teacher=teacher)
+    made = _update(plan, "update", plan.model, plan.split, spec)
+    if teacher is None:
+        return made
+    taught = config.algorithm.num_iterations * _teacher_operations(plan)
+    return dataclasses.replace(made, operations=made.operations + taught)
+
+
+def critic_program(plan: Plan) -> Program | None:
+    """Describes the program of one update of the critic."""
+    if plan.critic is None:
+        return None
+    settings, options = plan.config.critic, likelihood_options(plan.config.training, plan.device.backend)
+    optimizer = dataclasses.replace(plan.config.optimizer, learning_rate=settings.learning_rate)
+    spec = StepSpec(None, ValueObjective(settings.value_clip), optimizer, options)
+    return _update(plan, "critic", plan.critic, plan.judged_by, spec)
+
+
+def values_program(plan: Plan) -> Program | None:
+    """Describes the program that computes the values of a batch."""
+    if plan.critic is None:
+        return None
+    return _logprobs("values", plan, plan.critic, plan.judged_by, _batch(plan), 1)
+
+
+def _update(plan: Plan, name: str, model: Decoder, split: tuple[Any, Any], spec: StepSpec) -> Program:
+    """Describes the program of an update of a model. `spec` has the settings of the optimizer, and no graph."""
+    config, graphdef = plan.config, split[0]
+    params, frozen = split_params(split[1])
+    copies_base = plan.mesh is None and bool(frozen)
+    segments = moment_segments(model.config, spec.optimizer, spec.options.stacked, copies_base)
+    optimizer = build_optimizer(spec.optimizer, config.training.max_steps or 1, segments is not None)
+    state = TrainState(params, state_shapes(optimizer, params, segments))
     shardings = shardings_of(state, plan.mesh)
-    step = jit_train_step(StepSpec(graphdef, objective, optimizer, options, shardings, segments, teacher))
+    step = jit_train_step(spec._replace(graphdef=graphdef, optimizer=optimizer, shardings=shardings, segments=segments))
     most = min(config.training.mini_batch_size or plan.group[0], plan.group[0])
     packed, calls = _packed(plan, most), updates_per_batch(config)
-    lower = functools.partial(step.lower, state, _step_inputs(plan, objective, packed), frozen)
-    done = update_operations(plan.model.config, *plan.lengths, frozen=plan.model.adapters is not None)
-    done += _teacher_operations(plan) if teacher is not None else 0
+    lower = functools.partial(step.lower, state, _step_inputs(plan, spec.objective, packed), frozen)
+    done = update_operations(model.config, *plan.lengths, frozen=model.adapters is not None)
     return Program(
-        "update",
+        name,
         lower,
         plan.mesh,
-        done * config.algorithm.num_iterations,
-        calls * update_bytes(plan.model, plan.mesh, _tokens(plan, most), state),
+        config.algorithm.num_iterations * done,
+        calls * update_bytes(model, plan.mesh, _tokens(plan, most), state),
         calls,
         _packed_trips(plan, packed),
-        plan.phase("update", "optimizer"),
+        plan.phase(*(("update", "optimizer") if name == "update" else (name,))),
     )
 
 
@@ -247,7 +286,9 @@ def logprobs_program(plan: Plan) -> Program | None:
     this is in the reward."""
     config, algorithm = plan.config, plan.config.algorithm
     several = updates_per_batch(config) > 1 or _scores_before(config)
-    calls = several + (algorithm.beta > 0) * (2 if algorithm.kl_in_reward else 1)
+    penalised = algorithm.beta > 0 and bool(algorithm.kl_in_reward)
+    policy = several + penalised if plan.critic is None else several or penalised  # with a critic, one result for both
+    calls = policy + (algorithm.beta > 0)
     return None if not calls else _logprobs("logprobs", plan, plan.model, plan.split, _batch(plan), calls)
 
 
@@ -334,18 +375,24 @@ def _taught_batch(plan: Plan) -> GroupBatch:
     return _batch(plan)._replace(prompt_tokens=tokens)
 
 
-def _step_inputs(plan: Plan, objective: Objective, packed: Packed) -> StepInputs:
+def _step_inputs(plan: Plan, objective: Any, packed: Packed) -> StepInputs:
     batch = _batch(plan)
     in_update = replicated_shapes(jax.ShapeDtypeStruct(plan.group[:1], jnp.bool_), plan.mesh)
+    if isinstance(objective, ValueObjective):
+        values = batch.rollout_logprobs
+        parts = batch._replace(rollout_logprobs=None), in_update, packed_shapes(packed, plan.mesh)
+        return StepInputs(*parts, values, token_advantages=values)
     old = batch.rollout_logprobs if updates_per_batch(plan.config) > 1 else None
     ref = batch.rollout_logprobs if objective.reference_in_loss else None
-    by_token = batch.rollout_logprobs if _scores_before(plan.config) else None
+    by_token = batch.rollout_logprobs if _scores_before(plan.config) or plan.critic is not None else None
     teacher = None
     if objective.teacher_in_loss is not None:
         taught = _taught_batch(plan)
         params = None if plan.config.teacher.of_policy else plan.taught_by[1]
         teacher = TeacherInputs(params, taught.prompt_tokens, taught.prompt_lengths)
-    return StepInputs(batch, in_update, packed_shapes(packed, plan.mesh), old, ref, by_token, teacher)
+    scheduled = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), objective.scheduled(1))
+    scheduled = replicated_shapes(scheduled, plan.mesh)
+    return StepInputs(batch, in_update, packed_shapes(packed, plan.mesh), old, ref, by_token, teacher, scheduled)
 
 
 def _slots(plan: Plan) -> tuple[int, int]:
@@ -409,5 +456,14 @@ def decode_program(plan: Plan) -> Program:
 
 def programs_of(plan: Plan) -> list[Program]:
     """Describes all programs of a run, in the order of the report."""
-    found = update_program, logprobs_program, teacher_program, reshard_program, prefill_program, decode_program
+    found = (
+        update_program,
+        critic_program,
+        logprobs_program,
+        values_program,
+        teacher_program,
+        reshard_program,
+        prefill_program,
+        decode_program,
+    )
     return [program for describe in found if (program := describe(plan)) is not None]

@@ -7,9 +7,11 @@ into them (`load.py`). `None` means unset: the documentation of the key describe
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from tunix_like.config.keys import Checked, key
+from tunix_like.config.schedules import read_schedule
 from tunix_like.config.urls import check_server_url
 from tunix_like.errors import UserError, nearest
 
@@ -87,7 +89,7 @@ class DataConfig(Checked):
     )
     sources: list[dict[str, Any]] | None = key(
         doc="of a mix: each has name, the data keys of its source and, optionally, label, weight, "
-        "advantage_estimator, k, truncation_order, ddof"
+        "advantage_estimator and its parameters"
     )
     path: str | None = key(doc="file, folder or hub id; verifiers: id of the environment or FILE.py")
     arguments: dict[str, Any] | None = key(
@@ -142,15 +144,30 @@ class AlgorithmConfig(Checked):
 
     section = "algorithm"
     advantage_estimator: str | None = key(
-        doc="selects the learner: grpo, drgrpo, rloo, maxrl, maxpo, pkpo, passk, opo, reinforce_pp, distillation (no "
-        "reward; needs teacher.path), or FILE.py:function; on pairs: dpo, reward_model"
+        doc="selects the learner: grpo, drgrpo, rloo, maxrl, maxpo, maxk_mix, order_statistic, pkpo, passk, opo, "
+        "reinforce_pp, gdpo, ppo (with a critic), distillation (no reward; needs teacher.path), or FILE.py:function; "
+        "on pairs: dpo, reward_model"
     )
-    num_generations: int = key(8, doc="completions per prompt (G)", at_least=2)
+    num_generations: int = key(8, doc="completions per prompt (G); 1 only with ppo", at_least=1)
     num_iterations: int = key(1, doc="passes over a rollout batch", at_least=1)
-    k: int | None = key(doc="maxpo, pkpo, passk (required): 1..G-1, for pkpo 1..G", at_least=1)
-    truncation_order: int | None = key(
-        doc="maxrl: 1..G-1; unset: Algorithm 1 of arXiv 2602.02710 (order G-1)",
+    k: int | dict[str, Any] | None = key(
+        doc="maxpo, order_statistic, pkpo, passk (required): 1..G-1, for pkpo 1..G; or {start, end, steps}", at_least=1
+    )
+    truncation_order: int | dict[str, Any] | None = key(
+        doc="maxrl: 1..G-1; unset: Algorithm 1 of arXiv 2602.02710 (order G-1); or {start, end, steps}",
         at_least=1,
+    )
+    alpha: float | dict[str, Any] | None = key(
+        doc="maxk_mix: weight p^-alpha, a series up to order G-1; 0 is rloo, 1 maxrl; or {start, end, steps}",
+        at_least=0,
+    )
+    coefficients: list[float] | None = key(
+        doc="maxk_mix, instead of alpha: c_1, c_2, ... of the weight sum c_k (1-p)^(k-1)"
+    )
+    weights: list[float] | None = key(doc="order_statistic: of the k sorted rewards, largest first")
+    statistic: str | None = key(
+        doc="order_statistic, instead of weights: top_mean:M, upper_tail_mean:Q, lower_tail_mean:Q, median, "
+        "quantile:Q, trimmed_mean:Q"
     )
     ddof: int | None = key(doc="grpo: variance divided by G - ddof (unset: 1)", at_least=0, at_most=1)
     estimator_params: dict[str, Any] | None = key(doc="of your own estimator")
@@ -158,25 +175,39 @@ class AlgorithmConfig(Checked):
         False,
         doc="1 if the reward reaches rewards.success_threshold, else 0",
     )
-    policy_loss_fn: str | None = key(doc="ppo_clip, reinforce, gspo, cispo, dppo, or FILE.py:function")
+    policy_loss_fn: str | None = key(
+        doc="ppo_clip, reinforce, gspo, cispo, dppo, dppo_kl, sapo, gmpo, vespo, or FILE.py:function"
+    )
     loss_params: dict[str, Any] | None = key(doc="of your own loss")
     loss_agg_mode: str | None = key(doc="weights of tokens in the loss", choices=LOSS_AGG_MODES)
     epsilon: float | None = key(
-        doc="ppo_clip, gspo, cispo: lower clip range (unset: 0.2; gspo 3e-4)", above=0, at_most=1
+        doc="ppo_clip, gspo, cispo, gmpo: lower clip range (unset: 0.2; gspo 3e-4, gmpo 0.4)", above=0, at_most=1
     )
-    epsilon_high: float | None = key(doc="ppo_clip, gspo, cispo: upper clip range (unset: epsilon; gspo 4e-4)", above=0)
+    epsilon_high: float | None = key(
+        doc="ppo_clip, gspo, cispo, gmpo: upper clip range (unset: epsilon; gspo 4e-4)", above=0
+    )
     epsilon_c: float | None = key(doc="ppo_clip, gspo: dual clip of negative advantages (unset: off)", above=1)
     dppo_mask_high: float | None = key(
-        doc="dppo: tokens with A > 0 whose probability exceeds the sampler's by more are dropped (unset: 0.2)",
+        doc="dppo: tokens with A > 0 whose probability exceeds the sampler's by more are dropped (unset: 0.2); "
+        "dppo_kl: in nats of KL (unset: 0.05)",
         above=0,
         at_most=1,
     )
     dppo_mask_low: float | None = key(
-        doc="dppo: tokens with A <= 0 whose probability is lower by more are dropped (unset: 0.2)",
+        doc="dppo: tokens with A <= 0 whose probability is lower by more are dropped (unset: 0.2); dppo_kl: in nats of "
+        "KL (unset: 0.05)",
         above=0,
         at_most=1,
     )
-    kl_tau: float | None = key(doc="dppo: weight of the squared log-ratio to the sampler (unset: 1e-3)", at_least=0)
+    kl_tau: float | None = key(
+        doc="dppo, dppo_kl: weight of the squared log-ratio to the sampler (unset: 1e-3)", at_least=0
+    )
+    sapo_tau_pos: float | None = key(doc="sapo: how fast the gradient decays, A > 0 (unset: 1)", above=0)
+    sapo_tau_neg: float | None = key(doc="sapo: the same, A <= 0 (unset: 1.05)", above=0)
+    vespo_k_pos: float | None = key(doc="vespo: power of the ratio, A >= 0 (unset: 2)", at_least=0)
+    vespo_lambda_pos: float | None = key(doc="vespo: its decay, A >= 0 (unset: 3)", above=0)
+    vespo_k_neg: float | None = key(doc="vespo: power of the ratio, A < 0 (unset: 3)", at_least=0)
+    vespo_lambda_neg: float | None = key(doc="vespo: its decay, A < 0 (unset: 2)", above=0)
     beta: float = key(0.0, doc="weight of the KL to the reference; 0: no reference", at_least=0)
     kl_loss_mode: str | None = key(
         doc="kl (k1), mse_kl (k2), low_var_kl (k3); unset: k1 in the reward, k3 in the loss",
@@ -192,6 +223,11 @@ class AlgorithmConfig(Checked):
     sampler_is_threshold: float | None = key(doc="sampler_is: upper bound (unset: 2; masks 3)", above=0)
     sampler_is_min: float | None = key(doc="sampler_is: lower bound (unset: none)", above=0, below=1)
     sampler_is_kl: bool = key(False, doc="sampler_is: the KL in the loss too")
+    off_policy_mask_threshold: float | None = key(
+        doc="completions with A < 0 leave the policy loss if the sampler's log-probabilities exceed the current ones "
+        "by more, in nats per token on average (unset: off)",
+        above=0,
+    )
     overlong: str | None = key(
         doc="mask: truncated completions leave the loss; penalty: DAPO's soft penalty (unset: neither)",
         choices=("mask", "penalty"),
@@ -200,6 +236,15 @@ class AlgorithmConfig(Checked):
     overlong_penalty: float | None = key(doc="penalty at the limit (unset: 1)", above=0)
     dynamic_sampling: bool = key(False, doc="groups of equal rewards are replaced; changes the objective")
     max_extra_batches: int | None = key(doc="dynamic_sampling: per step (unset: 4)", at_least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("k", "truncation_order", "alpha"):
+            if isinstance(value := getattr(self, name), Mapping):
+                schedule = read_schedule(value, f"{self.section}.{name}", whole=name != "alpha")
+                for end in (schedule.start, schedule.end):
+                    given: dict[str, Any] = {name: end}
+                    AlgorithmConfig(**given)  # checks the range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,6 +320,29 @@ class TeacherConfig(Checked):
     def mixture(self) -> float | None:
         """`beta` of the Jensen-Shannon divergence; None with another divergence."""
         return (0.5 if self.beta is None else self.beta) if self.divergence == "jsd" else None
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticConfig(Checked):
+    """Settings of a critic, which estimates the value of each token's state (PPO, arXiv 1707.06347)."""
+
+    section = "critic"
+    path: str | None = key(
+        doc="ppo: folder or hub id of the critic at the start, such as a reward model; unset: the policy (with "
+        "lora.rank its frozen base) with a head that gives 0"
+    )
+    learning_rate: float = key(1e-5, doc="peak learning rate; all else as in optimizer", above=0)
+    gamma: float = key(1.0, doc="discount per token that the policy samples", above=0, at_most=1)
+    gae_lambda: float = key(
+        1.0,
+        doc="0: advantages from the next value (biased); 1: from the return (unbiased)",
+        at_least=0,
+        at_most=1,
+    )
+    value_clip: float | None = key(
+        0.2, doc="values move at most this far from those before the batch's first update; null: off", above=0
+    )
+    warmup_steps: int = key(0, doc="first steps, in which only the critic learns", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -471,7 +539,8 @@ class RLTrainingConfig(Checked):
     )
     max_logprob_gap: float | None = key(
         0.1,
-        doc="mean difference between sampler and trainer, in nats per token, that stops the first update; null: off",
+        doc="mean difference between sampler and trainer, in nats per token, that stops the first step and in later "
+        "steps warns; null: off",
         above=0,
     )
     remat: bool = key(False, doc="recompute layers in the backward pass: less memory, a third more compute")
@@ -505,6 +574,7 @@ class Config:
     algorithm: AlgorithmConfig = AlgorithmConfig()
     preference: PreferenceConfig = PreferenceConfig()
     teacher: TeacherConfig = TeacherConfig()
+    critic: CriticConfig = CriticConfig()
     rollout: RolloutConfig = RolloutConfig()
     rewards: RewardsConfig = RewardsConfig()
     environment: EnvironmentConfig = EnvironmentConfig()

@@ -76,6 +76,11 @@ def check_curriculum(curriculum: Curriculum | None, algorithm: AlgorithmConfig, 
             "data.curriculum: prompts are drawn by their rewards, and advantage_estimator=distillation has none. Set "
             "data.curriculum=false, or an estimator of rewards."
         )
+    if algorithm.num_generations < 2:
+        raise UserError(
+            "data.curriculum: prompts are drawn by the probability that their completions both succeed and fail, so it "
+            "needs at least 2. Raise algorithm.num_generations or set data.curriculum=false."
+        )
     if curriculum.correct and algorithm.dynamic_sampling:
         raise UserError(
             "data.curriculum: algorithm.dynamic_sampling selects prompts by their rewards, so the draws cannot be "

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix_like.algorithms.registry import check_parameters
+from tunix_like.algorithms.registry import ESTIMATOR_KEYS, with_schedules
 from tunix_like.config.keys import check_ranges, key
 from tunix_like.config.load import read_section
 from tunix_like.config.schema import AlgorithmConfig, DataConfig
@@ -36,7 +36,7 @@ LONGEST_EPOCH = 50_000_000
 _OF_A_SOURCE = tuple(
     field.name for field in dataclasses.fields(DataConfig) if field.name not in (*OF_THE_RUN, "sources")
 )
-_OF_AN_ESTIMATOR = ("advantage_estimator", "k", "truncation_order", "ddof")
+_OF_AN_ESTIMATOR = ("advantage_estimator", *ESTIMATOR_KEYS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ def source_estimators(config: DataConfig, algorithm: AlgorithmConfig) -> dict[st
         params = dict(entry.estimator)
         name = str(params.pop("advantage_estimator", algorithm.advantage_estimator))
         try:
-            check_parameters(name, params, algorithm.num_generations, key=entry.place)
+            with_schedules(name, params, algorithm.num_generations, key=entry.place)
         except UserError as error:
             entry_key = f"{entry.place}.advantage_estimator"
             raise UserError(str(error).replace("algorithm.advantage_estimator", entry_key, 1)) from error

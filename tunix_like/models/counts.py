@@ -155,7 +155,8 @@ def _operations(
         window = config.window(layer)
         whole = _pairs(s[:, None] + inputs, window) - _pairs(s, window)[:, None]
         scores += 4 * config.num_heads * head * (_pairs(s, window).sum() + whole.sum())
-    return float(2 * matrices * (s.sum() + inputs.sum()) + 2 * width * config.vocab_size * n.sum()), float(scores)
+    outputs = 1 if config.scalar_head else config.vocab_size
+    return float(2 * matrices * (s.sum() + inputs.sum()) + 2 * width * outputs * n.sum()), float(scores)
 
 
 def _pairs(count: Float[np.ndarray, "..."], window: int | None) -> Float[np.ndarray, "..."]:

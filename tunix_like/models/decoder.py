@@ -394,7 +394,8 @@ def add_scalar_head(model: Decoder, seed: int = 0) -> Decoder:
         return model
     if model.adapters is not None:
         raise UserError("the model has adapters; add the scalar head first, and then adapters (add_lora).")
-    changed = nnx.merge(*nnx.split(model))
+    graphdef, state = nnx.split(model)
+    changed = nnx.merge(graphdef, nnx.to_pure_dict(state))  # with variables of its own
     changed.config, changed.lm_head = dataclasses.replace(model.config, scalar_head=True), None
     kinds = {"dtype": model.dtype, "param_dtype": jnp.float32}
     make = lambda: Linear(model.config.hidden_size, 1, bias=False, rngs=nnx.Rngs(params=seed), **kinds)  # noqa: E731

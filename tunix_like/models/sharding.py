@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -154,6 +155,17 @@ def _put(x: Any, sharding: NamedSharding) -> jax.Array:
 
 def _is_own(x: Any) -> bool:
     return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def without_shared(params: Any, held: Any) -> Any:
+    """Returns parameters with copies of those arrays that share memory with an array of `held`."""
+    taken = set().union(*map(_addresses, jax.tree.leaves(held)))
+    return jax.tree.map(lambda x: jnp.copy(x) if _addresses(x) & taken else x, params)
+
+
+def _addresses(x: jax.Array) -> set[int]:
+    """Returns the memory addresses of the parts of an array that are on this process's devices."""
+    return {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards}
 
 
 def check_divides(mesh: Mesh | None, config: DecoderConfig) -> None:

@@ -22,7 +22,7 @@ from tunix_like.data import load_source, source_estimators
 from tunix_like.errors import UserError
 from tunix_like.evaluation.evaluate import eval_problems
 from tunix_like.models.loading import check_fit
-from tunix_like.report.replay import norms_of, program_of, refuse_teacher
+from tunix_like.report.replay import norms_of, program_of, refuse_others
 from tunix_like.rollout.collection import training_batch
 from tunix_like.rollout.requests import collect, requests_of
 from tunix_like.rollout.rollouts import Rollout, Task, completion_texts, score_completions, succeeds, with_width
@@ -67,12 +67,13 @@ def measure(run: Path, batches: int, on_progress: Callable[[int], None] = lambda
         raise UserError(f"{run} has no config.yaml, which --gradients needs to sample its prompts.")
     trained = open_trained(str(run))
     config, _ = check_config(trained.config)
-    refuse_teacher(config, "report --gradients")
+    refuse_others(config, "report --gradients")
     check_fit(trained.model_config, trained.tokenizer, config.rollout)
     source = load_source(config.data)
     algorithm = dataclasses.replace(config.algorithm, beta=0.0)
     by_source = source_estimators(config.data, config.algorithm)
-    objective = build_objective(algorithm, config.rollout.max_tokens_to_generate, 1, by_source)
+    step = int(Path(trained.origin).name)
+    objective = build_objective(algorithm, config.rollout.max_tokens_to_generate, 1, by_source).at(step)
     program = program_of(trained, objective)
     task = Task(objective.config, config.rollout, reward_functions(config, source), config.rewards.success_threshold)
     problems, _ = eval_problems(

@@ -14,6 +14,7 @@ import optax
 from jaxtyping import Bool
 
 from tunix_like.algorithms.objective import Objective, build_objective
+from tunix_like.algorithms.ppo import PPO
 from tunix_like.config.schema import Config
 from tunix_like.data import source_estimators
 from tunix_like.errors import UserError
@@ -68,10 +69,10 @@ def replay(skipped: SkippedUpdate, trained: Trained, on_progress: Callable[[int]
     A completion alone has the same advantage and loss weight as in the whole update. The model weights are not changed.
     """
     config, _ = check_config(trained.config)
-    refuse_teacher(config, "replay")
+    refuse_others(config, "replay")
     by_source = source_estimators(config.data, config.algorithm)
     max_tokens = config.rollout.max_tokens_to_generate
-    objective = build_objective(config.algorithm, max_tokens, updates_per_batch(config), by_source)
+    objective = build_objective(config.algorithm, max_tokens, updates_per_batch(config), by_source).at(skipped.step)
     live = skipped.live & skipped.in_update[:, None]
     indices = [(int(group), int(sample)) for group, sample in np.argwhere(live)]
     masks = [live]
@@ -86,10 +87,12 @@ def replay(skipped: SkippedUpdate, trained: Trained, on_progress: Callable[[int]
     return Losses(loss, norm, [(*index, *numbers) for index, numbers in zip(indices, alone, strict=True)])
 
 
-def refuse_teacher(config: Config, command: str) -> None:
-    """Raises UserError if the loss of a run has a teacher, which these commands do not load."""
+def refuse_others(config: Config, command: str) -> None:
+    """Raises UserError if a run has a teacher or a critic, which these commands do not load."""
     if config.teacher.path is not None:
         raise UserError(f"teacher.path: {command} cannot compute the gradients of a run with a teacher.")
+    if config.algorithm.advantage_estimator == PPO:
+        raise UserError(f"algorithm.advantage_estimator: {command} cannot compute the gradients of {PPO}.")
 
 
 def program_of(trained: Trained, objective: Objective) -> Any:

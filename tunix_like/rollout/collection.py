@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from tunix_like.algorithms.advantages import sum_of_normalised
 from tunix_like.algorithms.objective import Objective
 from tunix_like.algorithms.registry import check_rewards
 from tunix_like.config.schema import AlgorithmConfig, RLTrainingConfig
@@ -135,11 +136,11 @@ class Collector:
 
         def score() -> Collected:
             scored = self._score(step, sampled, clock) if rollout is None else rollout
-            return self._finish(scored, counts, row_steps, clock)
+            return self._finish(step, scored, counts, row_steps, clock)
 
         return score
 
-    def _finish(self, rollout: Rollout, metrics: dict[str, Any], row_steps: int, clock: Clock) -> Collected:
+    def _finish(self, step: int, rollout: Rollout, metrics: dict[str, Any], row_steps: int, clock: Clock) -> Collected:
         self._check_scored(rollout)
         metrics |= rollout_metrics(rollout, self.task.success_threshold)
         tokens = int(rollout.sampled_lengths.sum())
@@ -150,7 +151,7 @@ class Collector:
             passed = succeeds(rollout.scores.total, self.task.success_threshold).reshape(scored.shape) & scored
             metrics |= self.batches.observe(rollout.problems, passed.sum(axis=1), scored.sum(axis=1))
         if len(rollout.problems) > self.batch_size:
-            chosen = np.sort(np.argsort(~self._has_signal(rollout), kind="stable")[: self.batch_size])
+            chosen = np.sort(np.argsort(~self._has_signal(step, rollout), kind="stable")[: self.batch_size])
             rollout = pick_groups(rollout, chosen)
         return rollout, metrics
 
@@ -172,7 +173,7 @@ class Collector:
         Returns `rollout`, the groups of the first batch, joined with those of the extra batches, and metrics.
         """
         cap, extra = self.task.algo.max_extra_batches or EXTRA_BATCHES, 0
-        while (short := self.batch_size - int(self._has_signal(rollout).sum())) > 0 and extra < cap:
+        while (short := self.batch_size - int(self._has_signal(step, rollout).sum())) > 0 and extra < cap:
             sampled = self._sample(params, clock)
             if sampled is None:
                 break
@@ -191,14 +192,13 @@ class Collector:
         counts = {"extra_batches": extra, "short_groups": max(short, 0), "unused_groups": max(-short, 0)}
         return rollout, {f"dynamic_sampling/{name}": float(count) for name, count in counts.items()}
 
-    def _has_signal(self, rollout: Rollout) -> Bool[np.ndarray, "P"]:
+    def _has_signal(self, step: int, rollout: Rollout) -> Bool[np.ndarray, "P"]:
         """Returns for each prompt whether it has a training signal: the rewards of its completions differ, and it has
         as many scored completions as its advantage estimator needs."""
-        rewards = shaped_rewards(rollout, self.task)
+        rewards = shaped_rewards(rollout, self.task, self.objective)
         scored = ~np.isnan(rewards)
-        return mixed_groups(rewards, scored) & self.objective.kept_groups(
-            scored, estimator_ids(self.objective, rollout)
-        )
+        kept = self.objective.at(step).kept_groups(scored, estimator_ids(self.objective, rollout))
+        return mixed_groups(rewards, scored) & kept
 
     def _sample(self, params: Any, clock: Clock) -> _Sampled | None:
         """Samples completions for the next batch of prompts; None if there is none."""
@@ -237,16 +237,16 @@ class Collector:
             scores = score_completions(self.task.rewards, problems, texts, self.task.algo.num_generations, played)
             scores = scores if episodes is None else with_environment(scores, episodes)
             rollout = Rollout(problems, texts, completions, scores, episodes)
-            self._check_rewards(rollout)
+            self._check_rewards(step, rollout)
             if self.objective.reads_rewards and problems[0].number == 0 and not scores.scored.any():
                 raise UserError(nothing_scored_message(scores))
         self.first_failure(scores, self.rollouts)
         clock.lap("reward")
         return rollout
 
-    def _check_rewards(self, rollout: Rollout) -> None:
+    def _check_rewards(self, step: int, rollout: Rollout) -> None:
         """Raises UserError if an advantage estimator does not accept one of the rewards."""
-        rewards, ids = shaped_rewards(rollout, self.task), estimator_ids(self.objective, rollout)
+        rewards, ids = shaped_rewards(rollout, self.task, self.objective), estimator_ids(self.objective, rollout)
 
         def describe(group: int, sample: int) -> str:
             parts = {
@@ -256,7 +256,7 @@ class Collector:
             values = ", ".join(f"{name} gave {value:g}" for name, value in parts.items())
             return f"prompt {rollout.problems[group].text!r:.80} (group {group}), completion {sample} ({values})"
 
-        for index, estimator in enumerate(self.objective.estimators):
+        for index, estimator in enumerate(self.objective.at(step).estimators):
             selected = ~np.isnan(rewards) & (ids == index)[:, None]
             check_rewards(estimator.name, estimator.params, rewards, selected, describe)
 
@@ -281,7 +281,7 @@ def training_batch(rollout: Rollout, task: Task, objective: Objective) -> GroupB
     lengths = np.array([len(problem.tokens) for problem in rollout.problems], np.int32)
     width = length_bucket(int(lengths.max()), limits.max_prompt_length)
     steps = length_bucket(int(out.lengths.max()), limits.max_tokens_to_generate)
-    rewards = shaped_rewards(rollout, task)
+    rewards = shaped_rewards(rollout, task, objective)
     factors = [problem.weight for problem in rollout.problems]
     return GroupBatch(
         prompt_tokens=pad_tokens([problem.tokens for problem in rollout.problems], width),
@@ -299,11 +299,19 @@ def training_batch(rollout: Rollout, task: Task, objective: Objective) -> GroupB
     )
 
 
-def shaped_rewards(rollout: Rollout, task: Task) -> Float[np.ndarray, "P G"]:
-    """Returns the total rewards after `shape_rewards`; NaN for an unscored completion."""
+def shaped_rewards(rollout: Rollout, task: Task, objective: Objective) -> Float[np.ndarray, "P G"]:
+    """Returns the rewards that the advantage estimators get; NaN for an unscored completion. They are the total rewards
+    after `shape_rewards` or, for an estimator with `by_function`, the results of `sum_of_normalised`."""
     lengths = rollout.completions.lengths
     total, most = rollout.scores.total.reshape(lengths.shape), task.rollout_config.max_tokens_to_generate
-    return shape_rewards(total, lengths, task.algo, most, task.success_threshold)
+    rewards = shape_rewards(total, lengths, task.algo, most, task.success_threshold)
+    by_function = np.array([estimator.registered.by_function for estimator in objective.estimators])
+    groups = by_function[estimator_ids(objective, rollout)]
+    if groups.any():
+        weights = {name: weight for name, _, weight in task.rewards}  # that of an environment is 1
+        parts = {name: values.reshape(lengths.shape)[groups] for name, values in rollout.scores.by_function.items()}
+        rewards[groups] = sum_of_normalised(np.stack([*parts.values()]), [weights.get(name, 1.0) for name in parts])
+    return rewards
 
 
 def shape_rewards(

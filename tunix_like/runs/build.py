@@ -19,6 +19,7 @@ from tunix_like.config.schema import (
     SELF,
     AlgorithmConfig,
     Config,
+    CriticConfig,
     EvalConfig,
     ModelConfig,
     PreferenceConfig,
@@ -42,12 +43,13 @@ from tunix_like.rollout.rollouts import WeightedReward
 from tunix_like.runs.reward_functions import reward_entries, reward_functions
 from tunix_like.runtime.profile import check_profile_steps
 from tunix_like.storage.loggers import check_loggers
+from tunix_like.training.critic import check_critic, new_critic, resolve_critic
 from tunix_like.training.engine import check_staleness, make_engine, training_devices
 from tunix_like.training.learner import Learner
 from tunix_like.training.learners import LEARNERS, find_learner
 from tunix_like.training.optimizer import build_schedule
 from tunix_like.training.preferences import PAIR_LEARNER_CLASSES, DPOLearner, check_columns
-from tunix_like.training.sizes import described_teacher
+from tunix_like.training.sizes import described_others
 from tunix_like.training.teacher import check_positions, check_tokenizers, check_vocabulary, resolve_teacher
 from tunix_like.types import Engine
 
@@ -59,6 +61,7 @@ class Parts(NamedTuple):
       weights: empty if the weights are loaded. If the model is abstract (shapes only), a text about its weights: the
         result of the comparison of the shapes with the stored weights, or that they are initialised at random.
       teacher: the model of `teacher.path`; None without one, and if the policy is its own teacher.
+      critic: the model of `critic.path`, with a scalar head and, like the policy, adapters; None without one.
       first_observation: the text or the messages that the environment adds to the prompt of the first data row; None
         without an environment.
     """
@@ -74,11 +77,12 @@ class Parts(NamedTuple):
     environments: Environments | None = None
     first_observation: Any = None
     teacher: Decoder | None = None
+    critic: Decoder | None = None
 
     def evaluator(self, settings: EvalConfig) -> Evaluator:
         """Builds an evaluator for the held-out problems of the run. `settings` replaces the config section `eval`."""
         graphdef = nnx.split(self.model)[0]
-        others = self.config.has_reference, described_teacher(self.config, self.model, self.mesh)
+        others = described_others(self.config, self.model, self.mesh)
         engine = make_engine(graphdef, self.tokenizer, self.config.rollout, self.mesh, *others)
         given = self.tokenizer, self.source, self.rewards, self.environments
         return make_evaluator(self.config, settings, engine, *given)
@@ -110,6 +114,7 @@ def check_config(config: Config) -> tuple[Config, type[Learner] | type[DPOLearne
     template_variables(config.data)
     max_tokens, by_source = config.rollout.max_tokens_to_generate, source_estimators(config.data, algorithm)
     teacher = resolve_teacher(None, config.teacher)
+    resolve_critic(None, config.critic, algorithm)
     objective = build_objective(algorithm, max_tokens, updates_per_batch(config), by_source, teacher)
     trace_user_functions(objective, config.data.batch_size, algorithm.num_generations)
     algorithm = dataclasses.replace(algorithm, **_defaults_read(algorithm))
@@ -158,6 +163,7 @@ def _check_pairs(config: Config) -> tuple[Config, type[DPOLearner]]:
     unread += ["environment.name"] if kind_of(config) is not None else []
     unread += ["data.curriculum"] if config.data.curriculum else []
     unread += [f"teacher.{key}" for key in _changed(config.teacher, TeacherConfig())]
+    unread += [f"critic.{key}" for key in _changed(config.critic, CriticConfig())]
     if name == "reward_model":  # it neither samples nor answers
         unread += ["rewards.functions"] if config.rewards.functions is not None else []
         unread += ["sft.max_steps"] if config.sft.max_steps else []
@@ -225,7 +231,9 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     # Also checks that the prompts of the data can have several turns.
     first = None if player is None else player.check(source.train, config.rollout.max_prompt_length)
     teacher = _load_teacher(config, model, tokenizer, abstract, mesh)
-    parts = Parts(config, learner, source, model, tokenizer, rewards, mesh, weights, environments, first, teacher)
+    critic = _load_critic(config, tokenizer, abstract, mesh)
+    others = weights, environments, first, teacher, critic
+    parts = Parts(config, learner, source, model, tokenizer, rewards, mesh, *others)
     if (
         config.training.best_metric is not None and not config.trains_pairs
     ):  # checked here, because SFT can run before the learner is built
@@ -317,8 +325,23 @@ def _load_teacher(
     check_vocabulary(described, tokenizer)
     kinds = kinds_of(config) | {"param_dtype": policy.dtype}
     model, theirs, _ = load_abstract(settings.path, quantize=settings.quantize, **kinds)
-    check_tokenizers(theirs, tokenizer)
+    check_tokenizers(theirs, tokenizer, "teacher.path")
     return model if abstract else load_model(settings.path, quantize=settings.quantize, mesh=mesh, **kinds)[0]
+
+
+def _load_critic(config: Config, tokenizer: Tokenizer, abstract: bool, mesh: Mesh | None) -> Decoder | None:
+    """Loads the model of `critic.path`, if it is set, after the checks that need no weights, with the dtypes, the
+    quantisation and the adapters of the policy."""
+    path = config.critic.path
+    if path is None:
+        return None
+    check_critic(load_config(path, "critic.path"), tokenizer, config.rollout)
+    kinds = kinds_of(config) | {"quantize": config.model.quantize}
+    model, theirs, _ = load_abstract(path, **kinds)
+    check_tokenizers(theirs, tokenizer, "critic.path")
+    if not abstract:
+        model, _ = load_model(path, mesh=mesh, **kinds)
+    return new_critic(model, None if config.lora.rank is None else config.lora, config.training.seed)
 
 
 def loaded(config: Config, what: Any, mesh: Mesh | None) -> tuple[Decoder, Tokenizer | None]:

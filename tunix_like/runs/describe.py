@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tunix_like.algorithms.objective import ESTIMATOR_KEYS, LOSS_KEYS
+from tunix_like.algorithms.objective import LOSS_KEYS
 from tunix_like.algorithms.off_policy import sampler_correction
-from tunix_like.config.schema import SELF, AlgorithmConfig, Config, RolloutConfig, TeacherConfig
+from tunix_like.algorithms.ppo import PPO
+from tunix_like.algorithms.registry import ESTIMATOR_KEYS
+from tunix_like.config.schedules import Schedule
+from tunix_like.config.schema import SELF, AlgorithmConfig, Config, CriticConfig, RolloutConfig, TeacherConfig
 from tunix_like.errors import UserError
 from tunix_like.models.counts import adapter_count, parameter_count
 from tunix_like.models.decoder import Decoder
@@ -36,6 +41,7 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
         learning = [
             ("loss", f"{algorithm.policy_loss_fn}, aggregation {algorithm.loss_agg_mode}, KL {kl}"),
             *([] if config.teacher.path is None else [("teacher", _describe_teacher(config.teacher))]),
+            *([("critic", _describe_critic(config.critic))] if algorithm.advantage_estimator == PPO else []),
             ("options", _describe_options(algorithm)),
             ("batch", f"{total}, {updates} optimizer update(s)"),
         ]
@@ -81,6 +87,14 @@ def _describe_teacher(teacher: TeacherConfig) -> str:
     return f"{teacher.path}{weights}{quantized}, {teacher.divergence}{beta}, coef {teacher.coef:g}{prompt}"
 
 
+def _describe_critic(critic: CriticConfig) -> str:
+    clip = "none" if critic.value_clip is None else f"{critic.value_clip:g}"
+    alone = f", alone for {critic.warmup_steps} steps" if critic.warmup_steps else ""
+    start = "from the policy" if critic.path is None else critic.path
+    numbers = f"gamma {critic.gamma:g}, gae_lambda {critic.gae_lambda:g}, value_clip {clip}"
+    return f"{start}, {numbers}, learning rate {critic.learning_rate:g}{alone}"
+
+
 def _describe_environment(parts: Parts) -> str:
     section = parts.config.environment
     tools = f"tools {', '.join(section.tools or ())}" if section.tools else ""
@@ -118,7 +132,9 @@ def describe_model(model: Decoder) -> str:
 
 def _describe_options(algorithm: AlgorithmConfig) -> str:
     texts = [
-        f"{key} {value:g}" for key in (*ESTIMATOR_KEYS, *LOSS_KEYS) if (value := getattr(algorithm, key)) is not None
+        f"{key} {_describe_value(value)}"
+        for key in (*ESTIMATOR_KEYS, *LOSS_KEYS)
+        if (value := getattr(algorithm, key)) is not None
     ]
     given = (algorithm.estimator_params or {}) | (algorithm.loss_params or {})
     texts += [f"{key} {value}" for key, value in given.items()]
@@ -139,6 +155,12 @@ def _describe_options(algorithm: AlgorithmConfig) -> str:
     return ", ".join(texts) or "none"
 
 
+def _describe_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return str(Schedule(**value, whole=False))
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
+
+
 def _describe_preference(config: Config) -> str:
     section = config.preference
     if config.algorithm.advantage_estimator == "reward_model":
@@ -154,6 +176,6 @@ def _describe_sources(parts: Parts) -> list[tuple[str, str]]:
     for label, part in parts.source.parts.items():
         given = dict(by_source.get(label, {}))
         name = given.pop("advantage_estimator", parts.config.algorithm.advantage_estimator)
-        estimator = ", ".join([str(name), *(f"{key} {value}" for key, value in given.items())])
+        estimator = ", ".join([str(name), *(f"{key} {_describe_value(value)}" for key, value in given.items())])
         out.append(f"{label} {len(part.train) / len(parts.source.train):.0%} ({estimator})")
     return [("sources", "; ".join(out))] if out else []

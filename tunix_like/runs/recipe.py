@@ -91,12 +91,12 @@ def prepared(
 def data_options(config: Config) -> dict[str, Any]:
     """Returns the keyword arguments of `Learner.train` that a config sets."""
     data = config.data
-    return {
+    options = {
         "batch_size": data.batch_size,
         "shuffle": data.shuffle,
         "overlong_prompts": data.overlong_prompts,
-        "curriculum": curriculum_of(data),
     }
+    return options | ({"curriculum": curriculum_of(data)} if data.curriculum else {})
 
 
 @contextlib.contextmanager
@@ -159,6 +159,8 @@ def make_learner(
         eval_config=config.eval,
         teacher=parts.teacher,
         teacher_config=config.teacher,
+        critic=parts.critic,
+        critic_config=config.critic,
         mesh=parts.mesh,
         environment=parts.environments,
         environment_config=config.environment,

@@ -76,6 +76,7 @@ def identity_of(learner: Learner) -> dict[str, Any]:
         "rewards": {name: weight for name, _, weight in learner.rewards},
         "success_threshold": learner.success_threshold,
         **({} if learner.teacher is None else {"teacher": learner.teacher.identity(learner.mesh)}),
+        **({} if learner.critic is None else {"critic": learner.critic.identity()}),
         **({} if learner.player is None else {"environment": _environment_identity(learner.player.config)}),
         "source_estimators": learner.source_estimators,
         "adapters": adapters and str(adapters),

@@ -12,13 +12,14 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
+from tunix_like.algorithms.losses import find_policy_loss
 from tunix_like.config.schema import AlgorithmConfig, RolloutConfig
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.rollout.rollouts import Task
 from tunix_like.rollout.sampler import Sampler
-from tunix_like.training.memory import TeacherWork
+from tunix_like.training.memory import CriticWork, TeacherWork
 from tunix_like.training.sizes import concurrent_rows, rollout_layout
 from tunix_like.types import Engine, Request, Responder, Sample, SamplingParams
 
@@ -32,24 +33,25 @@ def make_engine(
     mesh: Mesh | None = None,
     reference: bool = False,
     teacher: TeacherWork | None = None,
+    critic: CriticWork | None = None,
 ) -> Sampler:
     """Builds the sampler for a model, its tokenizer and the `rollout` section of a config.
 
     Args:
       graphdef: graph of a `Decoder` (`nnx.split(model)[0]`).
       reference: whether a second model, the reference of the KL, is held in memory.
-      teacher: the teacher that is held in memory, or None.
+      teacher, critic: the teacher and the critic that are held in memory, or None.
 
     Raises:
       UserError: the device memory is too small for a single completion, or `rollout.mesh` does not match the devices or
         the model.
     """
     model = nnx.merge(graphdef, [None] * graphdef.num_leaves)  # a module without weights
-    layout = rollout_layout(model, rollout, mesh, reference=reference, teacher=teacher)
+    others: dict[str, Any] = {"reference": reference, "teacher": teacher, "critic": critic}
+    layout = rollout_layout(model, rollout, mesh, **others)
     sampling_mesh = None if layout is None else layout.mesh
 
     def rows(prompts: int, group: int) -> int:
-        others: dict[str, Any] = {"reference": reference, "teacher": teacher}
         return concurrent_rows(model, rollout, prompts, group, mesh, sampling_mesh, **others)
 
     rows(1, 1)  # checks that one completion fits, before anything is compiled
@@ -95,7 +97,7 @@ def check_staleness(algorithm: AlgorithmConfig, rollout: RolloutConfig, elsewher
         raise UserError(
             f"{name} needs devices that only sample; set rollout.devices to their number, or rollout.engine=vllm."
         )
-    if algorithm.sampler_is is None:
+    if algorithm.sampler_is is None and find_policy_loss(str(algorithm.policy_loss_fn)).behaviour == "trainer":
         logger.warning(
             "%s: completions are sampled with weights that lack the newest updates, and nothing corrects the "
             "difference; set algorithm.sampler_is, e.g. token (docs/off_policy.md)",

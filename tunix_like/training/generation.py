@@ -19,7 +19,7 @@ from tunix_like.models.loading import check_fit
 from tunix_like.rollout.requests import collect
 from tunix_like.rollout.rollouts import completion_texts
 from tunix_like.training.engine import make_engine
-from tunix_like.training.memory import TeacherWork
+from tunix_like.training.memory import CriticWork, TeacherWork
 from tunix_like.types import Engine, Request, SamplingParams
 
 
@@ -71,12 +71,13 @@ def generate_texts(
     mesh: Mesh | None,
     reference: bool = False,
     teacher: TeacherWork | None = None,
+    critic: CriticWork | None = None,
 ) -> list[str]:
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
         raise UserError(
             f"prompts: got {type(prompts).__name__}; give a list, each element a text or a list of messages."
         )
-    engine = make_engine(graphdef, tokenizer, rollout, mesh, reference, teacher)
+    engine = make_engine(graphdef, tokenizer, rollout, mesh, reference, teacher, critic)
     return complete(
         engine, params, tokenizer, prompts, SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k), seed
     )

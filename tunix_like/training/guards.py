@@ -57,8 +57,10 @@ class SkipWatch:
 
 
 class GapWatch:
-    """Compares the sampler's log-probabilities with the trainer's, once: in the first update of the first step in which
-    this update has completions and is not skipped. Raises UserError if the difference is too large.
+    """Compares the sampler's log-probabilities with the trainer's, in the first update of each step, if this update has
+    completions and is not skipped. The first comparison raises UserError if the difference is too large. Later ones
+    warn, once for each time that the difference rises above the limit: the first step has shown that both compute the
+    same, so a later difference is a drift of numerics or old weights, which need not stop a long run.
 
     Args:
       most: largest allowed mean absolute difference, in nats per token; None disables the check.
@@ -67,14 +69,24 @@ class GapWatch:
 
     def __init__(self, most: float | None, own_engine: bool = False):
         self.most, self.own_engine = most, own_engine
+        self.agreed = self.above = False
 
-    def __call__(self, updates: Sequence[Mapping[str, Any]]) -> None:
+    def __call__(self, step: int, updates: Sequence[Mapping[str, Any]]) -> None:
         if self.most is None or "logprob_gap/mean" not in updates[0]:
             return
         gap = float(updates[0]["logprob_gap/mean"])
         if not np.isfinite(gap):  # the update has no completions, or it was skipped
             return
-        if gap > self.most:
+        if gap > self.most and self.agreed:
+            if not self.above:
+                logger.warning(
+                    "step %d: the log-probabilities of sampler and trainer for the same tokens differ by %.3g nats per "
+                    "token on average (training.max_logprob_gap: %g); they agreed at the start. Check that the sampler "
+                    "gets the current weights, or set algorithm.sampler_is. The warning is repeated if the difference "
+                    "falls below the limit and rises again; see the metric train/logprob_gap/mean",
+                    step, gap, self.most,
+                )  # fmt: skip
+        elif gap > self.most:
             fix = "Set model.attention=plain, then model.dtype=float32, to find the cause."
             if self.own_engine:
                 fix = (
@@ -86,7 +98,7 @@ class GapWatch:
                 f"per token on average, {float(updates[0]['logprob_gap/max']):.3g} at most (training.max_logprob_gap: "
                 f"{self.most:g}). Nothing is saved. {fix}"
             )
-        self.most = None
+        self.agreed, self.above = True, gap > self.most
 
 
 class SkippedUpdate(NamedTuple):

@@ -20,9 +20,11 @@ from jax.sharding import Mesh
 from jaxtyping import Float
 
 from tunix_like.algorithms.objective import Objective, build_objective, check_accepts_negative, trace_user_functions
+from tunix_like.algorithms.ppo import PPO
 from tunix_like.config.load import as_dict
 from tunix_like.config.schema import (
     AlgorithmConfig,
+    CriticConfig,
     EnvironmentConfig,
     EvalConfig,
     OptimizerConfig,
@@ -59,12 +61,14 @@ from tunix_like.training.arguments import (
     resolve_algorithm,
     source_settings,
 )
+from tunix_like.training.critic import Critic, resolve_critic
 from tunix_like.training.diagnosis import SignalWatch
 from tunix_like.training.engine import CheckedEngine, check_staleness, make_engine
 from tunix_like.training.fingerprints import INPUTS, fingerprints
 from tunix_like.training.generation import generate_texts, with_rollout
 from tunix_like.training.guards import remove_files_after
 from tunix_like.training.loop import run
+from tunix_like.training.memory import CriticWork, TeacherWork
 from tunix_like.training.rollouts_ahead import RolloutsAhead
 from tunix_like.training.step_metrics import advantage_metrics, speed_metrics, user_metrics
 from tunix_like.training.teacher import Teacher, make_teacher, resolve_teacher
@@ -107,6 +111,10 @@ class Learner(Trainer):
       teacher: scores every sampled token (on-policy distillation), in addition to the rewards, or alone with
         `DistillationLearner`. It can be another model with the same vocabulary, and can be quantised.
       teacher_config: settings of the teacher. With `path="self"`, the policy with another prompt is the teacher.
+      critic: the critic of `PPOLearner`, a model with a scalar head (`tunix_like.add_scalar_head`) and the vocabulary
+        of the policy. Its trained weights are donated and written back like those of the model. Defaults to the model
+        with its initial weights (if it has adapters: its frozen base, with new adapters) and a head that gives 0.
+      critic_config: settings of the critic.
       mesh: devices to train on, from `tunix_like.models.sharding.build_mesh`; defaults to a single device.
       reward_weights: one factor per reward function; defaults to ones.
       success_threshold: a completion succeeds (pass@k) if its total reward is at least this value.
@@ -148,6 +156,8 @@ class Learner(Trainer):
         ref_model: Decoder | None = None,
         teacher: Decoder | None = None,
         teacher_config: TeacherConfig | None = None,
+        critic: Decoder | None = None,
+        critic_config: CriticConfig | None = None,
         mesh: Mesh | None = None,
         reward_weights: Sequence[float] | None = None,
         success_threshold: float = 1.0,
@@ -182,6 +192,7 @@ class Learner(Trainer):
             logger.warning("rollout.top_p, top_k: they truncate sampling, so completions are not samples of the policy")
         self.source_estimators = source_settings(source_estimators or {})
         self.teacher_config = resolve_teacher(teacher, teacher_config)
+        self.critic_config = resolve_critic(critic, critic_config, self.algo)
         objective = self._objective(1)
         trace_user_functions(objective, 2, self.algo.num_generations)
         self.set_rewards(reward_fns, reward_weights)
@@ -192,11 +203,11 @@ class Learner(Trainer):
         if self.teacher_config.path is not None:
             initial = functools.partial(make_reference, self)
             self.teacher = make_teacher(self, teacher, self.teacher_config, initial)
-        work = None if self.teacher is None else self.teacher.work
-        parts = self.graphdef, self.tokenizer, self.rollout_config, mesh, self.algo.beta > 0, work
-        self.engine: Engine = make_engine(*parts) if engine is None else CheckedEngine(engine, model.config, self.task)
         self.options = forward_options(self.rollout_config, self.training, self.algo)
         self.reference: Reference | None = make_reference(self, ref_model) if self.algo.beta > 0 else None
+        self.critic = Critic(self.critic_config, self, critic) if self.algo.advantage_estimator == PPO else None
+        parts = self.graphdef, self.tokenizer, self.rollout_config, mesh, *self.others
+        self.engine: Engine = make_engine(*parts) if engine is None else CheckedEngine(engine, model.config, self.task)
         self.key = jax.random.key(self.training.seed)
         self.first_failure = FirstFailure()
         self._call: _Call | None = None
@@ -224,6 +235,12 @@ class Learner(Trainer):
     def _objective(self, updates_per_batch: int) -> Objective:
         length = self.rollout_config.max_tokens_to_generate
         return build_objective(self.algo, length, updates_per_batch, self.source_estimators, self.teacher_config)
+
+    @property
+    def others(self) -> tuple[bool, TeacherWork | None, CriticWork | None]:
+        """The models that are held in memory besides the policy: whether there is a reference, teacher and critic."""
+        teacher = None if self.teacher is None else self.teacher.work
+        return self.reference is not None, teacher, None if self.critic is None else self.critic.work
 
     @property
     def rewards(self) -> list[WeightedReward]:
@@ -288,6 +305,8 @@ class Learner(Trainer):
             if self.folder is None and self.training.best_metric is not None:
                 raise UserError("training.best_metric: it needs an output folder; set training.output_dir.")
             self._begin()
+            if self.critic is not None:
+                self.critic.begin(self.folder is not None)
             call = self._call = self._prepare(train_ds, eval_ds, batch_size, shuffle, overlong_prompts, curriculum)
             try:
                 last = run(self, lambda row: on_row(row, self.total), check_owner)
@@ -295,6 +314,8 @@ class Learner(Trainer):
                 call.rollouts.close()
                 call.profile.close()
                 self._close_workers()
+                if self.critic is not None:
+                    self.critic.write_back()
         if not last and self.folder is not None:  # the run was already finished
             folder = self.folder
             last = by_first(lambda: [row for row in rows(folder) if self.step_key in row][-1])
@@ -362,9 +383,11 @@ class Learner(Trainer):
             objective,
             self.options,
             training.actor_optimizer or OptimizerConfig(),
-            updates,
+            None if self.total is None else self.total * updates,
             None if self.teacher is None else self.teacher.spec,
         )
+        if self.critic is not None:
+            self.critic.compile(training, None if self.total is None else self.total * updates)
         files = RolloutFiles(None if self.written_folder is None else self.written_folder / "rollouts")
         drawn = self._call.rollouts.drawn if self._call is not None and self.folder is None else 0
         collector = Collector(
@@ -372,7 +395,7 @@ class Learner(Trainer):
             self.first_failure, drawn, self.player, training.max_unscored_steps,
         )  # fmt: skip
         own_engine = isinstance(self.engine, CheckedEngine)
-        step_updates = Updates(self, self.algo, objective, mini, self.reference, own_engine, self.teacher)
+        step_updates = Updates(self, self.algo, objective, mini, self.reference, own_engine, self.teacher, self.critic)
         staleness = self.rollout_config.max_staleness
         rollouts = RolloutsAhead(collector, self.engine, self.iterator, staleness, self.total)
         self.iterator = None if self.iterator is None else rollouts
@@ -383,6 +406,8 @@ class Learner(Trainer):
         assert self._call is not None
         drawn = place_replicated(jnp.asarray(self._call.rollouts.drawn, jnp.int32), self.mesh)
         saved = super().to_save() | {"drawn": drawn}
+        if self.critic is not None:
+            saved["critic"] = self.critic.to_save()
         batches = self._call.rollouts.collector.batches
         if isinstance(batches, CurriculumBatches):
             saved["curriculum"] = place_replicated(jnp.asarray(batches.counts), self.mesh)
@@ -390,6 +415,8 @@ class Learner(Trainer):
 
     def restore(self, saved: Any, step: int, inputs_changed: bool) -> None:
         super().restore(saved, step, inputs_changed)
+        if self.critic is not None:
+            self.critic.restore(saved["critic"])
         assert self._call is not None
         batches = self._call.rollouts.collector.batches
         if isinstance(batches, CurriculumBatches):
@@ -418,7 +445,8 @@ class Learner(Trainer):
                 return None
             clock = Clock()
             rollout, metrics = collected
-            batch = training_batch(rollout, self.task, call.updates.objective)
+            objective = call.updates.objective.at(number)
+            batch = training_batch(rollout, self.task, objective)
             with progress.task("reference"):
                 batch, ref, kl_metrics = call.updates.apply_reference(batch)
             if ref is not None:
@@ -429,7 +457,7 @@ class Learner(Trainer):
             self.done = number  # set before functions of the user run, because they can fail
             clock.lap("update")
             made = kl_metrics | update_metrics
-            made |= advantage_metrics(rollout, batch, advantages, call.updates.objective, self.success_threshold)
+            made |= advantage_metrics(rollout, batch, advantages, objective, self.success_threshold)
             metrics = made | user_metrics(self.metric_fns, rollout, advantages) | metrics
             self._show(call, number, rollout, batch, advantages)
             clock.lap("other")
@@ -473,8 +501,7 @@ class Learner(Trainer):
         config = with_rollout(self.rollout_config, rollout)
         check_fit(self.model.config, self.tokenizer, config)
         model = self.graphdef, self.params, self.tokenizer
-        others = self.reference is not None, None if self.teacher is None else self.teacher.work
-        return generate_texts(*model, prompts, config, seed, self.mesh, *others)
+        return generate_texts(*model, prompts, config, seed, self.mesh, *self.others)
 
     def _close_workers(self) -> None:
         close_pools(function for _, function, _ in self.rewards)

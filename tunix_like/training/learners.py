@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from tunix_like.algorithms.distillation import DISTILLATION
+from tunix_like.algorithms.ppo import PPO
 from tunix_like.algorithms.registry import ADVANTAGE_ESTIMATORS, find_estimator
 from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError, nearest
@@ -64,6 +65,20 @@ class MaxPOConfig(MaxRLConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MaxKMixConfig(MaxRLConfig):
+    """Defaults of MaxKMix, equal to those of MaxRL. `alpha` or `coefficients` must be set."""
+
+    advantage_estimator: str | None = "maxk_mix"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OrderStatisticConfig(MaxRLConfig):
+    """Defaults of order statistics, equal to those of MaxRL. `k`, and `weights` or `statistic` must be set."""
+
+    advantage_estimator: str | None = "order_statistic"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PKPOConfig(MaxRLConfig):
     """Defaults of PKPO, equal to those of MaxRL. `k` must be set."""
 
@@ -92,10 +107,26 @@ class ReinforcePPConfig(MaxRLConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PPOConfig(MaxRLConfig):
+    """Defaults of PPO: clipped-ratio loss, mean over all tokens of an update; KL estimate k1 in the reward of each
+    token if `beta` > 0."""
+
+    advantage_estimator: str | None = PPO
+    kl_in_reward: bool | None = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillationConfig(MaxRLConfig):
     """Defaults of on-policy distillation, equal to those of MaxRL."""
 
     advantage_estimator: str | None = DISTILLATION
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GDPOConfig(GRPOConfig):
+    """Defaults of GDPO, equal to those of GRPO."""
+
+    advantage_estimator: str | None = "gdpo"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,6 +185,28 @@ class MaxPOLearner(Learner):
     config_class = MaxPOConfig
 
 
+class MaxKMixLearner(Learner):
+    """A sum of Leave-Two-Out advantages: `A_i = sum_k c_k L_k,i`.
+
+    For 0/1 rewards, a prompt with pass rate p has the weight `sum_k c_k (1-p)^(k-1)`, exactly. `alpha` chooses the
+    coefficients of the series of `p^-alpha`: 0 is RLOO, 1 is MaxRL of order `G - 1`. For other rewards, the gradient
+    estimate is unbiased for `sum_k c_k max@k / k`. The advantages of a group sum to 0.
+    """
+
+    config_class = MaxKMixConfig
+
+
+class OrderStatisticLearner(Learner):
+    """OrderGrad (arXiv 2606.06096): `A_i = k (inc_i - loo_i)`.
+
+    `inc_i` and `loo_i` are the means of a statistic of k sorted rewards over the subsets of k completions with and
+    without completion i. The gradient estimate is unbiased for the expected statistic of k completions, such as their
+    median or the mean of the worst. The advantages of a group sum to 0. `k` must be from 1 to `G - 1`.
+    """
+
+    config_class = OrderStatisticConfig
+
+
 class PKPOLearner(Learner):
     """Pass-at-k Policy Optimization (arXiv 2505.15201): `A_i = k (q_i - V_{k-1}(-i))`.
 
@@ -200,6 +253,17 @@ class ReinforcePPLearner(Learner):
     config_class = ReinforcePPConfig
 
 
+class PPOLearner(Learner):
+    """Proximal policy optimization with a critic (arXiv 1707.06347): each token has its generalised advantage estimate
+    (arXiv 1506.02438), whitened over the batch.
+
+    `critic_config` has the settings of the critic. Completions of a prompt are not compared, so `num_generations` can
+    be 1. With `gae_lambda` and `gamma` 1 the gradient estimate is, up to whitening, unbiased for the expected reward.
+    """
+
+    config_class = PPOConfig
+
+
 class DistillationLearner(Learner):
     """On-policy distillation (arXiv 2306.13649): a teacher scores the tokens that the policy samples.
 
@@ -208,6 +272,17 @@ class DistillationLearner(Learner):
     """
 
     config_class = DistillationConfig
+
+
+class GDPOLearner(Learner):
+    """Group reward-Decoupled Normalization Policy Optimization (arXiv 2601.05242), for several reward functions.
+
+    The rewards of each function are standardised over the group, added with the weights of the functions, and divided
+    by their standard deviation over the batch. Functions of small rewards then count as much as others of equal weight.
+    The gradient estimate is biased like that of GRPO.
+    """
+
+    config_class = GDPOConfig
 
 
 class CustomLearner(Learner):
@@ -227,11 +302,15 @@ LEARNERS: dict[str, type[Learner]] = {
         RLOOLearner,
         MaxRLLearner,
         MaxPOLearner,
+        MaxKMixLearner,
+        OrderStatisticLearner,
         PKPOLearner,
         PassKLearner,
         OPOLearner,
         ReinforcePPLearner,
+        PPOLearner,
         DistillationLearner,
+        GDPOLearner,
     )
 }
 """Maps the name of an estimator (`algorithm.advantage_estimator`) to its learner class, which has the default loss and

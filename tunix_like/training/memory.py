@@ -92,6 +92,7 @@ OF_THE_MODEL = (
     "weights",
     "reference",
     "teacher",
+    "critic",
     "optimizer",
     "gradients",
     "gradients and new weights",
@@ -155,6 +156,22 @@ class TeacherWork:
 
 
 @dataclasses.dataclass(frozen=True)
+class CriticWork:
+    """The quantities of a critic that the memory estimate depends on. Its dtypes, adapters and quantisation are those
+    of the policy.
+
+    Attributes:
+      model: the configuration of the critic.
+      share: the part of its weights on one device.
+      own: bytes of those that are not the frozen weights of the policy.
+    """
+
+    model: DecoderConfig
+    share: Share
+    own: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Work:
     """The quantities that the memory estimate depends on.
 
@@ -171,6 +188,7 @@ class Work:
       clipped: whether the gradient's global norm is clipped.
       reference: whether a second model, the reference of the KL, is held in memory.
       teacher: the teacher; None without one.
+      critic: the critic; None without one.
       remat: whether layers are recomputed in the backward pass.
       logits_chunk: number of tokens whose logits are computed at once.
       attention: value of `Decoder.attention`. Plain attention saves its scores for the backward pass.
@@ -197,6 +215,7 @@ class Work:
     clipped: bool = True
     reference: bool = False
     teacher: TeacherWork | None = None
+    critic: CriticWork | None = None
     remat: bool = False
     logits_chunk: int = 1024
     attention: str = "auto"
@@ -236,11 +255,22 @@ class Work:
 
 
 def update_phases(work: Work, micro_batch: int) -> list[Phase]:
-    """Estimates the two peaks of an optimizer update: a backward pass, and the optimizer step.
+    """Estimates the two peaks of an optimizer update: a backward pass, and the optimizer step. With a critic, also the
+    peak of its update, which runs before.
 
     Args:
       micro_batch: approximate number of completions of full length per forward and backward pass.
     """
+    held = _held(work) | {"batch": _batch(work)}
+    phases = _update_phases(work, micro_batch, held)
+    if work.critic is not None:
+        own = dataclasses.replace(work, model=work.critic.model, share=work.critic.share, teacher=None)
+        peak = max(_update_phases(own, micro_batch, held), key=lambda phase: phase.bytes)
+        phases.append(dataclasses.replace(peak, name="critic"))
+    return phases
+
+
+def _update_phases(work: Work, micro_batch: int, held: dict[str, int]) -> list[Phase]:
     prompt_width, width = work.widths
     most = work.update_prompts or work.prompts
     layout = choose_layout(work.group, most, work.widths, micro_batch, work.parts, work.whole_groups)
@@ -249,7 +279,6 @@ def update_phases(work: Work, micro_batch: int) -> list[Phase]:
     heads = work.model.num_heads
     scores = lanes * layout.bins * width * heads * (prompt_width + width)
     copies = LANE_COPIES * lanes * _key_values(work, prompt_width) * work.model.num_layers
-    held = _held(work)
     temporaries = {
         "gradients": GRADIENT_COPIES * work.trained + _output_gradient(work),
         "cast weights": _cast_weights(work) + _dequantized(work, backward=True),
@@ -265,11 +294,11 @@ def update_phases(work: Work, micro_batch: int) -> list[Phase]:
     forward = {} if work.teacher is None else _teacher_forward(work, work.teacher, layout)
     if work.teacher is not None and work.teacher.in_loss:
         temporaries |= forward
-    gradient = held | temporaries | {"batch": _batch(work)}
-    step = held | {"gradients and new weights": STEP_COPIES[work.clipped] * work.trained, "batch": _batch(work)}
+    gradient = held | temporaries
+    step = held | {"gradients and new weights": STEP_COPIES[work.clipped] * work.trained}
     phases = [Phase("update", gradient), Phase("optimizer", step)]
     if work.teacher is not None and not work.teacher.in_loss:
-        phases.append(Phase("teacher", held | forward | {"logits": _logits(work, tokens), "batch": _batch(work)}))
+        phases.append(Phase("teacher", held | forward | {"logits": _logits(work, tokens)}))
     return phases
 
 
@@ -383,6 +412,8 @@ def _held(work: Work) -> dict[str, int]:
     held = {"weights": work.weights, "optimizer": work.moments * work.trained}
     # With adapters, the reference is the frozen base, which is already counted as weights.
     held |= {"reference": work.weights} if work.reference and work.adapters is None else {}
+    if work.critic is not None:
+        held["critic"] = work.critic.own + work.moments * work.critic.share.trained
     return held | ({"teacher": work.teacher.weights} if work.teacher is not None else {})
 
 
@@ -395,12 +426,17 @@ def _cast_weights(work: Work) -> int:
     """Returns the bytes of the weights in the compute dtype, or of the transposed tied embedding if none are cast."""
     if jnp.dtype(work.dtype) != jnp.dtype(work.param_dtype):
         return work.share.plain * work.size
-    return work.share.embedding * work.size if work.model.tie_embeddings else 0
+    return work.share.embedding * work.size if _ties(work) else 0
+
+
+def _ties(work: Work) -> bool:
+    """Whether the embedding is also the output matrix."""
+    return work.model.tie_embeddings and not work.model.scalar_head
 
 
 def _output_gradient(work: Work) -> int:
     """Returns the bytes of the separate gradient of a tied output matrix."""
-    return 0 if work.adapters is not None or not work.model.tie_embeddings else 4 * work.share.embedding
+    return 0 if work.adapters is not None or not _ties(work) else 4 * work.share.embedding
 
 
 def _sampled_weights(work: Work) -> int:
@@ -461,15 +497,19 @@ def _layer_backward(work: Work, rows: int) -> int:
 
 
 def _logits(work: Work, tokens: int) -> int:
+    if work.model.scalar_head:
+        return 4 * tokens
     pieces = -(-tokens // work.logits_chunk)
     copies = DIVERGENCE_COPIES if work.teacher is not None and work.teacher.in_loss else LOGITS_COPIES
     return copies * -(-tokens // pieces) * work.model.vocab_size * 4
 
 
 def _batch(work: Work) -> int:
-    """Returns the bytes of prompts, and of completions with up to three log-probabilities per token."""
+    """Returns the bytes of prompts, and of completions with up to three log-probabilities per token, and with a critic
+    its values, returns and advantages."""
     prompt_width, width = work.widths
-    return 4 * (work.prompts * prompt_width + work.rows * width * (3 + work.reference) + 8 * work.rows)
+    each = 3 + work.reference + 3 * (work.critic is not None)
+    return 4 * (work.prompts * prompt_width + work.rows * width * each + 8 * work.rows)
 
 
 def _room_before(width: int) -> int:

@@ -208,7 +208,7 @@ class DPOLearner(Trainer):
         self.identity |= {"quantized": self.model.quantized} | self._base_identity()
         self.identity |= {} if self.folder is None else {INPUTS: fingerprints(rows)}
         optimizer = training.actor_optimizer or OptimizerConfig()
-        self._compile(self.objective, likelihood_options(training), optimizer)
+        self._compile(self.objective, likelihood_options(training), optimizer, self.total)
 
     def _pairs(self, rows: Any, what: str) -> Sequence[Mapping[str, Any]]:
         """Returns rows whose prompt is implicit as rows with a prompt, and checks that all have both completions. Equal

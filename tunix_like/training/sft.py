@@ -166,7 +166,7 @@ class SFTTrainer(Trainer):
         self.identity |= {"adapters": self.model.adapters and str(self.model.adapters)}
         self.identity |= {"quantized": self.model.quantized} | self._base_identity()
         self.identity |= {} if self.folder is None else {INPUTS: fingerprints(rows)}
-        self._compile(_Likelihood(), likelihood_options(self.training), self.config.optimizer)
+        self._compile(_Likelihood(), likelihood_options(self.training), self.config.optimizer, self.total)
 
     def step(self, number: int) -> dict[str, Any] | None:
         with scope(self.mesh):

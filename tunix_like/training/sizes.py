@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from tunix_like.algorithms.ppo import PPO
 from tunix_like.config.schema import SELF, Config, OptimizerConfig, RLTrainingConfig, RolloutConfig, TeacherConfig
 from tunix_like.errors import UserError
 from tunix_like.models.counts import Share, parameter_shapes, share_of
@@ -34,7 +35,7 @@ from tunix_like.rollout.shapes import slot_shape
 from tunix_like.runtime.accelerators import Accelerator, find_kind
 from tunix_like.runtime.processes import gather
 from tunix_like.training.bounds import decode_bytes
-from tunix_like.training.memory import Phase, TeacherWork, Work, amount, rollout_phase, update_phases
+from tunix_like.training.memory import CriticWork, Phase, TeacherWork, Work, amount, rollout_phase, update_phases
 
 if TYPE_CHECKING:
     from tunix_like.models.config import Adapters, DecoderConfig
@@ -161,6 +162,7 @@ def update_work(
     mesh: Mesh | None = None,
     device: Device | None = None,
     teacher: TeacherWork | None = None,
+    critic: CriticWork | None = None,
     whole_groups: bool = False,
 ) -> Work:
     """Returns the quantities on which the memory of one update depends.
@@ -169,7 +171,7 @@ def update_work(
       shape: number of prompts of the update, and number of completions per prompt.
       widths: lengths in tokens of the padded prompts and of the padded completions.
       reference: whether a second model, the reference of the KL, is held in memory.
-      teacher: the teacher that is held in memory, or None.
+      teacher, critic: the teacher and the critic that are held in memory, or None.
       whole_groups: whether all completions of a prompt are in one chunk.
     """
     chosen = training.actor_optimizer or OptimizerConfig()
@@ -178,6 +180,7 @@ def update_work(
         clipped=isinstance(chosen, OptimizerConfig) and chosen.max_grad_norm is not None,
         reference=reference,
         teacher=teacher,
+        critic=critic,
         remat=training.remat,
         logits_chunk=training.logprob_chunk_size,
         whole_groups=whole_groups,
@@ -215,6 +218,35 @@ def described_teacher(config: Config, policy: Decoder, mesh: Mesh | None) -> Tea
     if settings.path != SELF:
         kinds = (load_config(settings.path, "teacher.path"), policy.dtype, settings.quantize)
     return teacher_work(settings, config.rollout, policy, kinds, mesh)
+
+
+def critic_work(
+    config: DecoderConfig, kinds: tuple[Any, Adapters | None, str | None], own_base: bool, mesh: Mesh | None
+) -> CriticWork:
+    """Returns the quantities of a critic on which the memory depends.
+
+    Args:
+      kinds: dtype of the weights, adapters and quantisation.
+      own_base: whether its frozen weights are not those of the policy.
+    """
+    share = _share(config, *kinds, mesh)
+    return CriticWork(config, share, share.weights if own_base else share.trained)
+
+
+def described_others(
+    config: Config, policy: Decoder, mesh: Mesh | None
+) -> tuple[bool, TeacherWork | None, CriticWork | None]:
+    """Returns the models that a run holds in memory besides the policy: whether it has a reference, its teacher and its
+    critic, the last from the config.json of `critic.path`."""
+    teacher = described_teacher(config, policy, mesh)
+    if config.algorithm.advantage_estimator != PPO:
+        return config.has_reference, teacher, None
+    path = config.critic.path
+    described = policy.config if path is None else load_config(path, "critic.path")
+    described = dataclasses.replace(described, scalar_head=True)
+    kinds = policy.param_dtype, policy.adapters, policy.quantized
+    own_base = path is not None or policy.adapters is None
+    return config.has_reference, teacher, critic_work(described, kinds, own_base, mesh)
 
 
 def micro_batch_size(width: int, backend: str = "cpu") -> int:
@@ -294,6 +326,7 @@ def rollout_layout(
     device: Device | None = None,
     reference: bool = False,
     teacher: TeacherWork | None = None,
+    critic: CriticWork | None = None,
 ) -> SamplingLayout | None:
     """Returns the layout of the sampler; None if `mesh` and `rollout.devices` are None. The sampler has the devices of
     `mesh`, or those that `rollout.devices` reserves for sampling.
@@ -306,7 +339,7 @@ def rollout_layout(
 
     Args:
       reference: whether a second model, the reference of the KL, is held in memory.
-      teacher: the teacher that is held in memory, or None.
+      teacher, critic: the teacher and the critic that are held in memory, or None.
 
     Raises:
       UserError: `rollout.mesh` does not use every device, or heads or weights of the model are not divisible by the
@@ -333,7 +366,7 @@ def rollout_layout(
     per_process = processes.count(processes[0])
     splits = [tp for tp in range(1, per_process + 1) if per_process % tp == 0]
     possible = [layout for tp in splits if (layout := _possible(mesh, (size // tp, 1, tp), model)) is not None]
-    works = [_rollout_work(model, rollout, mesh, layout, device, (reference, teacher)) for layout in possible]
+    works = [_rollout_work(model, rollout, mesh, layout, device, (reference, teacher, critic)) for layout in possible]
     rows = rollout.max_concurrent_rows
     least, usual = (rows if isinstance(rows, int) else each * size for each in (ROWS_PER_DEVICE, USUAL_ROWS_PER_DEVICE))
     fitting = [i for i, work in enumerate(works) if _sampling(work, least, USUAL_GROUP, least).bytes <= device.usable]
@@ -407,13 +440,14 @@ def _rollout_work(
     mesh: Mesh | None,
     chosen: Mesh | None,
     device: Device,
-    others: tuple[bool, TeacherWork | None],
+    others: tuple[bool, TeacherWork | None, CriticWork | None],
 ) -> Work:
-    """Returns the quantities on which the memory of sampling depends. `others`: whether there is a reference, and the
-    teacher."""
+    """Returns the quantities on which the memory of sampling depends. `others`: whether there is a reference, the
+    teacher and the critic."""
     widths = rollout.max_prompt_length, rollout.max_tokens_to_generate
-    reference, teacher = others
-    work = dataclasses.replace(_work(model, 1, 1, widths, mesh, device), reference=reference, teacher=teacher)
+    reference, teacher, critic = others
+    work = _work(model, 1, 1, widths, mesh, device)
+    work = dataclasses.replace(work, reference=reference, teacher=teacher, critic=critic)
     return _for_sampling(work, model, rollout, chosen)
 
 
@@ -437,6 +471,7 @@ def concurrent_rows(
     device: Device | None = None,
     reference: bool = False,
     teacher: TeacherWork | None = None,
+    critic: CriticWork | None = None,
 ) -> int:
     """Returns the maximum number of completions that are sampled at the same time, of `group` completions of each of
     `prompts` prompts.
@@ -449,7 +484,7 @@ def concurrent_rows(
     Args:
       mesh, sampling_mesh: the meshes of the trainer and of the sampler.
       reference: whether a second model, the reference of the KL, is held in memory.
-      teacher: the teacher that is held in memory, or None.
+      teacher, critic: the teacher and the critic that are held in memory, or None.
 
     Raises:
       UserError: with `auto`, the memory is too small for the weights and a single completion.
@@ -458,7 +493,7 @@ def concurrent_rows(
     if isinstance(setting, int):
         return setting
     device = device or this_device()
-    work = _rollout_work(model, rollout, mesh, sampling_mesh, device, (reference, teacher))
+    work = _rollout_work(model, rollout, mesh, sampling_mesh, device, (reference, teacher, critic))
 
     def needed(rows: int, held: dict[str, int] | None) -> int:
         return _sampling(work, prompts, group, rows, held).bytes
@@ -563,11 +598,12 @@ def estimate_memory(
     training = dataclasses.replace(config.training, actor_optimizer=config.optimizer)
     setting = training.train_micro_batch_size
     most = min(training.mini_batch_size or data.batch_size, data.batch_size)
-    pairs, reference, teacher = config.trains_pairs, config.has_reference, described_teacher(config, model, mesh)
-    update = update_work(training, model, (most, group), widths, reference, mesh, device, teacher, whole_groups=pairs)
+    pairs, others = config.trains_pairs, described_others(config, model, mesh)
+    reference, teacher, critic = others
+    update = update_work(training, model, (most, group), widths, reference, mesh, device, teacher, critic, pairs)
     size = chosen(lambda: chunk_size(setting, update, device))
     update = dataclasses.replace(update, prompts=data.batch_size, update_prompts=most)
-    layout = rollout_layout(model, rollout, mesh, device, reference, teacher)
+    layout = rollout_layout(model, rollout, mesh, device, *others)
     evaluated = config.eval.batch_size, config.eval.samples
     sampling_mesh = None if layout is None else layout.mesh
     rows, phases = math.prod(evaluated) if pairs else data.batch_size * group, []
@@ -578,7 +614,7 @@ def estimate_memory(
         def sampled_at_once(prompts: int, samples: int) -> int:
             meshes = mesh, sampling_mesh
             return chosen(
-                lambda: concurrent_rows(model, rollout, prompts, samples, *meshes, device, reference, teacher)
+                lambda: concurrent_rows(model, rollout, prompts, samples, *meshes, device, reference, teacher, critic)
             )
 
         work = _for_sampling(update, model, rollout, sampling_mesh)

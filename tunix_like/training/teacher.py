@@ -198,14 +198,14 @@ def resolve_teacher(model: Any, settings: TeacherConfig | None) -> TeacherConfig
     return settings
 
 
-def check_tokenizers(teacher: Tokenizer | None, policy: Tokenizer) -> None:
-    """Raises UserError if the tokenizer of a teacher's folder gives a token another meaning."""
-    if teacher is None:
+def check_tokenizers(other: Tokenizer | None, policy: Tokenizer, key: str) -> None:
+    """Raises UserError if the tokenizer of the folder in the config key `key` gives a token another meaning."""
+    if other is None:
         return
-    for number in range(min(teacher.vocab_size, policy.vocab_size)):
-        ours, theirs = policy.token(number), teacher.token(number)
+    for number in range(min(other.vocab_size, policy.vocab_size)):
+        ours, theirs = policy.token(number), other.token(number)
         if ours != theirs and not any(token == f"<no token {number}>" for token in (ours, theirs)):
             raise UserError(
-                f"teacher.path: its tokenizer is not that of the policy: token {number} is {theirs!r} there and "
-                f"{ours!r} here. A teacher must have the tokenizer of the policy."
+                f"{key}: its tokenizer is not that of the policy: token {number} is {theirs!r} there and {ours!r} "
+                f"here. A {key.partition('.')[0]} must have the tokenizer of the policy."
             )

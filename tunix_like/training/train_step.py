@@ -83,6 +83,11 @@ class StepObjective(Protocol):
         """Computes the loss per token, which is 0 for masked tokens, and metrics per token."""
 
 
+def bound(objective: Any, scheduled: Any) -> Any:
+    """Returns a `StepObjective` with the arrays of its schedules (`Objective.bound`); None: there are none."""
+    return objective if scheduled is None else objective.bound(scheduled)
+
+
 MAXIMA = ("is_ratio/max", "logprob_gap/max")
 """Metrics of an update that are maxima over its tokens; the other metrics are means or counts."""
 
@@ -118,6 +123,7 @@ class StepInputs(NamedTuple):
       token_advantages: added to the advantages of the estimator, for signals per token such as that of a teacher; 0 at
         tokens that the policy did not sample.
       teacher: the teacher whose divergence is a term of the loss (`StepSpec.teacher`).
+      scheduled: the arrays of the step for an objective whose parameters follow schedules.
     """
 
     batch: GroupBatch
@@ -127,6 +133,7 @@ class StepInputs(NamedTuple):
     ref_logprobs: Float[AnyArray, "P G T"] | None = None
     token_advantages: Float[AnyArray, "P G T"] | None = None
     teacher: TeacherInputs | None = None
+    scheduled: Any = None
 
 
 class TeacherSpec(NamedTuple):
@@ -166,6 +173,8 @@ def step_inputs(
     old_logprobs: Float[AnyArray, "P G T"] | None = None,
     ref_logprobs: Float[AnyArray, "P G T"] | None = None,
     token_advantages: Float[AnyArray, "P G T"] | None = None,
+    teacher: TeacherInputs | None = None,
+    scheduled: Any = None,
 ) -> StepInputs:
     """Builds the inputs of one update, with arrays for `batch.trained` and `batch.estimator_ids` if they are None."""
     all_trained, first_estimator = np.ones(batch.scored.shape, bool), np.zeros(len(batch.scored), np.int32)
@@ -173,7 +182,7 @@ def step_inputs(
         trained=all_trained if batch.trained is None else batch.trained,
         estimator_ids=first_estimator if batch.estimator_ids is None else batch.estimator_ids,
     )
-    return StepInputs(batch, in_update, packed, old_logprobs, ref_logprobs, token_advantages)
+    return StepInputs(batch, in_update, packed, old_logprobs, ref_logprobs, token_advantages, teacher, scheduled)
 
 
 def chunk_loss(
@@ -349,8 +358,9 @@ def train_step(
     """
     batch = jax.tree.map(jnp.asarray, inputs.batch)
     lengths, ids = batch.sampled_lengths, batch.estimator_ids
-    advantages = spec.objective.advantages(batch.rewards, batch.scored, lengths, ids)
-    weights = spec.objective.weights(batch.scored, batch.trained, lengths, inputs.in_update, ids)
+    objective = bound(spec.objective, inputs.scheduled)
+    advantages = objective.advantages(batch.rewards, batch.scored, lengths, ids)
+    weights = objective.weights(batch.scored, batch.trained, lengths, inputs.in_update, ids)
     if batch.prompt_weights is not None:
         weights = weights * batch.prompt_weights[:, None]
     by_token = advantages if advantages.ndim == 3 else advantages[..., None]
@@ -385,7 +395,7 @@ class StepPrograms:
     Attributes:
       train_step: runs one optimizer update (see `jit_train_step`).
       logprobs: compiled `batch_logprobs`, a function of graph, parameters, batch and packed completions.
-      advantages: compiled `StepObjective.advantages`.
+      advantages: compiled `StepObjective.advantages`, with `StepInputs.scheduled` as first argument.
       traces: number of times `train_step` was traced so far, once for each set of array shapes.
     """
 
@@ -397,7 +407,7 @@ class StepPrograms:
 
         self.train_step = jit_train_step(spec, count)
         self.logprobs = jax.jit(functools.partial(batch_logprobs, options=spec.options), static_argnums=0)
-        self.advantages = jax.jit(spec.objective.advantages)
+        self.advantages = jax.jit(lambda scheduled, *inputs: bound(spec.objective, scheduled).advantages(*inputs))
 
 
 ProgramCache = OrderedDict[Hashable, StepPrograms]

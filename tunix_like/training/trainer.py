@@ -59,26 +59,102 @@ class _Stream(NamedTuple):
     batches: Iterator[list[Prompt]]
 
 
+class ModelInTraining:
+    """A model whose weights a compiled step replaces.
+
+    Attributes:
+      state: trained parameters and optimizer state, which each step replaces.
+      frozen: the other parameters of the model; empty if all parameters are trained.
+      rate_follows_total: whether the learning rate depends on the number of updates of the whole run.
+      schedule: maps the number of an update to its learning rate; None if unknown.
+      programs: the compiled functions of a step, built by `_compile`.
+    """
+
+    programs: StepPrograms
+
+    def __init__(self, model: Decoder, mesh: Mesh | None):
+        self.model, self.mesh, self.graphdef = model, mesh, nnx.split(model)[0]
+        self.rate_follows_total = False
+        self.schedule: optax.Schedule | None = None
+        self.state = TrainState(None, None)
+        self._own_programs: ProgramCache = OrderedDict()
+        self._take_weights()
+
+    @property
+    def params(self) -> Any:
+        """All weights of the model, trained and frozen."""
+        return join_params(self.state.params, self.frozen)
+
+    def _take_weights(self) -> None:
+        """Shards the model's current weights over the mesh. The model and the trainer share the arrays."""
+        params = place_params(nnx.to_pure_dict(nnx.split(self.model)[1]), self.mesh)
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(params)):
+            raise UserError("the model's weights belong to a trainer that was interrupted; load the model again.")
+        nnx.update(self.model, params)
+        trained, self.frozen = split_params(params)
+        self.state = self.state._replace(params=trained)
+
+    def write_back(self) -> None:
+        """Writes the current weights to the model."""
+        nnx.update(self.model, self.params)
+
+    def to_save(self) -> Any:
+        """Returns the pytree to save in a checkpoint. Each layer has its own entry, so that every backend can restore
+        it."""
+        params, moments = self.state
+        return {"params": params, "opt_state": unstack_moments(self._optimizer, moments, params, self._segments)}
+
+    def _restore_state(self, saved: Any) -> None:
+        params, moments = saved["params"], saved["opt_state"]
+        self.state = TrainState(params, stack_moments(self._optimizer, moments, params, self._segments))
+
+    def _compile(
+        self,
+        objective: StepObjective,
+        options: ForwardOptions,
+        optimizer: Any,
+        updates: int | None,
+        teacher: TeacherSpec | None = None,
+    ) -> None:
+        """Builds the optimizer, its state if there is none yet, and the compiled functions of a step.
+
+        Args:
+          optimizer: an `OptimizerConfig` or an optax transformation.
+          updates: number of updates of the whole run; None if it is not known.
+          teacher: the teacher whose divergence is a term of the loss.
+        """
+        shared = objective.built_in and isinstance(optimizer, OptimizerConfig)
+        copies_base = self.mesh is None and bool(self.frozen)
+        self._segments = moment_segments(self.model.config, optimizer, options.stacked, copies_base)
+        self.rate_follows_total = False
+        if isinstance(optimizer, OptimizerConfig):
+            self.rate_follows_total = optimizer.schedule != "constant"
+            self.schedule = build_schedule(optimizer, updates)
+            optimizer = build_optimizer(optimizer, updates, self._segments is not None)
+        self._optimizer = optimizer
+        if self.state.opt_state is None:
+            moments = init_optimizer(optimizer, self.state.params, self._segments)
+            self.state = self.state._replace(opt_state=moments)
+        shardings = shardings_of(self.state, self.mesh)
+        spec = StepSpec(self.graphdef, objective, optimizer, options, shardings, self._segments, teacher)
+        self.programs = step_programs(spec, None if shared else self._own_programs)
+
+
 _STATE = frozenset(
     ["done", "total", "rate_follows_total", "schedule", "programs", "iterator", "identity", "state", "frozen"]
 )
 """The public attributes of a trainer that change while it trains."""
 
 
-class Trainer(abc.ABC):
+class Trainer(ModelInTraining, abc.ABC):
     """Base of `Learner` and `SFTTrainer`. A subclass implements `step`, which `loop.run` calls.
 
     Attributes:
       name: prefix of the metrics (`train`, `sft`).
       step_key: name of the metric that has the step number (`step`, `sft/step`).
-      state: trained parameters and optimizer state, which each step replaces.
-      frozen: the other parameters of the model; empty if all parameters are trained.
       done: number of steps done so far. Without a run folder, a further call of `train` continues after this step. With
         a run folder, the call resumes from the newest checkpoint.
       total: number of the last step, or None to continue until the data is exhausted.
-      rate_follows_total: whether the learning rate of a step depends on `total`.
-      schedule: maps the number of an update to its learning rate; None if unknown.
-      programs: the compiled functions of a step, built by `_compile`.
       iterator: the data iterator whose position is saved with a checkpoint; None if its position cannot be saved.
       identity: settings that a run must share with the checkpoint that it restores. For a model with adapters, the
         entry `base` is the `models.lora.fingerprint` of the frozen weights.
@@ -86,7 +162,6 @@ class Trainer(abc.ABC):
 
     name: ClassVar[str]
     step_key: ClassVar[str]
-    programs: StepPrograms
     _trains_scalar_head: ClassVar[bool] = False
     _arguments: frozenset[str] = frozenset()  # those of the constructor, once it has run
 
@@ -126,17 +201,12 @@ class Trainer(abc.ABC):
         self.tokenizer = Tokenizer.wrap(tokenizer)
         check_fit(model.config, self.tokenizer, self.rollout_config)
         check_divides(mesh, model.config)
-        self.model, self.mesh, self.graphdef = model, mesh, nnx.split(model)[0]
+        super().__init__(model, mesh)
         self.done, self.total = 0, None  # type: int, int | None
-        self.rate_follows_total = False
-        self.schedule: optax.Schedule | None = None
         self.iterator: Any = None
         self.identity: dict[str, Any] = {}
-        self.state = TrainState(None, None)
-        self._own_programs: ProgramCache = OrderedDict()
         self._stream: _Stream | None = None
         self._completed = False  # whether the previous call of `train` did all its steps
-        self._take_weights()
 
     def __repr__(self) -> str:
         sizes = (sum(leaf.size for leaf in jax.tree.leaves(part)) for part in (self.state.params, self.frozen))
@@ -158,20 +228,6 @@ class Trainer(abc.ABC):
     def written_folder(self) -> Path | None:
         """The run folder if this process writes the files of the run (process 0), otherwise None."""
         return self.folder if is_first() else None
-
-    @property
-    def params(self) -> Any:
-        """All weights of the model, trained and frozen."""
-        return join_params(self.state.params, self.frozen)
-
-    def _take_weights(self) -> None:
-        """Shards the model's current weights over the mesh. The model and the trainer share the arrays."""
-        params = place_params(nnx.to_pure_dict(nnx.split(self.model)[1]), self.mesh)
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(params)):
-            raise UserError("the model's weights belong to a trainer that was interrupted; load the model again.")
-        nnx.update(self.model, params)
-        trained, self.frozen = split_params(params)
-        self.state = self.state._replace(params=trained)
 
     @property
     def complete(self) -> bool:
@@ -200,7 +256,7 @@ class Trainer(abc.ABC):
                 self._stream = None  # a generator yields nothing after it has raised
             raise
         finally:
-            nnx.update(self.model, self.params)
+            self.write_back()
 
     @abc.abstractmethod
     def step(self, number: int) -> dict[str, Any] | None:
@@ -210,19 +266,12 @@ class Trainer(abc.ABC):
         Metrics are numbers and lists of numbers. Their names do not have the prefix `self.name`, which the caller adds.
         """
 
-    def to_save(self) -> Any:
-        """Returns the pytree to save in a checkpoint. Each layer has its own entry, so that every backend can restore
-        it."""
-        params, moments = self.state
-        return {"params": params, "opt_state": unstack_moments(self._optimizer, moments, params, self._segments)}
-
     def restore(self, saved: Any, step: int, inputs_changed: bool) -> None:
         """Restores the trainer's state after step `step` from the pytree that `to_save` returned. `inputs_changed`
         says whether the reward functions or the training rows are no longer those of the checkpoint."""
-        params, moments = saved["params"], saved["opt_state"]
-        self.state = TrainState(params, stack_moments(self._optimizer, moments, params, self._segments))
+        self._restore_state(saved)
 
-    def cut(self, step: int) -> None:  # noqa: B027
+    def cut(self, step: int) -> None:
         """Removes the files that the trainer wrote in steps after `step` (-1: in all steps), because the run repeats
         these steps."""
 
@@ -242,38 +291,6 @@ class Trainer(abc.ABC):
         """Returns the settings that loggers record if the run has no `config.yaml`."""
 
     # Subclasses call the following methods at the start of `train`.
-
-    def _compile(
-        self,
-        objective: StepObjective,
-        options: ForwardOptions,
-        optimizer: Any,
-        updates_per_step: int = 1,
-        teacher: TeacherSpec | None = None,
-    ) -> None:
-        """Builds the optimizer for a run of `self.total` steps, the optimizer state if there is none yet, and the
-        compiled functions of a step.
-
-        Args:
-          optimizer: an `OptimizerConfig` or an optax transformation.
-          teacher: the teacher whose divergence is a term of the loss.
-        """
-        shared = objective.built_in and isinstance(optimizer, OptimizerConfig)
-        copies_base = self.mesh is None and bool(self.frozen)
-        self._segments = moment_segments(self.model.config, optimizer, options.stacked, copies_base)
-        self.rate_follows_total = False
-        if isinstance(optimizer, OptimizerConfig):
-            self.rate_follows_total = optimizer.schedule != "constant"
-            updates = None if self.total is None else self.total * updates_per_step
-            self.schedule = build_schedule(optimizer, updates)
-            optimizer = build_optimizer(optimizer, updates, self._segments is not None)
-        self._optimizer = optimizer
-        if self.state.opt_state is None:
-            moments = init_optimizer(optimizer, self.state.params, self._segments)
-            self.state = self.state._replace(opt_state=moments)
-        shardings = shardings_of(self.state, self.mesh)
-        spec = StepSpec(self.graphdef, objective, optimizer, options, shardings, self._segments, teacher)
-        self.programs = step_programs(spec, None if shared else self._own_programs)
 
     def _open_stream(
         self,

@@ -14,16 +14,18 @@ from jaxtyping import Bool, Float
 
 from tunix_like.algorithms.distillation import teacher_advantages
 from tunix_like.algorithms.losses import kl_estimate
-from tunix_like.algorithms.objective import Objective
+from tunix_like.algorithms.objective import Objective, Scheduled
+from tunix_like.algorithms.ppo import Estimates, estimate
 from tunix_like.config.schema import AlgorithmConfig, RLTrainingConfig
 from tunix_like.errors import UserError
 from tunix_like.models.counts import update_operations
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.lora import without_adapters
-from tunix_like.models.sharding import fetch, place_params, place_replicated, prompt_parts
+from tunix_like.models.sharding import fetch, place_params, place_replicated, prompt_parts, without_shared
+from tunix_like.training.critic import Critic
 from tunix_like.training.forward import place_packed
 from tunix_like.training.guards import GapWatch, SkippedUpdate, SkipWatch, save_skipped
-from tunix_like.training.memory import TeacherWork
+from tunix_like.training.memory import CriticWork, TeacherWork
 from tunix_like.training.optimizer import updates_done
 from tunix_like.training.packing import Packed, choose_layout, pack, token_places
 from tunix_like.training.sizes import chunk_size, update_work
@@ -53,13 +55,7 @@ def make_reference(trainer: Trainer, ref_model: Decoder | None) -> Reference:
         params = place_params(nnx.to_pure_dict(state), trainer.mesh)
     elif trainer.frozen and not any(fetch([leaf.any() for leaf in _second_halves(trained)], trainer.mesh)):
         return Reference(without_adapters(graphdef), trainer.frozen)
-    donated = set().union(*map(_addresses, jax.tree.leaves(trained)))
-    return Reference(graphdef, jax.tree.map(lambda x: jnp.copy(x) if _addresses(x) & donated else x, params))
-
-
-def _addresses(x: jax.Array) -> set[int]:
-    """Returns the memory addresses of the parts of an array that are on this process's devices."""
-    return {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards}
+    return Reference(graphdef, without_shared(params, trained))
 
 
 def _second_halves(adapters: Any) -> list[jax.Array]:
@@ -76,6 +72,7 @@ class Updates:
       reference: the reference model of the KL, or None.
       own_engine: whether another engine than the in-process sampler generates the completions.
       teacher: scores the sampled tokens, or None.
+      critic: gives the advantages of tokens, or None.
     """
 
     def __init__(
@@ -87,8 +84,11 @@ class Updates:
         reference: Reference | None,
         own_engine: bool,
         teacher: Teacher | None = None,
+        critic: Critic | None = None,
     ):
-        self.trainer, self.algo, self.objective, self.teacher = trainer, algo, objective, teacher
+        self.trainer, self.algo, self.objective = trainer, algo, objective
+        self.teacher, self.critic = teacher, critic
+        self.critic_watch = SkipWatch("the loss of the critic", trainer.training.max_skipped_updates)
         self.mini_batch_size, self.reference = mini_batch_size, reference
         self.skip_watch = SkipWatch(f"the loss '{algo.policy_loss_fn}'", trainer.training.max_skipped_updates)
         self.gap_watch = GapWatch(trainer.training.max_logprob_gap, own_engine)
@@ -98,14 +98,14 @@ class Updates:
     ) -> tuple[GroupBatch, Float[np.ndarray, "P G T"] | None, dict[str, float]]:
         """Returns the batch, the reference model's log-probabilities (None if there is no such model), and metrics.
 
-        With `kl_in_reward`, `beta` times the KL of each completion to the reference model is subtracted from its
-        reward. The KL is the sum over its sampled tokens, with the trainer's log-probabilities of the policy. The
-        metric is the mean KL per token in nats.
+        With `kl_in_reward` and without a critic, `beta` times the KL of each completion to the reference model is
+        subtracted from its reward. The KL is the sum over its sampled tokens, with the trainer's log-probabilities of
+        the policy. The metric is the mean KL per token in nats.
         """
         if self.reference is None:
             return batch, None, {}
         ref = self._logprobs(*self.reference, batch)
-        if not self.algo.kl_in_reward:
+        if not self.algo.kl_in_reward or self.critic is not None:
             return batch, ref, {}
         mask = batch.sampled
         policy = self._logprobs(self.trainer.graphdef, self.trainer.params, batch)
@@ -135,12 +135,16 @@ class Updates:
             log-probabilities of sampler and trainer differ too much.
         """
         trainer, mesh, count = self.trainer, self.trainer.mesh, len(problems)
-        live, metrics = self._live_rows(batch)
+        scheduled = self.objective.scheduled(step)
+        live, metrics = self._live_rows(step, batch, scheduled)
+        critic = self.critic
+        learns = critic is None or step > critic.settings.warmup_steps
         starts = [*range(0, count, self.mini_batch_size)] * self.algo.num_iterations
         parts = [(np.arange(count) >= start) & (np.arange(count) < start + self.mini_batch_size) for start in starts]
         teacher, old, by_token = self.teacher, None, None
         lesson: TeacherInputs | None = None
-        if len(parts) > 1 or (teacher is not None and teacher.spec is None):
+        penalised = critic is not None and ref is not None and bool(self.algo.kl_in_reward)
+        if len(parts) > 1 or (teacher is not None and teacher.spec is None) or penalised:
             old = self._logprobs(trainer.graphdef, trainer.params, batch, live)
         if teacher is not None:
             seen = teacher.batch(batch, problems)
@@ -151,35 +155,61 @@ class Updates:
                 assert old is not None
                 by_token, taught = self._token_advantages(teacher, batch, seen, live, old)
                 metrics |= taught
+        estimates: Estimates | None = None
+        if critic is not None:
+            estimates, found = self._estimates(critic, batch, live, old if penalised else None, ref)
+            by_token = estimates.advantages + (0.0 if by_token is None else by_token)
+            metrics |= found
         old = old if len(parts) > 1 else None
         ref = ref if self.objective.reference_in_loss else None
         if trainer.schedule is not None:
             metrics["learning_rate"] = float(trainer.schedule(updates_done(trainer.state.opt_state)))
-        placed, *values = place_replicated((batch, old, ref, by_token), mesh)
+        placed, old, ref, by_token, scheduled = place_replicated((batch, old, ref, by_token, scheduled), mesh)
+        given = {"token_advantages": by_token, "teacher": lesson, "scheduled": scheduled}
+        targets = None if estimates is None else place_replicated((estimates.values, estimates.returns), mesh)
         rows: list[dict[str, Any]] = []
+        of_critic: list[dict[str, Any]] = []
         advantages: Any = None
         tokens = places = 0  # computed tokens, and all token places of the packed chunks
         for part in parts:
             packed = self._pack(batch, live & part[:, None], self.mini_batch_size)
             tokens += int(np.sum(packed.length))
             places += token_places(packed, batch.completion_tokens.shape[2])
-            inputs = step_inputs(placed, part, place_packed(packed, mesh), *values)._replace(teacher=lesson)
+            packed = place_packed(packed, mesh)
+            if critic is not None:
+                assert targets is not None
+                old_values, returns = targets
+                data = step_inputs(placed._replace(rollout_logprobs=None), part, packed, old_values, None, returns)
+                critic.state, row, _ = critic.programs.train_step(critic.state, data, critic.frozen)
+                of_critic.append(row)
+            if not learns:  # an update without tokens, which changes nothing
+                part, packed = part & False, packed._replace(sets=0 * packed.sets)
+            inputs = step_inputs(placed, part, packed, old, ref, **given)
             trainer.state, row, advantages = trainer.programs.train_step(trainer.state, inputs, trainer.frozen)
             if not rows:
                 self._check_advantages(fetch(advantages, mesh), batch, problems)
             rows.append(row)
-        rows, advantages = fetch((rows, advantages), mesh)
+        rows, of_critic, advantages = fetch((rows, of_critic, advantages), mesh)
         for number in self.skip_watch(rows):
             if trainer.written_folder is not None:
                 save_skipped(trainer.written_folder, SkippedUpdate(step, number, batch, live, parts[number], old, ref))
+        self.critic_watch(of_critic)
+        self.critic_watch.check()
         self.skip_watch.check()
         if not stale:
-            self.gap_watch(rows)
+            self.gap_watch(step, rows)
         computed = np.where(live, batch.completion_lengths, 0)
-        done = update_operations(
-            trainer.model.config, batch.prompt_lengths, computed, trainer.model.adapters is not None
-        )
+        frozen = trainer.model.adapters is not None
+        done = learns * update_operations(trainer.model.config, batch.prompt_lengths, computed, frozen)
         means = {name: _aggregate(name, [row[name] for row in rows]) for name in rows[0]}
+        if critic is not None:
+            assert estimates is not None
+            done += update_operations(critic.model.config, batch.prompt_lengths, computed, frozen)
+            names = {"loss": "loss", "grad_norm": "grad_norm", "clipfrac": "clipfrac", "update/skipped": "skipped"}
+            known = {name: key for key, name in names.items() if key in of_critic[0]}
+            means |= {f"critic/{name}": _aggregate(key, [row[key] for row in of_critic]) for name, key in known.items()}
+            counts = np.maximum((batch.sampled & live[..., None]).sum(-1), 1)
+            advantages = estimates.advantages.sum(-1) / counts
         return np.asarray(advantages), {
             **means,
             **metrics,
@@ -210,6 +240,30 @@ class Updates:
         metrics = {"teacher/divergence": float(-divergence.mean()), "teacher/logprob": float(own.mean())}
         return teacher.settings.coef * np.asarray(values), metrics if mask.any() else {}
 
+    def _estimates(
+        self,
+        critic: Critic,
+        batch: GroupBatch,
+        live: Bool[np.ndarray, "P G"],
+        old: Float[np.ndarray, "P G T"] | None,
+        ref: Float[np.ndarray, "P G T"] | None,
+    ) -> tuple[Estimates, dict[str, float]]:
+        """Returns what the critic gives for the tokens of the completions `live`, and metrics.
+
+        Args:
+          old: log-probabilities of the policy, if the KL to the reference is subtracted from the rewards of tokens.
+        """
+        mask, metrics, penalties = batch.sampled & live[..., None], dict[str, float](), None
+        if old is not None:
+            assert ref is not None
+            given = (jnp.asarray(values) for values in (old, ref, mask))
+            kl = np.where(mask, np.asarray(kl_estimate(str(self.algo.kl_loss_mode), *given)), 0.0)
+            penalties, metrics = self.algo.beta * kl, {"kl": float(kl.sum() / max(mask.sum(), 1))}
+        values = self._logprobs(critic.graphdef, critic.params, batch, live)
+        settings = critic.settings
+        found = estimate(batch.rewards, values, mask, settings.gamma, settings.gae_lambda, penalties)
+        return found, metrics | found.metrics(mask)
+
     def _logprobs(
         self, graphdef: Any, params: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"] | None = None
     ) -> Float[np.ndarray, "P G T"]:
@@ -224,19 +278,23 @@ class Updates:
     def _pack(self, batch: GroupBatch, rows: Bool[np.ndarray, "P G"], most_prompts: int) -> Packed:
         """Divides the completions that the mask `rows` selects into forward and backward passes (see `pack_update`)."""
         trainer, reference = self.trainer, self.reference is not None
-        work = None if self.teacher is None else self.teacher.work
-        return pack_update(trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts, reference, work)
+        teacher = None if self.teacher is None else self.teacher.work
+        critic = None if self.critic is None else self.critic.work
+        given = trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts
+        return pack_update(*given, reference, teacher, critic)
 
-    def _live_rows(self, batch: GroupBatch) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
+    def _live_rows(
+        self, step: int, batch: GroupBatch, scheduled: Scheduled | None
+    ) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
         """Returns a mask of the completions that the model must process, and metrics about the completions that are
         left out."""
-        objective, ids, advantages = self.objective, batch.estimator_ids, None
+        ids, advantages = batch.estimator_ids, None
         assert ids is not None
-        if objective.skips_zero_advantages:
-            advantages = self.trainer.programs.advantages(batch.rewards, batch.scored, batch.sampled_lengths, ids)
-            advantages = fetch(advantages, self.trainer.mesh)
-        live = objective.live_rows(batch.rewards, batch.scored, ids, advantages)
-        metrics: dict[str, float] = {}
+        if self.objective.skips_zero_advantages:
+            inputs = batch.rewards, batch.scored, batch.sampled_lengths, ids
+            advantages = fetch(self.trainer.programs.advantages(scheduled, *inputs), self.trainer.mesh)
+        live = self.objective.at(step).live_rows(batch.rewards, batch.scored, ids, advantages)
+        metrics = self.objective.schedule_metrics(step)
         if batch.trained is not None:
             live = live & batch.trained
             metrics["overlong/masked_frac"] = float((~batch.trained).mean())
@@ -264,6 +322,7 @@ def pack_update(
     most_prompts: int,
     reference: bool = False,
     teacher: TeacherWork | None = None,
+    critic: CriticWork | None = None,
     whole_groups: bool = False,
 ) -> Packed:
     """Packs completions of a rollout batch into chunks. The model processes one chunk per forward and backward pass.
@@ -273,12 +332,13 @@ def pack_update(
       rows: mask of the completions to pack.
       most_prompts: maximum number of prompts of an update.
       reference: whether a reference model is held in memory in addition to the policy.
-      teacher: the teacher that is held in memory, or None.
+      teacher, critic: the teacher and the critic that are held in memory, or None.
       whole_groups: whether all completions of a prompt are in one chunk.
     """
     widths, size = (batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]), rows.shape[1]
     shape = most_prompts, size
-    work = update_work(training, model, shape, widths, reference, mesh, teacher=teacher, whole_groups=whole_groups)
+    others = teacher, critic
+    work = update_work(training, model, shape, widths, reference, mesh, None, *others, whole_groups=whole_groups)
     chunk = chunk_size(training.train_micro_batch_size, work)
     layout = choose_layout(size, most_prompts, widths, chunk, prompt_parts(mesh), whole_groups)
     return pack(batch.completion_lengths, rows, widths[1], layout, most_prompts)
