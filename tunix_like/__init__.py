@@ -66,6 +66,8 @@ if TYPE_CHECKING:
     from tunix_like.training.learners import OPOLearner as OPOLearner
     from tunix_like.training.learners import OrderStatisticConfig as OrderStatisticConfig
     from tunix_like.training.learners import OrderStatisticLearner as OrderStatisticLearner
+    from tunix_like.training.learners import OTBConfig as OTBConfig
+    from tunix_like.training.learners import OTBLearner as OTBLearner
     from tunix_like.training.learners import PassKConfig as PassKConfig
     from tunix_like.training.learners import PassKLearner as PassKLearner
     from tunix_like.training.learners import PKPOConfig as PKPOConfig
@@ -103,8 +105,9 @@ _NAMES_OF_MODULE = {
     "tunix_like.training.learners": (
         "LEARNERS CustomConfig CustomLearner DistillationConfig DistillationLearner DrGRPOConfig DrGRPOLearner "
         "GDPOConfig GDPOLearner GRPOConfig GRPOLearner MaxKMixConfig MaxKMixLearner MaxPOConfig MaxPOLearner "
-        "MaxRLConfig MaxRLLearner OPOConfig OPOLearner OrderStatisticConfig OrderStatisticLearner PKPOConfig "
-        "PKPOLearner PPOConfig PPOLearner PassKConfig PassKLearner RLOOConfig RLOOLearner ReinforcePPConfig "
+        "MaxRLConfig MaxRLLearner OPOConfig OPOLearner OTBConfig OTBLearner OrderStatisticConfig "
+        "OrderStatisticLearner PKPOConfig PKPOLearner PPOConfig PPOLearner "
+        "PassKConfig PassKLearner RLOOConfig RLOOLearner ReinforcePPConfig "
         "ReinforcePPLearner"
     ),
     "tunix_like.algorithms.losses": "register_policy_loss_fn",

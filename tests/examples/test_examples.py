@@ -105,6 +105,7 @@ DEFAULTS = {
     "passk": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
     "opo": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
     "reinforce_pp": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
+    "otb": "loss: reinforce, aggregation seq-mean-token-sum, KL none (beta 0)",
     "gdpo": "loss: ppo_clip, aggregation sequence-mean-token-mean, KL none (beta 0)",
 }
 TRAINED = ("grpo", "drgrpo", "rloo", "maxrl", "maxpo")  # tests/training/test_learner_algorithms.py trains the others

@@ -51,11 +51,12 @@ DEFAULTS = {
     "passk": ("PassKLearner", "token-mean", "ppo_clip", "low_var_kl", False),
     "opo": ("OPOLearner", "token-mean", "ppo_clip", "low_var_kl", False),
     "reinforce_pp": ("ReinforcePPLearner", "token-mean", "ppo_clip", "low_var_kl", False),
+    "otb": ("OTBLearner", "seq-mean-token-sum", "reinforce", "kl", True),
     "ppo": ("PPOLearner", "token-mean", "ppo_clip", "kl", True),
     "distillation": ("DistillationLearner", "token-mean", "ppo_clip", "low_var_kl", False),
     "gdpo": ("GDPOLearner", "sequence-mean-token-mean", "ppo_clip", "low_var_kl", False),
 }
-OF_REWARDS = [name for name in DEFAULTS if name not in ("ppo", "distillation")]
+OF_REWARDS = [name for name in DEFAULTS if name not in ("otb", "ppo", "distillation")]
 PARAMETERS = {name: {"k": 2} for name in ("maxpo", "pkpo", "passk")}
 PARAMETERS |= {"maxk_mix": {"alpha": 0.5}, "order_statistic": {"k": 2, "weights": [0.25, 1.0]}}
 

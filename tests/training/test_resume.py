@@ -44,6 +44,7 @@ OPTIONS = {
     "passk": {"k": 2},
     "opo": {"entropy_coef": 0.01},
     "reinforce_pp": {"sampler_is": "token"},
+    "otb": {"beta": 0.05},
     "ppo": {"num_iterations": 2, "beta": 0.05},
     "distillation": {},
     "gdpo": {},

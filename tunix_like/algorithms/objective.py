@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-import tunix_like.algorithms.advantages  # noqa: F401  (registers the built-in estimators)
+import tunix_like.algorithms.advantages
+import tunix_like.algorithms.token_baseline  # noqa: F401  (both register the built-in estimators)
 from tunix_like.algorithms.distillation import DISTILLATION
 from tunix_like.algorithms.losses import (
     Rows,

@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from tunix_like.algorithms.objective import build_objective
 from tunix_like.algorithms.ppo import PPO, ValueObjective
+from tunix_like.algorithms.token_baseline import TOKEN_BASELINE
 from tunix_like.compile.costs import Trips
 from tunix_like.config.schema import SELF, Config
 from tunix_like.data import load_source, source_estimators
@@ -283,12 +284,12 @@ def _update(plan: Plan, name: str, model: Decoder, split: tuple[Any, Any], spec:
 def logprobs_program(plan: Plan) -> Program | None:
     """Describes the program that computes the log-probabilities of a batch without a gradient (`training/updates.py`).
     A step runs it if a batch has several updates or advantages of a teacher, if there is a KL term, and once more if
-    this is in the reward."""
+    this is in the reward. The program of score norms, which has the same shapes, counts as one more run."""
     config, algorithm = plan.config, plan.config.algorithm
     several = updates_per_batch(config) > 1 or _scores_before(config)
     penalised = algorithm.beta > 0 and bool(algorithm.kl_in_reward)
     policy = several + penalised if plan.critic is None else several or penalised  # with a critic, one result for both
-    calls = policy + (algorithm.beta > 0)
+    calls = policy + (algorithm.beta > 0) + (algorithm.advantage_estimator == TOKEN_BASELINE)
     return None if not calls else _logprobs("logprobs", plan, plan.model, plan.split, _batch(plan), calls)
 
 

@@ -145,8 +145,8 @@ class AlgorithmConfig(Checked):
     section = "algorithm"
     advantage_estimator: str | None = key(
         doc="selects the learner: grpo, drgrpo, rloo, maxrl, maxpo, maxk_mix, order_statistic, pkpo, passk, opo, "
-        "reinforce_pp, gdpo, ppo (with a critic), distillation (no reward; needs teacher.path), or FILE.py:function; "
-        "on pairs: dpo, reward_model"
+        "otb, reinforce_pp, gdpo, ppo (with a critic), distillation (no reward; needs teacher.path), or "
+        "FILE.py:function; on pairs: dpo, reward_model"
     )
     num_generations: int = key(8, doc="completions per prompt (G); 1 only with ppo", at_least=1)
     num_iterations: int = key(1, doc="passes over a rollout batch", at_least=1)

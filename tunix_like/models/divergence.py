@@ -43,7 +43,8 @@ def token_divergence(
     def piece(hidden: Array, of_teacher: Array, targets: Array) -> tuple[Array, Array]:
         return _piece(options, hidden, policy.head, of_teacher, teacher.head, targets)
 
-    return in_pieces(piece, (policy.hidden, teacher.hidden, targets), chunk * parts)
+    divergence, known = in_pieces(piece, (policy.hidden, teacher.hidden, targets), chunk * parts)
+    return divergence, known
 
 
 class _Options(NamedTuple):

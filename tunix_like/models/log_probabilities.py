@@ -34,12 +34,36 @@ def token_logprobs(
     """
     parts = vocabulary_parts(head.shape[-1])
     options = LogitOptions(temperature, entropy_gradient, cap, parts > 1)
-    return in_pieces(lambda hidden, targets: _piece(options, hidden, head, targets), (hidden, targets), chunk * parts)
+    arrays = hidden, targets
+    logprobs, entropy = in_pieces(lambda *piece: _piece(options, piece[0], head, piece[1]), arrays, chunk * parts)
+    return logprobs, entropy
+
+
+def token_score_norms(
+    hidden: Float[Array, "A N D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, "A N"],
+    temperature: float,
+    chunk: int,
+    cap: float | None = None,
+) -> Float[Array, "A N"]:
+    """Computes the squared norm of the gradient of each token's log-probability with respect to the logits (after the
+    temperature): `1 - 2 p_t + sum(p^2)`. No gradient is defined. The arguments are those of `token_logprobs`."""
+    parts = vocabulary_parts(head.shape[-1])
+    options = LogitOptions(temperature, False, cap, parts > 1)
+
+    def piece(hidden: Array, targets: Array) -> tuple[Array]:
+        logits, _ = logits_of(options, replicate(hidden) if options.split else hidden, head)
+        weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
+        total, squares = weights.sum(axis=-1), (weights**2).sum(axis=-1)
+        return (1.0 - 2.0 * value_of(weights, targets, options.split) / total + squares / total**2,)
+
+    return in_pieces(piece, (hidden, targets), chunk * parts)[0]
 
 
 def in_pieces(
-    function: Callable[..., tuple[Array, Array]], arrays: Sequence[Shaped[Array, "A N ..."]], chunk: int
-) -> tuple[Float[Array, "A N"], Float[Array, "A N"]]:
+    function: Callable[..., tuple[Array, ...]], arrays: Sequence[Shaped[Array, "A N ..."]], chunk: int
+) -> tuple[Float[Array, "A N"], ...]:
     """Returns `function(*arrays)`, computed for about `chunk` tokens at a time."""
     lanes, count = arrays[0].shape[:2]
     pieces = min(count, -(-lanes * count // chunk))
@@ -53,8 +77,7 @@ def in_pieces(
         return padded.reshape(lanes, pieces, even, *x.shape[2:]).swapaxes(0, 1)
 
     results = jax.lax.map(lambda xs: function(*xs), tuple(map(split, arrays)))
-    first, second = (x.swapaxes(0, 1).reshape(lanes, -1)[:, :count] for x in results)
-    return first, second
+    return tuple(x.swapaxes(0, 1).reshape(lanes, -1)[:, :count] for x in results)
 
 
 class LogitOptions(NamedTuple):

@@ -15,6 +15,7 @@ from jaxtyping import Bool
 
 from tunix_like.algorithms.objective import Objective, build_objective
 from tunix_like.algorithms.ppo import PPO
+from tunix_like.algorithms.token_baseline import TOKEN_BASELINE
 from tunix_like.config.schema import Config
 from tunix_like.data import source_estimators
 from tunix_like.errors import UserError
@@ -91,8 +92,9 @@ def refuse_others(config: Config, command: str) -> None:
     """Raises UserError if a run has a teacher or a critic, which these commands do not load."""
     if config.teacher.path is not None:
         raise UserError(f"teacher.path: {command} cannot compute the gradients of a run with a teacher.")
-    if config.algorithm.advantage_estimator == PPO:
-        raise UserError(f"algorithm.advantage_estimator: {command} cannot compute the gradients of {PPO}.")
+    for name in (PPO, TOKEN_BASELINE):
+        if config.algorithm.advantage_estimator == name:
+            raise UserError(f"algorithm.advantage_estimator: {command} cannot compute the gradients of {name}.")
 
 
 def program_of(trained: Trained, objective: Objective) -> Any:

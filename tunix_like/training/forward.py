@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.models.decoder import KeyValue
 from tunix_like.models.divergence import Outputs, token_divergence
-from tunix_like.models.log_probabilities import token_logprobs
+from tunix_like.models.log_probabilities import token_logprobs, token_score_norms
 from tunix_like.models.sharding import place_prompts, place_replicated, prompt_shapes, replicated_shapes
 from tunix_like.training.packing import Packed
 from tunix_like.training.working_weights import working_weights
@@ -158,16 +158,10 @@ def chunk_logprobs(
     this token, and the entropy 0.
     """
     model, hidden, tokens = _chunk_hidden(graphdef, params, states, batch, chunk, options)
-    lanes, _, steps = tokens.shape
-    targets, position = tokens.reshape(lanes, -1), chunk.start[..., None] + jnp.arange(steps)[None, None, None]
-
-    def of_completions(values: Array) -> Array:  # [A (b T)] -> [A b r T]
-        values = values.reshape(tokens.shape)[:, :, None]
-        return jnp.take_along_axis(values, jnp.minimum(position, steps - 1), axis=-1)
-
     if model.score is not None:
         scores = model.values(hidden)
-        return ChunkOutputs(of_completions(scores), of_completions(jnp.zeros_like(scores)))
+        return ChunkOutputs(_of_completions(chunk, tokens, scores), jnp.zeros(chunk.length.shape + tokens.shape[-1:]))
+    targets = tokens.reshape(len(tokens), -1)
     where, outputs = (options.temperature, options.chunk), _outputs(model, hidden)
     arguments = outputs.hidden, outputs.head, targets, *where, options.entropy_gradient, outputs.cap
     found: tuple[Array, ...] = token_logprobs(*arguments)
@@ -175,7 +169,25 @@ def chunk_logprobs(
         of_teacher = teacher.graphdef, teacher.params, teacher.states, teacher.batch
         theirs = _outputs(*_chunk_hidden(*of_teacher, chunk, options)[:2])
         found = *found, *token_divergence(outputs, theirs, targets, teacher.beta, *where)
-    return ChunkOutputs(*map(of_completions, found))
+    return ChunkOutputs(*(_of_completions(chunk, tokens, values) for values in found))
+
+
+def _of_completions(chunk: Chunk, tokens: Int[Array, "A b T"], values: Float[Array, "A bT"]) -> Float[Array, "A b r T"]:
+    """Returns for each completion the values of its tokens, from those of the places of its bin."""
+    steps = tokens.shape[-1]
+    position = chunk.start[..., None] + jnp.arange(steps)[None, None, None]
+    by_bin = values.reshape(tokens.shape)[:, :, None]
+    return jnp.take_along_axis(by_bin, jnp.minimum(position, steps - 1), axis=-1)
+
+
+def chunk_score_norms(
+    graphdef: Any, params: Any, states: PromptStates, batch: GroupBatch, chunk: Chunk, options: ForwardOptions
+) -> Float[Array, "A b r T"]:
+    """Computes `token_score_norms` of the tokens of a chunk, undefined beyond a completion's length."""
+    model, hidden, tokens = _chunk_hidden(graphdef, params, states, batch, chunk, options)
+    outputs, targets = _outputs(model, hidden), tokens.reshape(len(tokens), -1)
+    where = options.temperature, options.chunk, outputs.cap
+    return _of_completions(chunk, tokens, token_score_norms(outputs.hidden, outputs.head, targets, *where))
 
 
 def _chunk_hidden(
@@ -263,6 +275,24 @@ def batch_logprobs(
     graphdef: Any, params: Any, batch: GroupBatch, packed: Packed, options: ForwardOptions
 ) -> Float[Array, "P G T"]:
     """Computes log-probabilities of all packed completions, without a gradient; 0 at all other entries."""
+    return _batch_values(lambda *chunk: chunk_logprobs(*chunk).logprobs, graphdef, params, batch, packed, options)
+
+
+def batch_score_norms(
+    graphdef: Any, params: Any, batch: GroupBatch, packed: Packed, options: ForwardOptions
+) -> Float[Array, "P G T"]:
+    """Computes `token_score_norms` of all packed completions; 0 at all other entries."""
+    return _batch_values(chunk_score_norms, graphdef, params, batch, packed, options)
+
+
+def _batch_values(
+    of_chunk: Callable[..., Array],
+    graphdef: Any,
+    params: Any,
+    batch: GroupBatch,
+    packed: Packed,
+    options: ForwardOptions,
+) -> Float[Array, "P G T"]:
     graphdef, params, _, _ = working_weights(graphdef, params, {}, options.stacked)
     shape = batch.completion_tokens.shape
 
@@ -271,10 +301,10 @@ def batch_logprobs(
 
         def one_chunk(index: Array, out: Array) -> Array:
             chunk = chunk_of(packed, number, index)
-            logprobs = chunk_logprobs(graphdef, params, states, batch, chunk, options).logprobs
-            logprobs = jnp.where(jnp.arange(shape[-1])[None, None, None] < chunk.length[..., None], logprobs, 0.0)
+            values = of_chunk(graphdef, params, states, batch, chunk, options)
+            values = jnp.where(jnp.arange(shape[-1])[None, None, None] < chunk.length[..., None], values, 0.0)
             group = jnp.where(chunk.mask, chunk.group[:, None, None], shape[0])  # an index out of range is dropped
-            return out.at[group, chunk.sample].set(logprobs, mode="drop")
+            return out.at[group, chunk.sample].set(values, mode="drop")
 
         with jax.named_scope(CHUNKS):
             return jax.lax.fori_loop(0, jnp.asarray(packed.chunks)[number], one_chunk, out)

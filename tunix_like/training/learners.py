@@ -13,6 +13,7 @@ import dataclasses
 from tunix_like.algorithms.distillation import DISTILLATION
 from tunix_like.algorithms.ppo import PPO
 from tunix_like.algorithms.registry import ADVANTAGE_ESTIMATORS, find_estimator
+from tunix_like.algorithms.token_baseline import TOKEN_BASELINE
 from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError, nearest
 from tunix_like.runtime.user_code import is_place
@@ -97,6 +98,13 @@ class OPOConfig(MaxRLConfig):
     """Defaults of OPO, equal to those of MaxRL."""
 
     advantage_estimator: str | None = "opo"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OTBConfig(RLOOConfig):
+    """Defaults of OTB, equal to those of RLOO."""
+
+    advantage_estimator: str | None = TOKEN_BASELINE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -242,6 +250,18 @@ class OPOLearner(Learner):
     config_class = OPOConfig
 
 
+class OTBLearner(Learner):
+    """RLOO with the optimal baseline of each token (arXiv 2602.07078): `A_i,n = r_i - sum_j W_j,n r_j / sum_j W_j,n`
+    over the other completions j that have an n-th sampled token.
+
+    `W_j,n` is the sum of the squared norms of the gradients of the first n log-probabilities with respect to the
+    logits, which one more forward pass computes. In contrast to the paper and verl, completion i is not part of its own
+    baseline, so the gradient estimate is unbiased for the expected reward.
+    """
+
+    config_class = OTBConfig
+
+
 class ReinforcePPLearner(Learner):
     """REINFORCE++ with a group baseline (arXiv 2501.03262): `A_i = r_i - m`, whitened over all tokens of the batch.
 
@@ -307,6 +327,7 @@ LEARNERS: dict[str, type[Learner]] = {
         PKPOLearner,
         PassKLearner,
         OPOLearner,
+        OTBLearner,
         ReinforcePPLearner,
         PPOLearner,
         DistillationLearner,

@@ -33,6 +33,7 @@ from tunix_like.training.forward import (
     ForwardOptions,
     PromptStates,
     batch_logprobs,
+    batch_score_norms,
     chunk_logprobs,
     chunk_of,
     prompt_states,
@@ -394,7 +395,8 @@ class StepPrograms:
 
     Attributes:
       train_step: runs one optimizer update (see `jit_train_step`).
-      logprobs: compiled `batch_logprobs`, a function of graph, parameters, batch and packed completions.
+      logprobs, score_norms: compiled `batch_logprobs` and `batch_score_norms`, functions of graph, parameters, batch
+        and packed completions.
       advantages: compiled `StepObjective.advantages`, with `StepInputs.scheduled` as first argument.
       traces: number of times `train_step` was traced so far, once for each set of array shapes.
     """
@@ -407,6 +409,7 @@ class StepPrograms:
 
         self.train_step = jit_train_step(spec, count)
         self.logprobs = jax.jit(functools.partial(batch_logprobs, options=spec.options), static_argnums=0)
+        self.score_norms = jax.jit(functools.partial(batch_score_norms, options=spec.options), static_argnums=0)
         self.advantages = jax.jit(lambda scheduled, *inputs: bound(spec.objective, scheduled).advantages(*inputs))
 
 

@@ -16,6 +16,7 @@ from tunix_like.algorithms.distillation import teacher_advantages
 from tunix_like.algorithms.losses import kl_estimate
 from tunix_like.algorithms.objective import Objective, Scheduled
 from tunix_like.algorithms.ppo import Estimates, estimate
+from tunix_like.algorithms.token_baseline import TOKEN_BASELINE, token_baseline_advantages
 from tunix_like.config.schema import AlgorithmConfig, RLTrainingConfig
 from tunix_like.errors import UserError
 from tunix_like.models.counts import update_operations
@@ -62,6 +63,32 @@ def _second_halves(adapters: Any) -> list[jax.Array]:
     """Returns the B matrices of LoRA adapters. If all B matrices are 0, the adapters do not change the model."""
     leaves = jax.tree_util.tree_leaves_with_path(adapters)
     return [leaf for path, leaf in leaves if path[-1].key == "lora_b"]
+
+
+class _Signals(NamedTuple):
+    """What the tokens of a batch get in addition to the advantages of the estimator.
+
+    Attributes:
+      taught: advantages that a teacher adds.
+      own: advantages of an estimator whose advantages differ between tokens.
+      lesson: the teacher, if its divergence is a term of the loss.
+      estimates: what a critic learns from.
+    """
+
+    taught: Float[np.ndarray, "P G T"] | None = None
+    own: Float[np.ndarray, "P G T"] | None = None
+    lesson: TeacherInputs | None = None
+    estimates: Estimates | None = None
+    metrics: dict[str, float] | None = None
+
+    @property
+    def advantages(self) -> Float[np.ndarray, "P G T"] | None:
+        parts = [part for part in (self.taught, self.own) if part is not None]
+        return sum(parts[1:], parts[0]) if parts else None
+
+    def means(self, mask: Bool[np.ndarray, "P G T"]) -> Float[np.ndarray, "P G"] | float:
+        """Returns for each completion the mean of `own` over its tokens `mask`."""
+        return 0.0 if self.own is None else (self.own * mask).sum(-1) / np.maximum(mask.sum(-1), 1)
 
 
 class Updates:
@@ -143,32 +170,15 @@ class Updates:
         learns = critic is None or step > critic.settings.warmup_steps
         starts = [*range(0, count, self.mini_batch_size)] * self.algo.num_iterations
         parts = [(np.arange(count) >= start) & (np.arange(count) < start + self.mini_batch_size) for start in starts]
-        teacher, old, by_token = self.teacher, None, None
-        lesson: TeacherInputs | None = None
-        penalised = critic is not None and ref is not None and bool(self.algo.kl_in_reward)
-        if len(parts) > 1 or (teacher is not None and teacher.spec is None) or penalised:
-            old = self._logprobs(trainer.graphdef, trainer.params, batch, live)
-        if teacher is not None:
-            seen = teacher.batch(batch, problems)
-            if teacher.spec is not None:
-                prompts = place_replicated((seen.prompt_tokens, seen.prompt_lengths), mesh)
-                lesson = TeacherInputs(teacher.params, *prompts)
-            else:
-                assert old is not None
-                by_token, taught = self._token_advantages(teacher, batch, seen, live, old)
-                metrics |= taught
-        estimates: Estimates | None = None
-        if critic is not None:
-            estimates, found = self._estimates(critic, batch, live, old if penalised else None, ref)
-            by_token = estimates.advantages + (0.0 if by_token is None else by_token)
-            metrics |= found
+        old, signals = self._signals(problems, batch, live, ref, len(parts) > 1)
+        metrics |= signals.metrics or {}
         old = old if len(parts) > 1 else None
         ref = ref if self.objective.reference_in_loss else None
         if trainer.schedule is not None:
             metrics["learning_rate"] = float(trainer.schedule(updates_done(trainer.state.opt_state)))
-        placed, old, ref, by_token, scheduled = place_replicated((batch, old, ref, by_token, scheduled), mesh)
-        given = {"token_advantages": by_token, "teacher": lesson, "scheduled": scheduled}
-        targets = None if estimates is None else place_replicated((estimates.values, estimates.returns), mesh)
+        arrays = batch, old, ref, signals.advantages, scheduled, signals.estimates
+        placed, old, ref, by_token, scheduled, estimates = place_replicated(arrays, mesh)
+        given = {"token_advantages": by_token, "teacher": signals.lesson, "scheduled": scheduled}
         rows: list[dict[str, Any]] = []
         of_critic: list[dict[str, Any]] = []
         advantages: Any = None
@@ -179,11 +189,7 @@ class Updates:
             places += token_places(packed, batch.completion_tokens.shape[2])
             packed = place_packed(packed, mesh)
             if critic is not None:
-                assert targets is not None
-                old_values, returns = targets
-                data = step_inputs(placed._replace(rollout_logprobs=None), part, packed, old_values, None, returns)
-                critic.state, row, _ = critic.programs.train_step(critic.state, data, critic.frozen)
-                of_critic.append(row)
+                of_critic.append(_update_critic(critic, placed, part, packed, estimates))
             if not learns:  # an update without tokens, which changes nothing
                 part, packed = part & False, packed._replace(sets=0 * packed.sets)
             inputs = step_inputs(placed, part, packed, old, ref, **given)
@@ -205,21 +211,54 @@ class Updates:
         done = learns * update_operations(trainer.model.config, batch.prompt_lengths, computed, frozen)
         means = {name: _aggregate(name, [row[name] for row in rows]) for name in rows[0]}
         if critic is not None:
-            assert estimates is not None
             done += update_operations(critic.model.config, batch.prompt_lengths, computed, frozen)
-            names = {"loss": "loss", "grad_norm": "grad_norm", "clipfrac": "clipfrac", "update/skipped": "skipped"}
-            known = {name: key for key, name in names.items() if key in of_critic[0]}
-            means |= {f"critic/{name}": _aggregate(key, [row[key] for row in of_critic]) for name, key in known.items()}
-            counts = np.maximum((batch.sampled & live[..., None]).sum(-1), 1)
-            advantages = estimates.advantages.sum(-1) / counts
-        return np.asarray(advantages), {
+            means |= _critic_metrics(of_critic)
+        return np.asarray(advantages) + signals.means(batch.sampled & live[..., None]), {
             **means,
             **metrics,
             "perf/update_occupancy": tokens / places if places else float("nan"),
             "perf/update_operations": done * self.algo.num_iterations,
         }
 
-    def _token_advantages(
+    def _signals(
+        self,
+        problems: Sequence[Problem],
+        batch: GroupBatch,
+        live: Bool[np.ndarray, "P G"],
+        ref: Float[np.ndarray, "P G T"] | None,
+        several: bool,
+    ) -> tuple[Float[np.ndarray, "P G T"] | None, _Signals]:
+        """Returns the log-probabilities of the policy, if they are needed before the first update, and the signals per
+        token of the completions `live`. `several`: the batch has several updates."""
+        trainer, teacher, critic = self.trainer, self.teacher, self.critic
+        old, signals = None, _Signals()
+        penalised = critic is not None and ref is not None and bool(self.algo.kl_in_reward)
+        if several or (teacher is not None and teacher.spec is None) or penalised:
+            old = self._logprobs(trainer.graphdef, trainer.params, batch, live)
+        if teacher is not None:
+            seen = teacher.batch(batch, problems)
+            if teacher.spec is not None:
+                prompts = place_replicated((seen.prompt_tokens, seen.prompt_lengths), trainer.mesh)
+                signals = signals._replace(lesson=TeacherInputs(teacher.params, *prompts))
+            else:
+                assert old is not None
+                taught, metrics = self._taught_advantages(teacher, batch, seen, live, old)
+                signals = signals._replace(taught=taught, metrics=metrics)
+        if critic is not None:
+            estimates, metrics = self._estimates(critic, batch, live, old if penalised else None, ref)
+            metrics |= signals.metrics or {}
+            return old, signals._replace(own=estimates.advantages, estimates=estimates, metrics=metrics)
+        names = np.array([estimator.name for estimator in self.objective.estimators])[batch.estimator_ids]
+        if (names == TOKEN_BASELINE).any():
+            assert batch.scored is not None
+            # like the other estimators, also with completions that are scored but not trained
+            counted = batch.scored & (live.any(-1) & (names == TOKEN_BASELINE))[:, None]
+            norms = self._values(trainer.programs.score_norms, trainer.graphdef, trainer.params, batch, counted)
+            own = token_baseline_advantages(batch.rewards, counted, norms, batch.sampled)
+            signals = signals._replace(own=own.astype(np.float32))
+        return old, signals
+
+    def _taught_advantages(
         self,
         teacher: Teacher,
         batch: GroupBatch,
@@ -272,10 +311,15 @@ class Updates:
         """Computes the log-probabilities of the tokens of the completions that the mask `rows` selects (None: of all
         completions). The other entries of the result are 0."""
         rows = np.ones(batch.scored.shape, bool) if rows is None else rows
+        return self._values(self.trainer.programs.logprobs, graphdef, params, batch, rows)
+
+    def _values(
+        self, program: Any, graphdef: Any, params: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"]
+    ) -> Float[np.ndarray, "P G T"]:
+        """Runs a program that gives one number per token on the completions `rows`; the other entries are 0."""
         packed = place_packed(self._pack(batch, rows, len(rows)), self.trainer.mesh)
         placed = place_replicated(batch, self.trainer.mesh)
-        logprobs = self.trainer.programs.logprobs(graphdef, params, placed, packed)
-        return np.asarray(fetch(logprobs, self.trainer.mesh))
+        return np.asarray(fetch(program(graphdef, params, placed, packed), self.trainer.mesh))
 
     def _pack(self, batch: GroupBatch, rows: Bool[np.ndarray, "P G"], most_prompts: int) -> Packed:
         """Divides the completions that the mask `rows` selects into forward and backward passes (see `pack_update`)."""
@@ -313,6 +357,23 @@ class Updates:
             f"{group} (prompt {problems[group].text!r:.80}) with rewards {batch.rewards[group].tolist()}; it must "
             "return finite numbers. The weights are those before this step."
         )
+
+
+def _update_critic(
+    critic: Critic, placed: GroupBatch, part: Bool[np.ndarray, "P"], packed: Packed, estimates: Estimates
+) -> dict[str, Any]:
+    """Replaces the train state of a critic by that after one update. Returns its metrics, on the device."""
+    batch = placed._replace(rollout_logprobs=None)
+    data = step_inputs(batch, part, packed, estimates.values, None, estimates.returns)
+    critic.state, row, _ = critic.programs.train_step(critic.state, data, critic.frozen)
+    return row
+
+
+def _critic_metrics(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    names = {"loss": "loss", "grad_norm": "grad_norm", "clipfrac": "clipfrac", "update/skipped": "skipped"}
+    return {
+        f"critic/{name}": _aggregate(key, [row[key] for row in rows]) for key, name in names.items() if key in rows[0]
+    }
 
 
 def pack_update(
