@@ -195,7 +195,7 @@ def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | No
     estimate = estimate_memory(config, model, mesh, device=device, refuse=False)
     sampling_mesh = None if estimate.layout is None else estimate.layout.mesh
     teacher = None
-    if config.teacher.path not in (None, SELF):
+    if config.teacher.path not in (None, SELF) and not config.teacher.served:
         teacher, _, _ = load_abstract(
             str(config.teacher.path), dtype=model.dtype, param_dtype=model.dtype, quantize=config.teacher.quantize
         )
@@ -295,7 +295,7 @@ def logprobs_program(plan: Plan) -> Program | None:
 
 def teacher_program(plan: Plan) -> Program | None:
     """Describes the program that computes the log-probabilities of a teacher, if these give the advantages."""
-    if not _scores_before(plan.config):
+    if not _scores_before(plan.config) or plan.config.teacher.served:
         return None
     return _logprobs("teacher", plan, plan.teacher or plan.model, plan.taught_by, _taught_batch(plan), 1)
 

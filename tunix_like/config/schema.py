@@ -269,8 +269,8 @@ class TeacherConfig(Checked):
 
     section = "teacher"
     path: str | None = key(
-        doc="folder or hub id of a model with the vocabulary of the policy, or self: the policy with teacher.prompt; "
-        "unset: no teacher"
+        doc="folder or hub id of a model with the vocabulary of the policy, or the address of a vLLM server that has "
+        "it, or self: the policy with teacher.prompt; unset: no teacher"
     )
     quantize: str | None = key(doc="projections of the teacher in 8 or 4 bits", choices=QUANTIZATIONS)
     weights: str | None = key(
@@ -304,6 +304,15 @@ class TeacherConfig(Checked):
             )
         if self.path == SELF and self.quantize is not None:
             raise UserError("teacher.quantize: teacher.path=self has the weights of the policy; unset it.")
+        if self.served:
+            check_server_url("teacher.path", str(self.path), "VLLM_API_KEY")
+            if self.quantize is not None:
+                raise UserError("teacher.quantize: teacher.path is a server, which has its own weights; unset it.")
+            if self.divergence != "reverse_kl":
+                raise UserError(
+                    f"teacher.divergence: {self.divergence} needs all next-token probabilities, and a server gives "
+                    "those of the sampled tokens; set reverse_kl."
+                )
         if self.path not in (None, SELF) and self.weights is not None:
             raise UserError("teacher.weights: only teacher.path=self reads it; unset it.")
         if self.max_prompt_length is not None and self.prompt is None:
@@ -315,6 +324,11 @@ class TeacherConfig(Checked):
     def of_policy(self) -> bool:
         """Whether the teacher has the current weights of the policy."""
         return self.path == SELF and self.weights != "initial"
+
+    @property
+    def served(self) -> bool:
+        """Whether `path` is the address of a server."""
+        return self.path is not None and self.path.startswith(("http://", "https://"))
 
     @property
     def mixture(self) -> float | None:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from tunix_like.data.source import SOURCE_COLUMN
-from tunix_like.errors import UserError
+from tunix_like.errors import EngineLost, UserError
 from tunix_like.rewards import Scores
 from tunix_like.rollout.episodes import REWARD
 from tunix_like.rollout.rollouts import Rollout, segment_starts
@@ -119,7 +119,8 @@ def saved_on_failure(
         except OSError as full:
             logger.warning("%s: cannot write the completions of step %d (%s)", folder, step, full)
             raise error from None
-        raise UserError(f"{error} The completions are in {file}.") from error
+        kind = EngineLost if isinstance(error, EngineLost) else UserError
+        raise kind(f"{error} The completions are in {file}.") from error
 
 
 class FirstFailure:

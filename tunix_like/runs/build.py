@@ -50,7 +50,13 @@ from tunix_like.training.learners import LEARNERS, find_learner
 from tunix_like.training.optimizer import build_schedule
 from tunix_like.training.preferences import PAIR_LEARNER_CLASSES, DPOLearner, check_columns
 from tunix_like.training.sizes import described_others
-from tunix_like.training.teacher import check_positions, check_tokenizers, check_vocabulary, resolve_teacher
+from tunix_like.training.teacher import (
+    check_positions,
+    check_served,
+    check_tokenizers,
+    check_vocabulary,
+    resolve_teacher,
+)
 from tunix_like.types import Engine
 
 
@@ -114,6 +120,7 @@ def check_config(config: Config) -> tuple[Config, type[Learner] | type[DPOLearne
     template_variables(config.data)
     max_tokens, by_source = config.rollout.max_tokens_to_generate, source_estimators(config.data, algorithm)
     teacher = resolve_teacher(None, config.teacher)
+    check_served(teacher, config.rollout)
     resolve_critic(None, config.critic, algorithm)
     objective = build_objective(algorithm, max_tokens, updates_per_batch(config), by_source, teacher)
     trace_user_functions(objective, config.data.batch_size, algorithm.num_generations)
@@ -315,7 +322,7 @@ def _load_teacher(
     """Loads the model of `teacher.path`, if there is one, after the checks that need no weights. Its weights have the
     compute dtype of the policy."""
     settings = config.teacher
-    if settings.path is None:
+    if settings.path is None or settings.served:
         return None
     if settings.path == SELF:
         check_positions(settings, policy.config, config.rollout)

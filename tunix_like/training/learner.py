@@ -36,7 +36,7 @@ from tunix_like.data.curriculum import Curriculum, CurriculumBatches, check_curr
 from tunix_like.data.shared import warn_shared
 from tunix_like.data.stream import check_prompts, refusing
 from tunix_like.environments.arguments import check_reward_names, check_turns, make_player
-from tunix_like.errors import UserError, check_type
+from tunix_like.errors import EngineLost, UserError, check_type
 from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluation, Evaluator, check_best_metric, eval_problems
 from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.loading import check_fit
@@ -457,7 +457,11 @@ class Learner(Trainer):
                 clock.lap("reference")
             with progress.task("update"), saved_on_failure(call.files.folder, number, rollout.problems, rollout.texts):
                 stale = metrics.get("staleness", 0) > 0
-                advantages, update_metrics = call.updates.run(number, rollout.problems, batch, ref, stale)
+                try:
+                    advantages, update_metrics = call.updates.run(number, rollout.problems, batch, ref, stale)
+                except EngineLost:  # of a teacher
+                    call.rollouts.put_back()
+                    raise
             self.done = number  # set before functions of the user run, because they can fail
             clock.lap("update")
             made = kl_metrics | update_metrics

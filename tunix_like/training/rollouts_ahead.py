@@ -97,6 +97,7 @@ class RolloutsAhead:
         if max_staleness:
             self.collector.engine = _Droppable(engine, self._dropped)
         self._ahead: collections.deque[_Ahead] = collections.deque()
+        self._taken: _Ahead | None = None
         self._restored = "[]"
 
     def take(self, step: int, params: Any) -> Collected | None:
@@ -122,17 +123,26 @@ class RolloutsAhead:
             times = {f"sampler_{name}": seconds for name, seconds in first.clock.seconds.items()}
             times["staleness"] = float(step - 1 - first.version)
         else:
-            placed = self._placed(params, clock)
+            before, placed = self._here(), self._placed(params, clock)
             collected = self._collect(step, placed, clock)
             times = {"staleness": 0.0, "sampler_time/idle": 0.0, "time/trainer_idle": 0.0}
+            first = _Ahead(step, step - 1, before, self.collector.drawn)
+            first.sampled.set_result(None)
+            first.collected.set_result(collected)
         if collected is None:
             return None
         self._start(step, params, placed, clock)
         if self._ahead and self._ahead[0].step == step:
             self._ahead.popleft()  # after the start, which can fail: a checkpoint then contains these groups
+        self._taken = first
         rollout, metrics = collected
         metrics |= getattr(self.engine, "transfer_metrics", {})  # the in-process sampler has none
         return rollout, metrics | (times if self._max_staleness else {}) | clock.seconds
+
+    def put_back(self) -> None:
+        """Undoes the last `take`, whose step could not be completed: a checkpoint then contains its groups."""
+        assert self._taken is not None
+        self._ahead.appendleft(self._taken)
 
     def _start(self, step: int, params: Any, placed: Any, clock: Clock) -> None:
         """Starts to collect the groups of the steps up to `step + max_staleness`, with the weights before the update of

@@ -212,7 +212,7 @@ def described_teacher(config: Config, policy: Decoder, mesh: Mesh | None) -> Tea
     """Returns `teacher_work` of a config, from the config.json of the teacher; None without a teacher. Its weights have
     the compute dtype of the policy."""
     settings = config.teacher
-    if settings.path is None:
+    if settings.path is None or settings.served:
         return None
     kinds = (policy.config, policy.param_dtype, policy.quantized)
     if settings.path != SELF:

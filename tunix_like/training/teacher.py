@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grain.python as grain
 import numpy as np
+from jaxtyping import Bool, Float
 
 from tunix_like.config.schema import SELF, RolloutConfig, TeacherConfig
 from tunix_like.data.stream import SCANNED_ROWS, render, usable
@@ -32,12 +33,17 @@ if TYPE_CHECKING:
 _PROMPT = "{prompt}"
 
 
+Scores = Callable[[Any, Any, GroupBatch, Bool[np.ndarray, "P G"]], Float[np.ndarray, "P G T"]]
+"""`f(graphdef, params, batch, rows)`: log-probabilities of the tokens of the completions `rows`, 0 elsewhere."""
+
+
 class Teacher:
     """The model that scores the policy's tokens, and its prompts.
 
     Attributes:
       graphdef, params: the model; `params` is None if it has the current weights of the policy.
-      work: what the memory estimate needs.
+      work: what the memory estimate needs; None if the model is not in memory.
+      limit: maximum number of tokens of its prompts.
       plays: whether environments answer the policy, which can change its prompts.
     """
 
@@ -48,11 +54,12 @@ class Teacher:
         params: Any,
         config: DecoderConfig,
         tokenizer: Tokenizer,
-        work: TeacherWork,
+        work: TeacherWork | None,
+        limit: int,
         plays: bool,
     ):
         self.settings, self.graphdef, self.params, self.config = settings, graphdef, params, config
-        self.tokenizer, self.work, self.limit, self.plays = tokenizer, work, work.prompt_width, plays
+        self.tokenizer, self.work, self.limit, self.plays = tokenizer, work, limit, plays
 
     def identity(self, mesh: Any) -> dict[str, Any]:
         """Returns the settings that a run and its checkpoint must share, with a fingerprint of a teacher's weights."""
@@ -93,6 +100,18 @@ class Teacher:
         lengths = np.array([len(row) for row in rows], np.int32)
         width = length_bucket(int(lengths.max()), self.limit)
         return with_prompts(batch, pad_tokens(rows, width), lengths, self.config.vocab_size)
+
+    def logprobs(
+        self, scores: Scores, policy: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"]
+    ) -> Float[np.ndarray, "P G T"]:
+        """Returns the teacher's log-probabilities of the tokens of the completions `rows`.
+
+        Args:
+          scores: computes log-probabilities.
+          policy: weights of the policy.
+          batch: the result of `self.batch`.
+        """
+        return scores(self.graphdef, policy if self.params is None else self.params, batch, rows)
 
     def _tokens(self, source: Any, columns: Mapping[str, Any], where: str) -> list[int]:
         assert self.settings.prompt is not None
@@ -153,6 +172,13 @@ def make_teacher(learner: Learner, model: Decoder | None, settings: TeacherConfi
       initial: a function that returns graph and weights of a model that no update changes (`updates.make_reference`).
     """
     policy = learner.model
+    check_served(settings, learner.rollout_config)
+    if settings.served:
+        if model is not None:
+            raise UserError("teacher: teacher_config.path is a server; leave teacher unset.")
+        from tunix_like.training.served_teacher import ServedTeacher  # imports aiohttp
+
+        return ServedTeacher(settings, learner)
     if settings.path == SELF:
         if model is not None:
             raise UserError("teacher: teacher_config.path='self' takes no model; leave teacher unset.")
@@ -171,7 +197,17 @@ def make_teacher(learner: Learner, model: Decoder | None, settings: TeacherConfi
         kinds = model.config, model.param_dtype, model.quantized
     check_positions(settings, kinds[0], learner.rollout_config)
     work = teacher_work(settings, learner.rollout_config, policy, kinds, learner.mesh)
-    return Teacher(settings, graphdef, params, kinds[0], learner.tokenizer, work, learner.player is not None)
+    plays = learner.player is not None
+    return Teacher(settings, graphdef, params, kinds[0], learner.tokenizer, work, work.prompt_width, plays)
+
+
+def check_served(settings: TeacherConfig, rollout: RolloutConfig) -> None:
+    """Raises UserError if a server is the teacher of a policy that is sampled at another temperature than 1."""
+    if settings.served and rollout.temperature != 1:
+        raise UserError(
+            f"rollout.temperature: got {rollout.temperature:g}; a teacher on a server (teacher.path) gives "
+            "probabilities at temperature 1. Set 1."
+        )
 
 
 def check_positions(settings: TeacherConfig, config: DecoderConfig, rollout: RolloutConfig) -> None:

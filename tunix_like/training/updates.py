@@ -272,9 +272,8 @@ class Updates:
           seen: the batch as the teacher sees it.
           old: log-probabilities of the policy.
         """
-        trainer, mask = self.trainer, batch.sampled & live[..., None]
-        params = trainer.params if teacher.params is None else teacher.params
-        found = self._logprobs(teacher.graphdef, params, seen, live)
+        mask = batch.sampled & live[..., None]
+        found = teacher.logprobs(self._logprobs, self.trainer.params, seen, live)
         found = np.where(batch.completion_tokens < teacher.config.vocab_size, found, -np.inf)
         values = teacher_advantages(jnp.asarray(found), jnp.asarray(old), jnp.asarray(mask))
         divergence, own = np.asarray(values)[mask], found[mask]

@@ -118,7 +118,9 @@ class StandIn:
             return web.json_response({"detail": "Not Found"}, status=404)
         body = await request.json() if request.method == "POST" and request.can_read_body else {}
         if route == "/inference/v1/generate":
-            return await self._generate(request, body)
+            return await self._answer(request, body, "token_ids", self._sample)
+        if route == "/v1/completions":
+            return await self._answer(request, body, "prompt", self._score)
         if route == "/v1/load_lora_adapter":
             return web.Response(text="Success, or an error", status=self._load_adapter(body))
         answers = {
@@ -134,15 +136,15 @@ class StandIn:
         }
         return web.json_response(answers.get(route, lambda: None)())
 
-    async def _generate(self, request, body):
-        if "token_ids" not in body:
+    async def _answer(self, request, body, needed, answer):
+        if needed not in body:
             return web.json_response({"error": "Field required"}, status=400)
         if body.get("model", "model") not in ("model", *self.adapters):
             return web.json_response({"error": "The model does not exist"}, status=404)
         self.asked.append(body)
         await asyncio.sleep(self.delay)
         loop = asyncio.get_running_loop()
-        answer = await loop.run_in_executor(self._pool, self._sample, body)
+        answer = await loop.run_in_executor(self._pool, answer, body)
         if self.faults:
             try:
                 answer = self.faults.pop(0)(answer)
@@ -179,6 +181,15 @@ class StandIn:
                 }
             ]
         }
+
+    def _score(self, body):
+        """Returns the log-probabilities of the tokens of a prompt, as vLLM does with `prompt_logprobs: 0`."""
+        tokens = body["prompt"]
+        graphdef, state = nnx.split(self.model)
+        padded = jnp.asarray(tokens + [0] * (WIDTH - len(tokens)))
+        logprobs = np.asarray(_logprobs(graphdef, nnx.to_pure_dict(state), padded, 1.0))
+        values = [{str(token): {"logprob": float(logprobs[i, token])}} for i, token in enumerate(tokens[1:])]
+        return {"choices": [{"text": "", "prompt_logprobs": [None, *values]}]}
 
 
 def until(condition, seconds=30):

@@ -1,12 +1,14 @@
-"""Sends requests to one vLLM server over HTTP: to sample tokens, to update the weights and to check the health."""
+"""Sends requests to one vLLM server over HTTP: to sample or score tokens, to update the weights and to check the
+health."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -63,9 +65,13 @@ class Answer(NamedTuple):
 
 
 class Server:
-    """A vLLM server. All methods run in the event loop of the `VLLMEngine` that uses the server.
+    """A vLLM server. All methods run in the event loop of the `VLLMEngine` or teacher that uses the server.
+
+    Args:
+      key: the config key with the address, for the error messages.
 
     Attributes:
+      model: its model; None before a check.
       url: the address of the server, without a slash at the end.
       version: the version of the weights that the server has; None if the server must load weights before it can be
         used.
@@ -75,8 +81,9 @@ class Server:
       running: number of unanswered requests to the server.
     """
 
-    def __init__(self, url: str, request_seconds: float):
-        self.url, self.request_seconds = url.rstrip("/"), request_seconds
+    def __init__(self, url: str, request_seconds: float, key: str = "rollout.urls"):
+        self.url, self.request_seconds, self.key = url.rstrip("/"), request_seconds, key
+        self.model: str | None = None
         self.version: str | None = None
         self.without_lora: str | None = None
         self.adapter_rank: int | None = None
@@ -97,12 +104,22 @@ class Server:
         Raises:
           UserError: the server cannot be reached or used; the error message says why.
         """
-        try:
+        with self._as_errors("Start it, or remove it from the list"):
             found = await self._check(least_length, text, tokens)
             self.without_lora = None if rank is None else await self._lora_problem(rank)
             return found
+
+    async def check_scorer(self, least_length: int, text: str, tokens: Sequence[int]) -> None:
+        """Checks length limit and tokenizer of a server that only scores tokens (`score`); see `check`."""
+        with self._as_errors("Start it"):
+            await self._check_model(least_length, text, tokens)
+
+    @contextlib.contextmanager
+    def _as_errors(self, cure: str) -> Iterator[None]:
+        try:
+            yield
         except (Unavailable, WrongAnswer) as error:
-            raise self._unfit(f"{error}. Start it, or remove it from the list") from None
+            raise self._unfit(f"{error}. {cure}") from None
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise self._unfit(f"its answers are not those of vLLM ({one_line(error)})") from None
 
@@ -115,22 +132,27 @@ class Server:
             raise self._unfit(f"it has no route to update weights; {_START}")
         if await self._status("/inference/v1/generate") == 404:
             raise self._unfit(f"it has no route /inference/v1/generate; {_START}")
-        models = (await self._get("/v1/models"))["data"]
-        limit = models[0].get("max_model_len")
+        limit = await self._check_model(least_length, text, tokens)
+        length = "a length limit that it does not report" if limit is None else f"up to {limit} tokens"
+        return f"vLLM {version}, model {self.model}, {length}"
+
+    async def _check_model(self, least_length: int, text: str, tokens: Sequence[int]) -> int | None:
+        """Checks length limit and tokenizer, and sets `model`. Returns the limit."""
+        described = (await self._get("/v1/models"))["data"][0]
+        self.model, limit = described["id"], described.get("max_model_len")
         if limit is not None and limit < least_length:
             raise self._unfit(
-                f"it was started with --max-model-len {limit}; rollout.max_prompt_length and "
+                f"it was started with --max-model-len {limit}; max_prompt_length and "
                 f"rollout.max_tokens_to_generate need {least_length}"
             )
-        body = {"model": models[0]["id"], "prompt": text, "add_special_tokens": False}
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         theirs = (await self._post("/tokenize", body, missing={})).get("tokens")
         if theirs is not None and list(theirs) != list(tokens):
             raise self._unfit(
                 f"it has another tokenizer: the text {text!r} has the token ids {list(tokens)} here and {theirs} "
                 "there; start it with the folder of this model"
             )
-        length = "a length limit that it does not report" if limit is None else f"up to {limit} tokens"
-        return f"vLLM {version}, model {models[0]['id']}, {length}"
+        return limit
 
     async def _lora_problem(self, rank: int) -> str | None:
         """Returns why the server cannot load adapters of this rank, and the remedy; None if it can."""
@@ -244,6 +266,23 @@ class Server:
         finally:
             self.running -= 1
 
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        """Returns the log-probability of each token but the first, given those before it, at temperature 1.
+
+        Raises:
+          Unavailable, WrongAnswer, UserError: see `sample`.
+        """
+        body = {"model": self.model, "prompt": list(tokens), "max_tokens": 1, "prompt_logprobs": 0}
+        answer = await self._post("/v1/completions", body, seconds=self.request_seconds)
+        try:
+            entries = answer["choices"][0]["prompt_logprobs"]
+            found = [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, tokens, strict=True) if entry]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise WrongAnswer(f"its answer lacks log-probabilities of the prompt ({one_line(error)})") from None
+        if len(found) != len(tokens) - 1 or not all(_LEAST <= value <= _ROUNDING for value in found):
+            raise WrongAnswer("its answer lacks log-probabilities of the prompt, or has one that is not finite")
+        return found
+
     async def close(self) -> None:
         """Closes the connections to the server."""
         if self._session is not None:
@@ -251,7 +290,7 @@ class Server:
             self._session = None
 
     def _unfit(self, why: str) -> UserError:
-        return UserError(f"rollout.urls: the server {self.url} cannot be used: {why}.")
+        return UserError(f"{self.key}: the server {self.url} cannot be used: {why}.")
 
     async def _status(self, route: str, get: bool = False) -> int:
         """Sends a request without parameters and returns the HTTP status of the answer."""
