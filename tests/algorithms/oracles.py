@@ -219,6 +219,8 @@ def least_scored(name: str, params: dict[str, Any]) -> int:
 
     A difference needs two completions, a subset k, and a subset without `i` k + 1.
     """
+    if "coefficients" in params:  # the largest subset
+        return max(2, 1 + max((k for k, c in enumerate(params["coefficients"], start=1) if c), default=1))
     beyond = {"maxpo": 1, "order_statistic": 1, "pkpo": 0, "passk": 0}
     return max(2, params["k"] + beyond[name]) if name in beyond else 2
 

@@ -218,7 +218,7 @@ def test_estimators_that_are_special_cases(size):
     assert_equal("maxk_mix", {"alpha": 1.0}, "maxrl", {}, binary)
     for k in range(1, size):
         assert_equal("maxk_mix", {"coefficients": [0.0] * (k - 1) + [float(k)]}, "maxpo", {"k": k})
-        assert_equal("maxk_mix", {"coefficients": [1.0] * k}, "maxrl", {"truncation_order": k})
+        assert_equal("maxk_mix", {"coefficients": [1.0] * k}, "maxrl", {"truncation_order": k}, kept=k + 1)
         assert_equal("order_statistic", {"k": k, "weights": [1.0] + [0.0] * (k - 1)}, "maxpo", {"k": k})
         assert_equal("order_statistic", {"k": k, "weights": [1 / k] * k}, "rloo", {}, kept=k + 1)
         lowest = exact(groups, "order_statistic", k=k, weights=[0.0] * (k - 1) + [1.0])

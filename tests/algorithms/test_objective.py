@@ -183,14 +183,17 @@ def test_a_key_that_the_loss_does_not_read_is_an_error(name):
             "algorithm.sampler_is_kl: the loss has no KL, since algorithm.kl_in_reward puts .*Unset it",
         ),
         ({"max_extra_batches": 3}, "algorithm.max_extra_batches needs algorithm.dynamic_sampling. Set"),
-        ({"overlong_buffer": 3}, "algorithm.overlong_buffer needs algorithm.overlong. Set"),
-        ({"overlong_penalty": 0.5}, "algorithm.overlong_penalty needs algorithm.overlong. Set"),
+        ({"overlong_buffer": 3}, "overlong_buffer, .*: they need algorithm.overlong=penalty"),
+        ({"loss_params": {"epsilon": -1.0}}, "algorithm.loss_params.epsilon: .* is built in; set algorithm.epsilon"),
         ({"policy_loss_fn": "dppo", "sampler_is": "token"}, "algorithm.sampler_is: 'dppo' already uses the sampler"),
         ({"overlong": "penalty"}, "algorithm.overlong_buffer: algorithm.overlong=penalty requires it"),
         ({"overlong": "mask", "overlong_buffer": 2}, "overlong_buffer, .*: they need algorithm.overlong=penalty"),
         ({"overlong": "mask", "overlong_penalty": 2.0}, "overlong_penalty: they need algorithm.overlong=penalty"),
         ({**PENALTY, "overlong_buffer": 8}, "algorithm.overlong_buffer: got 8; .*max_tokens_to_generate \\(7\\)"),
-        ({**NEGATIVE, "binarize": True}, "algorithm.kl_in_reward: the KL is subtracted after algorithm.binarize"),
+        (
+            {"advantage_estimator": "passk", "k": 2, **NEGATIVE, "binarize": True},
+            "algorithm.kl_in_reward: it makes rewards negative, but passk accepts binary rewards only",
+        ),
         (
             {"advantage_estimator": "maxrl", **NEGATIVE},
             "algorithm.kl_in_reward: it makes rewards negative, but maxrl without truncation_order accepts "

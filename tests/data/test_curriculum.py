@@ -144,6 +144,8 @@ def test_settings():
     assert curriculum_of(config) == Curriculum(correct=False, floor=0.5)
     with pytest.raises(UserError, match=r"data\.curriculum_floor"):
         curriculum_of(DataConfig(curriculum_floor=0.5))
+    with pytest.raises(UserError, match=r"data.curriculum: a weight in data.sources repeats rows"):
+        curriculum_of(DataConfig(name="mix", curriculum=True, sources=[{"name": "maze", "weight": 2}]))
     with pytest.raises(UserError, match="floor"):
         Curriculum(floor=0.0)
     with pytest.raises(UserError, match=r"rollout\.max_staleness"):

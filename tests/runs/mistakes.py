@@ -12,7 +12,7 @@ from tests.algorithms.oracles import EVERY
 ROOT = Path(__file__).resolve().parents[2]
 REVERSE = str(ROOT / "examples" / "debug" / "reverse_text.yaml")
 NORM = "model.norm.weight"
-NAMES = ", ".join(sorted({"ppo", *(name for name, _ in EVERY)}))
+NAMES = ", ".join(sorted({"otb", "ppo", *(name for name, _ in EVERY)}))
 REVERSED = ("train", REVERSE)
 OWN = ("train", "own.yaml")
 EMPTIED = ["emptied/config.yaml: this file is empty", "This file is written by the run", "restore a copy of it"]
@@ -318,8 +318,9 @@ MISTAKES = {
         ["rewards.functions[0].weight=-1", "maxrl", "algorithm.truncation_order, or a weight of at least 0"],
     ),
     "KL in a reward that is a success": (
-        (*REVERSED, "algorithm.advantage_estimator=rloo", "algorithm.beta=0.1", "algorithm.binarize=true"),
-        ["algorithm.kl_in_reward", "subtracted after algorithm.binarize", "Set algorithm.kl_in_reward=false"],
+        (*REVERSED, "algorithm.advantage_estimator=passk", "algorithm.k=2", "algorithm.beta=0.1",
+         "algorithm.binarize=true", "algorithm.kl_in_reward=true"),
+        ["algorithm.kl_in_reward", "it makes rewards negative", "algorithm.kl_in_reward=false"],
     ),
     "cap of no dynamic sampling": (
         (*REVERSED, "algorithm.max_extra_batches=2"), ["algorithm.max_extra_batches", "algorithm.dynamic_sampling"],

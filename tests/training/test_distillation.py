@@ -419,7 +419,12 @@ WRONG = {
     ),
     "vocabulary": (
         dict(teacher="small"),
-        "teacher.path: the teacher has a vocabulary of 11 tokens .vocab_size., and the",
+        "teacher.path: it has a vocabulary of 11 tokens .vocab_size., and the",
+    ),
+    "reward model": (dict(teacher="reward model"), "teacher.path: it is a reward model"),
+    "not quantised": (
+        dict(teacher=True, settings={"path": "x", "quantize": "int8"}),
+        "teacher.quantize: the model has",
     ),
     "dynamic sampling": (
         dict(algo=DistillationConfig(num_generations=4, dynamic_sampling=True)),
@@ -432,6 +437,7 @@ WRONG = {
 def test_mistakes_are_rejected_before_any_compilation(name):
     arguments, message = WRONG[name]
     teachers = {"small": lambda: tunix_like.load_model(HF | {"vocab_size": 11}, init="random")[0], True: make_model}
+    teachers["reward model"] = lambda: tunix_like.add_scalar_head(make_model())
     if arguments.get("teacher"):
         arguments = arguments | {"teacher": teachers[arguments["teacher"]]()}
     with pytest.raises(UserError, match=message):

@@ -12,6 +12,7 @@ from flax import nnx
 
 import tunix_like
 from tests.parameters import others_slow
+from tests.tiny_model import HF
 from tunix_like import (
     GRPOConfig,
     GRPOLearner,
@@ -19,6 +20,7 @@ from tunix_like import (
     OptimizerConfig,
     RLOOConfig,
     RLOOLearner,
+    RolloutConfig,
     UserError,
 )
 from tunix_like.rollout.requests import collect as collect_samples
@@ -276,3 +278,26 @@ def test_the_model_itself_as_reference():
     where = lambda tree: {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}  # noqa: E731
     assert not where(learner.reference.params) & where(learner.state.params)
     assert len(collect(of(ref_model=model))) == 2
+
+
+REFERENCES = {
+    "no use": (lambda: make_model(), {"beta": 0.0}, "ref_model: algorithm.beta is 0"),
+    "reward model": (lambda: tunix_like.add_scalar_head(make_model()), {"beta": 0.1}, "ref_model: it is a reward"),
+    "vocabulary": (
+        lambda: tunix_like.load_model(HF | {"vocab_size": 11}, init="random")[0], {"beta": 0.1},
+        "ref_model: it has a vocabulary of 11 tokens",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_references_that_cannot_be_read_are_refused(name):
+    reference, settings, message = REFERENCES[name]
+    with pytest.raises(UserError, match=message):
+        make(GRPOConfig(num_generations=4, **settings), learner=GRPOLearner, ref_model=reference())
+
+
+def test_an_engine_by_name_needs_the_engine():
+    rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=4, engine="vllm", urls=["http://127.0.0.1:1"])
+    with pytest.raises(UserError, match="rollout.engine: got 'vllm'; give the engine itself"):
+        make(rollout=rollout)

@@ -18,6 +18,7 @@ from tunix_like import (
     CriticConfig,
     Curriculum,
     LoraConfig,
+    OptimizerConfig,
     PPOConfig,
     PPOLearner,
     RLOOConfig,
@@ -208,6 +209,16 @@ def test_the_critic_learns_alone_at_first():
     assert rows[-1]["train/critic/explained_variance"] > 0.5
 
 
+def test_the_schedule_counts_updates_of_the_policy():
+    """With three steps of the critic alone, the learning rate still ends where it ends without them."""
+    optimizer = OptimizerConfig(learning_rate=1e-3, schedule="linear")
+    rates = []
+    for warmup, steps in ((0, 5), (3, 8)):
+        rows = collect(learner({"warmup_steps": warmup}, actor_optimizer=optimizer, max_steps=steps))
+        rates.append([row["train/learning_rate"] for row in rows])
+    assert rates[1][3:] == rates[0] and len(set(rates[0])) == 5
+
+
 def test_several_updates_use_the_values_before_the_first():
     """Of two passes with half of the prompts each, only the first update has the values of the estimates."""
     algo = PPOConfig(num_generations=4, num_iterations=2)
@@ -284,6 +295,7 @@ WRONG = {
         "critic: only algorithm.advantage_estimator=ppo",
     ),
     "no head": (dict(critic="no head"), "critic: it has no scalar head"),
+    "no model": (dict(settings={"path": "folder"}), "critic: give the model of critic_config.path='folder'"),
     "vocabulary": (dict(critic="small"), "critic.path: .*vocabulary"),
     "range": (dict(settings={"gae_lambda": 1.5}), "critic.gae_lambda: got 1.5; it must be at most 1"),
     "dynamic sampling": (

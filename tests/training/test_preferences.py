@@ -23,6 +23,7 @@ from tunix_like import (
     RLTrainingConfig,
     RolloutConfig,
     UserError,
+    add_scalar_head,
 )
 from tunix_like.algorithms.preferences import PairObjective, PairSums
 from tunix_like.compile.costs import Counter
@@ -310,6 +311,12 @@ def test_resumed_run_equals_the_uninterrupted_run(tmp_path):
     assert [loss for loss in again if loss] == [loss for loss in losses if loss]
     with pytest.raises(UserError, match=r"(?s)another run.*preference.beta: 0.3 -> 0.5"):
         collect(make(PreferenceConfig(beta=0.5), max_steps=5, output_dir=str(tmp_path / "parts")), shuffle=True)
+    for changes, key in (
+        ({"actor_optimizer": OptimizerConfig(learning_rate=0.5)}, "optimizer.learning_rate"),
+        ({"ref_model": make_model(seed=8)}, "ref_model"),
+    ):
+        with pytest.raises(UserError, match=f"(?s)another run.*{key}"):
+            collect(make(max_steps=5, output_dir=str(tmp_path / "parts"), **changes), shuffle=True)
 
 
 def test_second_call_without_a_folder_and_one_epoch():
@@ -366,6 +373,7 @@ def test_bad_rows_are_named_before_a_compile(message, monkeypatch):
         ({"preference": PreferenceConfig(center_rewards=0.1)}, "preference.center_rewards"),
         ({"mini_batch_size": 2}, "training.mini_batch_size"),
         ({"preference": LOSSES["orpo"], "ref_model": make_model()}, "ref_model: the loss 'orpo' needs no reference"),
+        ({"ref_model": add_scalar_head(make_model())}, "ref_model: it is a reward model"),
     ],
 )  # fmt: skip
 def test_settings_without_effect_are_refused(given, message):

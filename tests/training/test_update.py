@@ -299,6 +299,11 @@ class PerToken(Reinforce):
         return rewards[..., None] * jnp.linspace(-1.0, 2.0, WIDTH_OF_COMPLETIONS)[None, None]
 
 
+class NoAdvantages(Reinforce):
+    def advantages(self, rewards, scored, lengths, ids):
+        return jnp.zeros_like(rewards)
+
+
 WIDTH_OF_COMPLETIONS = MASK.shape[-1]
 
 
@@ -366,8 +371,9 @@ def test_mask_of_all_tokens_equals_no_mask():
 @pytest.mark.slow
 def test_advantages_of_single_tokens():
     batch = BATCH._replace(token_mask=SAMPLED)
-    run = jax.jit(plain_step(GRAPHDEF, PerToken(), keep_gradient, PLAIN))
-    _, found, _, _ = run(PARAMS, PARAMS, data_of(batch=batch))
+    by_token = np.asarray(PerToken().advantages(BATCH.rewards, None, None, None), np.float32)
+    run = jax.jit(plain_step(GRAPHDEF, NoAdvantages(), keep_gradient, PLAIN))
+    _, found, _, _ = run(PARAMS, PARAMS, data_of(batch=batch)._replace(token_advantages=by_token))
     expected = plain_gradient(PerToken(), SAMPLED, jnp.zeros(PROMPTS, jnp.int32))
     assert difference(found, expected) <= 1e-5
     assert difference(found, plain_gradient(Reinforce(), SAMPLED, jnp.zeros(PROMPTS, jnp.int32))) > 0.1

@@ -221,12 +221,26 @@ def _check_maxk_mix(params: Params, size: int) -> None:
 
 
 def _maxk_mix_table(size: int, *, alpha: float | None = None, coefficients: Sequence[float] | None = None) -> Table:
-    return leave_two_out_table(
-        size, power_coefficients(alpha, size - 1) if alpha is not None else tuple(map(float, coefficients or ()))
-    )
+    if alpha is not None:
+        return leave_two_out_table(size, power_coefficients(alpha, size - 1))
+    table = leave_two_out_table(size, tuple(map(float, coefficients or ()))).copy()
+    table[: _scored_by_coefficients({"coefficients": coefficients})] = 0.0
+    return table
 
 
-@register_advantage_estimator("maxk_mix", zero_when_constant=True, table=_maxk_mix_table, check=_check_maxk_mix)
+def _scored_by_coefficients(params: Params) -> int:
+    """Returns one more than the number of coefficients up to the last one that is not 0. Without its last terms, a sum
+    with terms of both signs can be far from the whole; the terms of `alpha` are positive."""
+    return 2 + int(max(np.flatnonzero(params.get("coefficients") or ()), default=0))
+
+
+@register_advantage_estimator(
+    "maxk_mix",
+    zero_when_constant=True,
+    table=_maxk_mix_table,
+    check=_check_maxk_mix,
+    least_scored=_scored_by_coefficients,
+)
 def maxk_mix(
     rewards: Rewards,
     *,
@@ -240,7 +254,8 @@ def maxk_mix(
 
     For 0/1 rewards with pass rate `p`, the expected gradient is `w(p) grad p` with `w(p) = sum_k c_k (1-p)^(k-1)`: the
     weight can be any polynomial of degree `G - 2`. For other rewards, it is the gradient of `sum_k c_k max@k / k`. The
-    advantages of a group sum to zero. Terms with k above `n - 1` are left out in a group of `n` scored completions.
+    advantages of a group sum to zero. In a group of `n` scored completions, terms of `alpha` with k above `n - 1` are
+    left out; with `coefficients`, a group with `n` at most their number is dropped.
 
     `coefficients` are `c_1, c_2, ...`; missing ones are 0. `alpha` sets them to those of the series of `p^-alpha`,
     `c_k = Gamma(alpha + k - 1) / (Gamma(alpha) Gamma(k))`: 0 is RLOO, 1 is MaxRL of order `G - 1`.

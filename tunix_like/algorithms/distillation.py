@@ -12,7 +12,7 @@ DISTILLATION = "distillation"
 """Name of the estimator that reads no rewards. Only the teacher trains the policy."""
 
 
-@register_advantage_estimator(DISTILLATION, zero_when_constant=True)
+@register_advantage_estimator(DISTILLATION, zero_when_constant=True, least_scored=1)
 def distillation(
     rewards: Float[Array, "P G"], *, scored: Bool[Array, "P G"], lengths: Int[Array, "P G"]
 ) -> Float[Array, "P G"]:

@@ -43,7 +43,7 @@ LOSS_KEYS = (
     *("epsilon", "epsilon_high", "epsilon_c", "dppo_mask_high", "dppo_mask_low", "kl_tau"),
     *("sapo_tau_pos", "sapo_tau_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 )
-_NEED = {"overlong_buffer": "overlong", "overlong_penalty": "overlong", "max_extra_batches": "dynamic_sampling"}
+_NEED = {"max_extra_batches": "dynamic_sampling"}
 _NEED |= {key: "sampler_is" for key in ("sampler_is_threshold", "sampler_is_min", "sampler_is_kl")}
 
 
@@ -426,6 +426,8 @@ def _loss_parameters(config: AlgorithmConfig) -> dict[str, Any]:
     for key in config.loss_params or {}:
         if key in params:
             raise UserError(f"algorithm.{key} and algorithm.loss_params.{key} are both set; unset one of them.")
+        if key in LOSS_KEYS and not is_own(find_policy_loss(name).function):
+            raise UserError(f"algorithm.loss_params.{key}: '{name}' is built in; set algorithm.{key}.")
         if key not in declared:
             reads = ", ".join(sorted(declared)) or "none"
             raise UserError(
@@ -479,10 +481,11 @@ def _check_ppo(objective: Objective) -> None:
 def _check_combinations(objective: Objective, updates_per_batch: int) -> None:
     config = objective.config
     for estimator in objective.estimators:
-        if config.num_generations < estimator.registered.least:
+        least = estimator.registered.least_scored(estimator.at(1).params)
+        if config.num_generations < least:
             raise UserError(
                 f"algorithm.num_generations: got {config.num_generations}; the estimator '{estimator.name}' compares "
-                f"the completions of a prompt, so it must be at least {estimator.registered.least}."
+                f"the completions of a prompt, so it must be at least {least}."
             )
     _check_teacher(objective)
     _check_ppo(objective)
@@ -512,13 +515,8 @@ def _check_combinations(objective: Objective, updates_per_batch: int) -> None:
             f"algorithm.{setting}: it changes the total reward, but '{by_function[0]}' normalises the reward of each "
             "function. Unset it, or use another estimator."
         )
-    if in_reward and config.binarize:
-        raise UserError(
-            "algorithm.kl_in_reward: the KL is subtracted after algorithm.binarize, so rewards would not be 0 or 1. "
-            "Set algorithm.kl_in_reward=false."
-        )
-    if in_reward:
-        check_accepts_negative(objective, "algorithm.kl_in_reward", "algorithm.kl_in_reward=false")
+    if in_reward:  # subtracted after algorithm.binarize
+        _refuse_negative(objective, "algorithm.kl_in_reward", "algorithm.kl_in_reward=false")
     if config.overlong == "penalty":
         check_accepts_negative(objective, "algorithm.overlong=penalty", "algorithm.binarize=true")
 
@@ -531,8 +529,11 @@ def check_accepts_negative(objective: Objective, cause: str, cure: str) -> None:
       UserError: an estimator rejects negative rewards. The message names the setting, the estimator and the remedy
         (`cure`).
     """
-    if objective.config.binarize:
-        return
+    if not objective.config.binarize:
+        _refuse_negative(objective, cause, cure)
+
+
+def _refuse_negative(objective: Objective, cause: str, cure: str) -> None:
     sections = {index: f"data source '{source}'" for source, index in objective.sources.items()}
     for index, estimator in enumerate(objective.estimators):
         kind = estimator.registered.takes(estimator.at(1).params)

@@ -121,9 +121,9 @@ def finish_metrics(metrics: dict[str, Array]) -> dict[str, Array]:
 def kept_by_mask(
     threshold: float, logprobs: Tokens, rollout_logprobs: Tokens, advantages: Rows, mask: Array
 ) -> Bool[Array, "*batch T"]:
-    """Computes the off-policy sequence mask (DeepSeek-V3.2, arXiv 2512.02556). It is False for all tokens of a
-    completion with a negative advantage whose mean of `log mu - log pi` over the sampled tokens is above `threshold`
-    nats.
+    """Computes the off-policy sequence mask (DeepSeek-V3.2, arXiv 2512.02556). It is False for tokens with a negative
+    advantage in a completion whose mean of `log mu - log pi` over the sampled tokens is above `threshold` nats. Without
+    advantages per token, these are all tokens of the completion.
 
     `logprobs` are the log-probabilities `log pi` under the current weights, `rollout_logprobs` those of the sampler,
     `log mu`.

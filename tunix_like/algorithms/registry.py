@@ -46,7 +46,7 @@ class Estimator:
       table: computes the constants of the estimator on the host; None if its parameters cannot follow a schedule.
       check: given the estimator's parameters and the group size, raises UserError for a wrong value. The message begins
         with the name of the parameter.
-      least: the minimum number of scored completions of a group, apart from `k`.
+      least: the minimum number of scored completions of a group, apart from `k`; may depend on the parameters.
     """
 
     function: AdvantageEstimator
@@ -58,7 +58,7 @@ class Estimator:
     by_function: bool = False
     table: Callable[..., Any] | None = None
     check: Callable[[Params, int], None] | None = None
-    least: int = 2
+    least: int | Callable[[Params], int] = 2
 
     def parameters(self) -> dict[str, Any]:
         """Returns the names of the estimator's own parameters, with their defaults."""
@@ -67,7 +67,8 @@ class Estimator:
 
     def least_scored(self, params: Params) -> int:
         """Returns the minimum number of scored completions of a group; groups with fewer are dropped."""
-        return max(self.least, (params.get("k") or 0) + self.scored_beyond_k) if "k" in self.headroom else self.least
+        least = self.least(params) if callable(self.least) else self.least
+        return max(least, (params.get("k") or 0) + self.scored_beyond_k) if "k" in self.headroom else least
 
 
 ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {}
@@ -85,7 +86,7 @@ def register_advantage_estimator(
     by_function: bool = False,
     table: Callable[..., Any] | None = None,
     check: Callable[[Params, int], None] | None = None,
-    least_scored: int = 2,
+    least_scored: int | Callable[[Params], int] = 2,
 ) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
     """Registers an advantage estimator under `name`. The estimator is traced into the compiled training step, like a
     built-in estimator.
@@ -110,7 +111,8 @@ def register_advantage_estimator(
         read nothing else of the parameters, so the step is compiled only once.
       check: `check(parameters, G)` raises UserError for a wrong value. The message begins with the name of the
         parameter.
-      least_scored: a group with fewer scored completions is dropped. Also the smallest `algorithm.num_generations`.
+      least_scored: a group with fewer scored completions is dropped. Also the smallest `algorithm.num_generations`. A
+        number, or a function of the parameters.
 
     Raises:
       UserError: the name is taken, or contains `.` or `:`.

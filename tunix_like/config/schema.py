@@ -148,7 +148,7 @@ class AlgorithmConfig(Checked):
         "otb, reinforce_pp, gdpo, ppo (with a critic), distillation (no reward; needs teacher.path), or "
         "FILE.py:function; on pairs: dpo, reward_model"
     )
-    num_generations: int = key(8, doc="completions per prompt (G); 1 only with ppo", at_least=1)
+    num_generations: int = key(8, doc="completions per prompt (G); 1 only with ppo and distillation", at_least=1)
     num_iterations: int = key(1, doc="passes over a rollout batch", at_least=1)
     k: int | dict[str, Any] | None = key(
         doc="maxpo, order_statistic, pkpo, passk (required): 1..G-1, for pkpo 1..G; or {start, end, steps}", at_least=1
@@ -517,7 +517,10 @@ class RLTrainingConfig(Checked):
     )
     max_steps: int | None = key(doc="rollout batches; unset: one epoch", at_least=1)
     seed: int = key(0, doc="of initial weights, sampling, evaluation", at_least=0)
-    mini_batch_size: int | None = key(doc="prompts per update; unset: data.batch_size", at_least=1)
+    mini_batch_size: int | None = key(
+        doc="prompts per update (in a smaller last update of a batch, each prompt weighs more); unset: data.batch_size",
+        at_least=1,
+    )
     train_micro_batch_size: int | str = key(
         "auto",
         doc="completions of full length per pass; auto: as many as fit, up to 16384 tokens per device (CPU: 512)",

@@ -59,6 +59,11 @@ def curriculum_of(config: DataConfig) -> Curriculum | None:
         raise UserError(
             f"data.curriculum_{next(iter(given))}: it needs data.curriculum=true; set it or unset this key."
         )
+    if config.curriculum and any("weight" in source for source in config.sources or ()):
+        raise UserError(
+            "data.curriculum: a weight in data.sources repeats rows, and copies would have counts of their own. "
+            "Unset the weights."
+        )
     return Curriculum(**given) if config.curriculum else None
 
 

@@ -28,7 +28,7 @@ from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.training.arguments import forward_options
 from tunix_like.training.forward import place_packed
 from tunix_like.training.guards import FOLDER, SkippedUpdate, read_skipped
-from tunix_like.training.train_step import StepSpec, gradient, step_inputs
+from tunix_like.training.train_step import StepSpec, gradient, loss_weights, step_inputs
 from tunix_like.training.updates import pack_update
 from tunix_like.types import GroupBatch
 
@@ -109,7 +109,7 @@ def program_of(trained: Trained, objective: Objective) -> Any:
         batch = jax.tree.map(jnp.asarray, data.batch)
         lengths, ids = batch.sampled_lengths, batch.estimator_ids
         advantages = objective.advantages(batch.rewards, batch.scored, lengths, ids)
-        weights = objective.weights(batch.scored, batch.trained, lengths, data.in_update, ids)
+        weights = loss_weights(objective, batch, data.in_update)
         args = advantages[..., None], weights, data.packed.sets
         grads, totals = gradient(spec, params, data, *args, frozen=frozen)
         return totals["sums"]["loss"], optax.tree.norm(grads)

@@ -52,9 +52,9 @@ from tunix_like.training.preferences import PAIR_LEARNER_CLASSES, DPOLearner, ch
 from tunix_like.training.sizes import described_others
 from tunix_like.training.teacher import (
     check_positions,
+    check_scorer,
     check_served,
     check_tokenizers,
-    check_vocabulary,
     resolve_teacher,
 )
 from tunix_like.types import Engine
@@ -329,7 +329,7 @@ def _load_teacher(
         return None
     described = load_config(settings.path, "teacher.path")
     check_positions(settings, described, config.rollout)
-    check_vocabulary(described, tokenizer)
+    check_scorer("teacher.path", described, tokenizer)
     kinds = kinds_of(config) | {"param_dtype": policy.dtype}
     model, theirs, _ = load_abstract(settings.path, quantize=settings.quantize, **kinds)
     check_tokenizers(theirs, tokenizer, "teacher.path")

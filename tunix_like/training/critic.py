@@ -48,6 +48,11 @@ class Critic(ModelInTraining):
     def __init__(self, settings: CriticConfig, learner: Learner, model: Decoder | None):
         self.settings, policy = settings, learner.model
         own_base = model is not None or policy.adapters is None
+        if model is None and settings.path is not None:
+            raise UserError(
+                f"critic: give the model of critic_config.path={settings.path!r}, e.g. "
+                "critic=tunix_like.add_scalar_head(tunix_like.load_model(folder)[0])."
+            )
         if model is None:
             model = new_critic(policy, _lora_of(policy), learner.training.seed)
         else:

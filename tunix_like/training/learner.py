@@ -38,7 +38,7 @@ from tunix_like.data.stream import check_prompts, refusing
 from tunix_like.environments.arguments import check_reward_names, check_turns, make_player
 from tunix_like.errors import EngineLost, UserError, check_type
 from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluation, Evaluator, check_best_metric, eval_problems
-from tunix_like.models.decoder import Decoder, check_decoder
+from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
 from tunix_like.rewards import close_pools
@@ -71,7 +71,7 @@ from tunix_like.training.loop import run
 from tunix_like.training.memory import CriticWork, TeacherWork
 from tunix_like.training.rollouts_ahead import RolloutsAhead
 from tunix_like.training.step_metrics import advantage_metrics, speed_metrics, user_metrics
-from tunix_like.training.teacher import Teacher, make_teacher, resolve_teacher
+from tunix_like.training.teacher import Teacher, check_reference, make_teacher, resolve_teacher
 from tunix_like.training.trainer import Trainer, write_description
 from tunix_like.training.updates import Reference, Updates, make_reference
 from tunix_like.types import Engine, GroupBatch, RewardFunction
@@ -171,7 +171,7 @@ class Learner(Trainer):
     ):
         super().__init__(model, tokenizer, rollout_config, training_config, mesh)
         if ref_model is not None:
-            check_decoder("ref_model", ref_model)
+            check_reference(ref_model, self.tokenizer, mesh)
         check_arguments(
             eval_config=eval_config,
             metric_fns=metric_fns,
@@ -186,6 +186,12 @@ class Learner(Trainer):
         self.player = make_player(environment, environment_config, self.tokenizer, self.rollout_config)
         self.tokenizer = self.tokenizer if self.player is None else self.player.tokenizer
         self.success_threshold = success_threshold
+        if ref_model is not None and self.algo.beta == 0:
+            raise UserError("ref_model: algorithm.beta is 0, so no reference is read. Set beta, or leave it out.")
+        if engine is None and self.rollout_config.engine != "local":
+            raise UserError(
+                f"rollout.engine: got '{self.rollout_config.engine}'; give the engine itself: engine=VLLMEngine(...)."
+            )
         if self.rollout_config.temperature == 0:
             raise UserError("rollout.temperature: got 0 (greedy decoding); set it above 0 for training.")
         if self.rollout_config.top_p < 1 or self.rollout_config.top_k is not None:
@@ -208,6 +214,8 @@ class Learner(Trainer):
         self.critic = Critic(self.critic_config, self, critic) if self.algo.advantage_estimator == PPO else None
         parts = self.graphdef, self.tokenizer, self.rollout_config, mesh, *self.others
         self.engine: Engine = make_engine(*parts) if engine is None else CheckedEngine(engine, model.config, self.task)
+        self._warmup = 0 if self.critic is None else self.critic_config.warmup_steps
+        """Steps without an update of the policy."""
         self.key = jax.random.key(self.training.seed)
         self.first_failure = FirstFailure()
         self._call: _Call | None = None
@@ -386,7 +394,7 @@ class Learner(Trainer):
             objective,
             self.options,
             training.actor_optimizer or OptimizerConfig(),
-            None if self.total is None else self.total * updates,
+            None if self.total is None else max(self.total - self._warmup, 1) * updates,
             None if self.teacher is None else self.teacher.spec,
         )
         if self.critic is not None:

@@ -22,7 +22,8 @@ from tunix_like.data.source import MappedRows, with_prompt
 from tunix_like.data.stream import Prompt, check_prompts, refusing, render, usable
 from tunix_like.environments.history import Demonstration
 from tunix_like.errors import UserError, check_type, nearest
-from tunix_like.models.decoder import Decoder, check_decoder
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.lora import fingerprint
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.runtime import progress
@@ -40,6 +41,7 @@ from tunix_like.training.guards import SkipWatch
 from tunix_like.training.loop import run
 from tunix_like.training.optimizer import updates_done
 from tunix_like.training.packing import Packed
+from tunix_like.training.teacher import check_reference
 from tunix_like.training.train_step import step_inputs
 from tunix_like.training.trainer import Trainer, write_description
 from tunix_like.training.updates import Reference, make_reference, pack_update
@@ -94,12 +96,15 @@ class DPOLearner(Trainer):
         if self.training.mini_batch_size is not None:
             raise UserError("training.mini_batch_size: pairs have one update per step; set data.batch_size instead.")
         if ref_model is not None:
-            check_decoder("ref_model", ref_model)
+            check_reference(ref_model, self.tokenizer, mesh)
             if not self._needs_reference:
                 raise UserError(f"ref_model: {self._described()[0]} needs no reference; leave it out.")
         self._evaluate, self._also_evaluated, self._on_row = evaluate, tuple(metrics_of_evaluate), on_row
         self.objective = self._make_objective()
         self.reference: Reference | None = make_reference(self, ref_model) if self._needs_reference else None
+        self._given_reference = None
+        if ref_model is not None and self.reference is not None:
+            self._given_reference = fingerprint(ref_model.config, self.reference.params, self.mesh)["all"]
         self.watch = SkipWatch("the loss", self.training.max_skipped_updates)
         self._answers, self._several_turns = Answers(self.tokenizer, self.rollout_config), False
         self._rows: dict[str, tuple[Any, Sequence[Mapping[str, Any]]]] = {}
@@ -204,10 +209,13 @@ class DPOLearner(Trainer):
         self._profile = Profile(training.profile_steps, self.folder)
         self.identity = {"preference": as_dict(self.preference), "batch_size": batch_size, "seed": training.seed}
         self.identity |= {"learner": type(self).__name__, "rows": len(rows)}
+        optimizer, lengths = training.actor_optimizer or OptimizerConfig(), self.rollout_config
+        self.identity |= {"optimizer": as_dict(optimizer) if isinstance(optimizer, OptimizerConfig) else None}
+        self.identity |= {"lengths": [lengths.max_prompt_length, lengths.max_tokens_to_generate]}
+        self.identity |= {"ref_model": self._given_reference}
         self.identity |= {"adapters": self.model.adapters and str(self.model.adapters)}
         self.identity |= {"quantized": self.model.quantized} | self._base_identity()
         self.identity |= {} if self.folder is None else {INPUTS: fingerprints(rows)}
-        optimizer = training.actor_optimizer or OptimizerConfig()
         self._compile(self.objective, likelihood_options(training), optimizer, self.total)
 
     def _pairs(self, rows: Any, what: str) -> Sequence[Mapping[str, Any]]:

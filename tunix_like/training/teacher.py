@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import grain.python as grain
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Bool, Float
 
 from tunix_like.config.schema import SELF, RolloutConfig, TeacherConfig
@@ -192,7 +193,9 @@ def make_teacher(learner: Learner, model: Decoder | None, settings: TeacherConfi
             )
         check_decoder("teacher", model)
         check_divides(learner.mesh, model.config)
-        check_vocabulary(model.config, learner.tokenizer)
+        check_scorer("teacher.path", model.config, learner.tokenizer)
+        if settings.quantize not in (None, model.quantized):
+            raise UserError("teacher.quantize: the model has other weights; give load_model(folder, quantize=...).")
         graphdef, params = initial(model)
         kinds = model.config, model.param_dtype, model.quantized
     check_positions(settings, kinds[0], learner.rollout_config)
@@ -221,13 +224,26 @@ def check_positions(settings: TeacherConfig, config: DecoderConfig, rollout: Rol
         )
 
 
-def check_vocabulary(teacher: DecoderConfig, tokenizer: Tokenizer) -> None:
-    """Raises UserError if the vocabulary of a teacher lacks tokens of the policy's tokenizer. Padding may differ."""
-    if teacher.vocab_size < tokenizer.vocab_size:
+def check_scorer(key: str, config: DecoderConfig, tokenizer: Tokenizer) -> None:
+    """Raises UserError if a model lacks log-probabilities of tokens of the policy's tokenizer. Padding may differ.
+
+    Args:
+      key: `teacher.path` or `ref_model`, for the message.
+    """
+    if config.scalar_head:
+        raise UserError(f"{key}: it is a reward model (a scalar head), which gives no log-probabilities of tokens.")
+    if config.vocab_size < tokenizer.vocab_size:
         raise UserError(
-            f"teacher.path: the teacher has a vocabulary of {teacher.vocab_size} tokens (vocab_size), and the "
-            f"tokenizer of the policy has {tokenizer.vocab_size}. A teacher must have the tokenizer of the policy."
+            f"{key}: it has a vocabulary of {config.vocab_size} tokens (vocab_size), and the tokenizer of the policy "
+            f"has {tokenizer.vocab_size}. It must have the tokenizer of the policy."
         )
+
+
+def check_reference(model: Any, tokenizer: Tokenizer, mesh: Mesh | None) -> None:
+    """Raises UserError if the argument `ref_model` of a learner cannot be its reference."""
+    check_decoder("ref_model", model)
+    check_scorer("ref_model", model.config, tokenizer)
+    check_divides(mesh, model.config)
 
 
 def resolve_teacher(model: Any, settings: TeacherConfig | None) -> TeacherConfig:

@@ -64,8 +64,8 @@ class StepObjective(Protocol):
         scored: Bool[Array, "P G"],
         lengths: Int[Array, "P G"],
         ids: Int[Array, "P"],
-    ) -> Float[Array, "P G *T"]:
-        """Computes advantages over the whole rollout batch: one per completion `[P, G]` or per token `[P, G, T]`.
+    ) -> Float[Array, "P G"]:
+        """Computes advantages over the whole rollout batch.
 
         `ids` has the index of each group's estimator. `lengths` has the number of sampled tokens of each completion.
         """
@@ -344,7 +344,7 @@ def jit_train_step(spec: StepSpec, traced: Callable[[], None] = lambda: None) ->
 
 def train_step(
     spec: StepSpec, state: TrainState, inputs: StepInputs, frozen: Any = None
-) -> tuple[TrainState, dict[str, Array], Float[Array, "P G *T"]]:
+) -> tuple[TrainState, dict[str, Array], Float[Array, "P G"]]:
     """Runs one optimizer update: rewards -> advantages -> weights -> loss and gradient -> new parameters.
 
     Args:
@@ -361,10 +361,8 @@ def train_step(
     lengths, ids = batch.sampled_lengths, batch.estimator_ids
     objective = bound(spec.objective, inputs.scheduled)
     advantages = objective.advantages(batch.rewards, batch.scored, lengths, ids)
-    weights = objective.weights(batch.scored, batch.trained, lengths, inputs.in_update, ids)
-    if batch.prompt_weights is not None:
-        weights = weights * batch.prompt_weights[:, None]
-    by_token = advantages if advantages.ndim == 3 else advantages[..., None]
+    weights = loss_weights(objective, batch, inputs.in_update)
+    by_token = advantages[..., None]
     if inputs.token_advantages is not None:
         by_token = by_token + jnp.asarray(inputs.token_advantages)
     usable = jnp.isfinite(by_token).all()
@@ -383,6 +381,14 @@ def train_step(
     metrics |= {name: jnp.where(tokens > 0, value, jnp.nan) for name, value in totals["largest"].items()}
     metrics |= {"loss": loss, "grad_norm": norm, "update/skipped": 1.0 - usable, "update/empty": 1.0 * empty}
     return state, metrics, advantages
+
+
+def loss_weights(objective: StepObjective, batch: GroupBatch, in_update: Bool[Array, "P"]) -> Float[Array, "P G"]:
+    """Returns the weight of each completion's tokens in the loss of an update."""
+    assert batch.trained is not None and batch.estimator_ids is not None
+    lengths, ids = batch.sampled_lengths, batch.estimator_ids
+    weights = objective.weights(batch.scored, batch.trained, lengths, in_update, ids)
+    return weights if batch.prompt_weights is None else weights * batch.prompt_weights[:, None]
 
 
 MOST_PROGRAMS = 16
