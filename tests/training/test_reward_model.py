@@ -114,6 +114,29 @@ def test_scores_on_a_mesh(trained):
     assert RewardModel(folder, mesh)(prompts, texts) == pytest.approx(RewardModel(folder)(prompts, texts), abs=1e-5)
 
 
+@pytest.mark.slow
+def test_training_on_8_devices_equals_that_on_one():
+    wide = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 16}
+    found = []
+    for shape in (None, [2, 2, 2]):
+        mesh = None if shape is None else build_mesh(MeshConfig(shape=shape, axis_names=["data", "fsdp", "tp"]))
+        learner = make(model=make_model(**wide), mesh=mesh, max_steps=2, train_micro_batch_size=2)
+        rows = collect(learner, batch_size=8)
+        found.append(([row["train/loss"] for row in rows], params_of(learner.model)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    assert distance(found[1][1], found[0][1]) < 1e-4
+
+
+def test_a_resumed_run_equals_the_uninterrupted_run(tmp_path):
+    def trained(folder, steps):
+        learner = make(max_steps=steps, output_dir=str(tmp_path / folder), checkpoint_every_n_steps=1)
+        collect(learner, shuffle=True)
+        return params_of(learner.model)
+
+    whole, _ = trained("whole", 4), trained("parts", 2)
+    jax.tree.map(np.testing.assert_array_equal, trained("parts", 4), whole)
+
+
 def test_adapters_and_the_head_are_trained():
     model = add_lora(make_model(), LoraConfig(rank=2), 0)
     learner = make(model=model, max_steps=3)
