@@ -34,7 +34,7 @@ from tunix_like.environments.chat_messages import RequestError
 from tunix_like.environments.kinds import environments_of, kind_of
 from tunix_like.environments.trajectories import Trajectories
 from tunix_like.environments.verifiers import VerifiersEnvironments
-from tunix_like.environments.verifiers_calls import Call, answer_of
+from tunix_like.environments.verifiers_calls import CHAT, Call, answer_of
 from tunix_like.errors import UserError
 from tunix_like.models.loading import export_model
 from tunix_like.rollout.engines.vllm import VLLMEngine
@@ -53,7 +53,7 @@ has_verifiers = pytest.mark.skipif(
 )
 
 Harness = Callable[[dict[str, Any]], Generator[Any, dict[str, Any], dict[str, Any]]]
-"""A script: it yields the bodies of requests, receives the answers, and returns fields of the result."""
+"""A script: it yields the bodies of requests, or a pair of route and body, receives the answers, and returns fields of the result."""
 
 
 class Process:
@@ -94,7 +94,8 @@ class Process:
         for body in bodies if isinstance(bodies, list) else [bodies] if bodies else []:
             call = next(self.calls)
             self.of_call[call] = episode
-            self.messages.put({"kind": "request", "episode": episode, "call": call, "body": body})
+            route, body = body if isinstance(body, tuple) else (CHAT, body)
+            self.messages.put({"kind": "request", "episode": episode, "call": call, "route": route, "body": body})
 
     def next(self, seconds):
         try:
@@ -385,12 +386,12 @@ def test_output_at_the_end_does_not_block_the_process(program, tmp_path):
 )
 def test_unsupported_requests_are_rejected(fields, named):
     with pytest.raises(RequestError, match=named):
-        Call.of(0, chat("ab") | fields)
+        Call.of(0, CHAT, chat("ab") | fields)
 
 
 def test_fields_of_answers():
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
-    call = Call.of(3, chat("ab", temperature=0.3, max_tokens=4, tools=[tool]))
+    call = Call.of(3, CHAT, chat("ab", temperature=0.3, max_tokens=4, tools=[tool]))
     text = 'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     answer = answer_of(call, text, "stop", (5, 2))
     (choice,) = answer["body"]["choices"]
