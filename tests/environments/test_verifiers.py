@@ -34,13 +34,14 @@ from tunix_like.environments.chat_messages import RequestError
 from tunix_like.environments.kinds import environments_of, kind_of
 from tunix_like.environments.trajectories import Trajectories
 from tunix_like.environments.verifiers import VerifiersEnvironments
-from tunix_like.environments.verifiers_calls import CHAT, Call, answer_of
+from tunix_like.environments.verifiers_calls import Call, answer_of
 from tunix_like.errors import UserError
 from tunix_like.models.loading import export_model
 from tunix_like.rollout.engines.vllm import VLLMEngine
 from tunix_like.types import Problem, Reply, Turn
 from tunix_like.workers import process, verifiers_process
 from tunix_like.workers.messages import Lost
+from tunix_like.workers.verifiers_worker import CHAT
 
 EXAMPLE = ROOT / "examples" / "environments" / "verifiers_letters.yaml"
 ODD = Path(__file__).with_name("verifiers_odd.py")
@@ -53,7 +54,8 @@ has_verifiers = pytest.mark.skipif(
 )
 
 Harness = Callable[[dict[str, Any]], Generator[Any, dict[str, Any], dict[str, Any]]]
-"""A script: it yields the bodies of requests, or a pair of route and body, receives the answers, and returns fields of the result."""
+"""A script: it yields the bodies of requests, or pairs of route and body, receives the answers, and returns
+fields of the result."""
 
 
 class Process:

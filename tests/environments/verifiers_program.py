@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tunix_like.environments.verifiers_calls import CHAT
 from tunix_like.workers.child import send
 from tunix_like.workers.messages import receive
+from tunix_like.workers.verifiers_worker import CHAT
 
 
 def main(channel: socket.socket, settings: dict[str, Any]) -> None:

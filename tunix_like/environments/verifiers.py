@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from tunix_like.data.verifiers import TASK_COLUMN
 from tunix_like.environments.chat_messages import RequestError
 from tunix_like.environments.outcomes import Outcome
-from tunix_like.environments.verifiers_calls import COUNT, Call, answer_of, count_of, refusal_of
+from tunix_like.environments.verifiers_calls import Call, answer_of, count_of, refusal_of
 from tunix_like.errors import UserError
 from tunix_like.workers.failures import LONGEST_REASON, Failure
 from tunix_like.workers.messages import Lost
 from tunix_like.workers.verifiers_process import SECONDS_TO_END, VerifiersProcess
+from tunix_like.workers.verifiers_worker import COUNT
 
 if TYPE_CHECKING:
     from tunix_like.environments.verifiers_player import VerifiersPlayer

@@ -17,11 +17,7 @@ from tunix_like.environments.chat_messages import THOUGHT, RequestError, checked
 from tunix_like.environments.messages_api import MessagesReply
 from tunix_like.environments.responses_api import ResponsesReply
 from tunix_like.environments.wire import THINK, Reply, Usage, sse
-
-CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
-COUNT = f"{MESSAGES}/count_tokens"
-
-MODEL = "policy"
+from tunix_like.workers.verifiers_worker import CHAT, COUNT, MESSAGES, MODEL, RESPONSES
 
 NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
     CHAT: {
@@ -30,7 +26,8 @@ NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     RESPONSES: {
         "previous_response_id": (None,), "conversation": (None,), "background": (None, False), "prompt": (None,),
-        "top_logprobs": (None, 0), "tool_choice": (None, "auto", "none"), "text": (None, {}, {"format": {"type": "text"}}),
+        "top_logprobs": (None, 0), "tool_choice": (None, "auto", "none"),
+        "text": (None, {}, {"format": {"type": "text"}}),
     },
     MESSAGES: {"stop_sequences": (None, []), "mcp_servers": (None, []), "output_config": (None, {})},
     COUNT: {},

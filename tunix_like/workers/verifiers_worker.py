@@ -30,8 +30,9 @@ KEY_VARIABLE = "TUNIX_LIKE_EPISODES_API_KEY"
 that it starts."""
 
 MODEL = "policy"
-COUNT = "/v1/messages/count_tokens"
-ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/messages", COUNT)
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+COUNT = f"{MESSAGES}/count_tokens"
+ROUTES = (CHAT, RESPONSES, MESSAGES, COUNT)
 LOCAL = "127.0.0.1"
 
 
