@@ -35,7 +35,7 @@ class Served:
 
     def __init__(self, url, server, tokenizer, words):
         self.url, self.server, self.tokenizer = url, server, tokenizer
-        self.answer = [tokenizer.encode(word, add_special_tokens=False)[0] for word in words] + tokenizer.eos_ids[:1]
+        self.answer = [tokenizer.encode(word, add_special_tokens=False)[0] for word in words] + [tokenizer.eos_ids[0]]
         self.bodies: list[bytes] = []
         http = httpx.Client(event_hooks={"request": [lambda request: self.bodies.append(request.read())]}, timeout=60)
         self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http)
