@@ -1,5 +1,5 @@
-"""Tests agents that speak the protocols of OpenAI's responses and Anthropic's messages through the endpoint of training.
-The agents use the clients of OpenAI and Anthropic."""
+"""Tests agents that speak the protocols of OpenAI's responses and Anthropic's messages through the endpoint of
+training. The agents use the clients of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ def test_a_tool_loop_keeps_the_sampled_tokens(program, protocol, stream, opened)
     for _ in range(2):
         trajectories.submit([Turn(0, 0, turn, truncated=False)])
         (reply,) = trajectories.replies(wait=True)
+        assert reply.tokens is not None, trajectories.episodes()
         messages += [
             {"role": "assistant", "content": content, "tool_calls": [call]},
             {"role": "tool", "content": RESULT},

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.environments.test_bridge import HEAD_QWEN, PLAIN_QWEN, START_QWEN, TOOL_QWEN
 
 THOUGHT_AND_CALL = [
-    "<think>\nhm", "\n</think>\n\n", "Let me add.", "\n<tool_call>\n", '{"name": "add", ', '"arguments": {"a": 2, "b": 3}',
-    "}\n</tool_call>",
+    "<think>\nhm", "\n</think>\n\n", "Let me add.", "\n<tool_call>\n", '{"name": "add", ',
+    '"arguments": {"a": 2, "b": 3}', "}\n</tool_call>",
 ]  # fmt: skip
 """One token each. The template renders this answer as it is written here."""
 

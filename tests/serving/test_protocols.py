@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
 import anthropic
 import httpx
+import httpx2
 import openai
 import pytest
 from hypothesis import given, settings
@@ -37,9 +39,10 @@ class Served:
         self.url, self.server, self.tokenizer = url, server, tokenizer
         self.answer = [tokenizer.encode(word, add_special_tokens=False)[0] for word in words] + [tokenizer.eos_ids[0]]
         self.bodies: list[bytes] = []
-        http = httpx.Client(event_hooks={"request": [lambda request: self.bodies.append(request.read())]}, timeout=60)
+        hooks = {"request": [lambda request: self.bodies.append(request.read())]}
+        http, http2 = httpx.Client(event_hooks=hooks, timeout=60), httpx2.Client(event_hooks=hooks, timeout=60)
         self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http)
-        self.anthropic = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, http_client=http)
+        self.anthropic = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, http_client=http2)
 
     def prompts(self, parse):
         return [list(parse(b, self.server.settings, self.tokenizer).jobs[0].prompt) for b in self.bodies]
@@ -84,14 +87,14 @@ def test_a_tool_loop_of_responses_keeps_the_sampled_tokens(model, stream):
             assert kinds.count("response.output_item.done") == 3 and "response.reasoning_text.delta" in kinds
         else:
             answer = model.openai.responses.create(input=history, **given)
-        reasoning, message, call = answer.output
+        reasoning, _, call = answer.output
         assert reasoning.content[0].text == "hm" and answer.output_text == "Let me add."
         assert call.name == "add" and json.loads(call.arguments) == {"a": 2, "b": 3} and answer.status == "completed"
         assert answer.usage.output_tokens == len(model.answer)
         history += [*answer.output, {"type": "function_call_output", "call_id": call.call_id, "output": "5"}]
     prompts = model.prompts(requests.responses_request)
     assert prompts[0] == model.chat([SYSTEM, USER]) and answer.usage.input_tokens == len(prompts[2])
-    for before, after in zip(prompts, prompts[1:], strict=False):
+    for before, after in itertools.pairwise(prompts):
         assert after[: len(before) + len(model.answer)] == before + model.answer
 
 
@@ -117,7 +120,7 @@ def test_a_tool_loop_of_messages_keeps_the_sampled_tokens(model, stream):
     prompts = model.prompts(requests.messages_request)
     assert prompts[0] == model.chat([SYSTEM, USER])
     assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == len(prompts[2])
-    for before, after in zip(prompts, prompts[1:], strict=False):
+    for before, after in itertools.pairwise(prompts):
         assert after[: len(before) + len(model.answer)] == before + model.answer
     count = model.anthropic.messages.count_tokens(
         model=NAME, messages=history[:-2], system=BRIEF, tools=[CUSTOM], tool_choice={"type": "auto"}
@@ -158,7 +161,8 @@ def test_histories_are_those_of_chat_completions(model):
     blocks = [
         {"role": "user", "content": [text("text", "a") | {"cache_control": {"type": "ephemeral"}}, text("text", "b")]},
         {"role": "assistant", "content": [
-            text("text", "so"), *({"type": "tool_use", "id": f"c{n}", "name": "add", "input": {"a": n}} for n in range(2))
+            text("text", "so"),
+            *({"type": "tool_use", "id": f"c{n}", "name": "add", "input": {"a": n}} for n in range(2))
         ]},
         {"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "c0", "content": "5"}, {"type": "tool_result", "tool_use_id": "c1"},
@@ -176,8 +180,8 @@ def test_histories_are_those_of_chat_completions(model):
 
 
 _PIECES = st.sampled_from(
-    ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"a": "é"}}', "\n", " ", "a", "{",
-     "<", "</", "think>", "é"]
+    ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"a": "é"}}', "\n", " ", "a",
+     "{", "<", "</", "think>", "é"]
 )  # fmt: skip
 
 
