@@ -86,8 +86,7 @@ def responses(url: str, session: str, data: Data) -> tuple[str, int]:
     for _ in range(data["turns"]):
         try:
             if data["stream"]:
-                with client.responses.stream(input=history, **given) as events:
-                    answer = events.get_final_response()
+                answer = list(client.responses.create(input=history, stream=True, **given))[-1].response
             else:
                 answer = client.responses.create(input=history, **given)
         except openai.BadRequestError:

@@ -3,7 +3,6 @@ training. The agents use the clients of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
@@ -87,9 +86,10 @@ def test_learner_trains_on_the_sampled_tokens(program, protocol):
     task = {"protocol": protocol, "stream": True, "tools": False, "turns": 3, "question": "ab"}
     messages = [{"role": "user", "content": "ab"}]
     data = [record({"data": task | {"number": n}, "messages": messages}) for n in range(4)]
+    agents = VerifiersEnvironments({"path": "agents"}, timeout_seconds=120.0)
     learner = make(
-        reward=(), tokenizer=TOKENIZER, environment=VerifiersEnvironments({"path": "agents"}), model=model,
-        max_logprob_gap=1e-4, rollout=dataclasses.replace(rollout),
+        reward=(), tokenizer=TOKENIZER, environment=agents, model=model,
+        max_logprob_gap=1e-4, rollout=rollout,
     )  # fmt: skip
     rows = collect(learner, data)
     assert all(row["train/logprob_gap/max"] < 1e-4 and row["train/reward/unscored_frac"] == 0 for row in rows)

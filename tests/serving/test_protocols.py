@@ -100,7 +100,7 @@ def test_a_tool_loop_of_responses_keeps_the_sampled_tokens(model, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_loop_of_messages_keeps_the_sampled_tokens(model, stream):
-    given = {"model": NAME, "system": BRIEF, "tools": [CUSTOM], "temperature": 0, "max_tokens": 40}
+    given = {"model": NAME, "system": BRIEF, "tools": [CUSTOM], "extra_body": {"temperature": 0}, "max_tokens": 40}
     history = [USER]
     for _ in range(3):
         if stream:
@@ -223,7 +223,7 @@ def test_thoughts_of_other_servers():
 
 
 def test_limits_stops_and_tools_that_are_off(model):
-    ask = {"model": NAME, "messages": [USER], "temperature": 0}
+    ask = {"model": NAME, "messages": [USER], "extra_body": {"temperature": 0}}
     cut = model.anthropic.messages.create(max_tokens=3, **ask)
     assert cut.stop_reason == "max_tokens" and [each.type for each in cut.content] == ["thinking", "text"]
     stop = model.anthropic.messages.create(max_tokens=40, stop_sequences=["me", "zz"], **ask)
@@ -242,8 +242,8 @@ def test_limits_stops_and_tools_that_are_off(model):
 
 def test_harmless_fields_are_accepted(model):
     model.anthropic.messages.create(
-        model=NAME, messages=[USER], max_tokens=3, metadata={"user_id": "u"}, service_tier="auto", top_k=5, top_p=0.9,
-        thinking={"type": "enabled", "budget_tokens": 1024}, extra_body={"seed": 3},
+        model=NAME, messages=[USER], max_tokens=3, metadata={"user_id": "u"}, service_tier="auto",
+        extra_body={"seed": 3, "top_k": 5, "top_p": 0.9, "thinking": {"type": "enabled", "budget_tokens": 1024}},
     )  # fmt: skip
     model.openai.responses.create(
         model=NAME, input=QUESTION, metadata={"a": "b"}, store=False, user="u", truncation="disabled", top_p=0.9,
