@@ -21,7 +21,7 @@ from tunix_like.environments import messages_api, responses_api
 from tunix_like.environments.chat_messages import parsed_calls
 from tunix_like.environments.messages_api import MessagesReply
 from tunix_like.environments.responses_api import ResponsesReply
-from tunix_like.environments.wire import THINK, Usage, sealed, unsealed
+from tunix_like.environments.wire import THINK, Thoughts, Usage, sealed, unsealed
 from tunix_like.serving import app, requests
 from tunix_like.serving.text import CallStream
 
@@ -211,6 +211,12 @@ def test_an_answer_comes_back_as_the_message_of_chat_completions(text, sizes, da
             shown = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
             assert shown == "".join(i["content"][0]["text"] for i in body["output"] if i["type"] == "message")
         assert back["content"] == content
+        if content:
+            one = Thoughts(opened).add(content, last=True)
+            thought = "".join(part for kind, part in one if kind == "thought")
+            deltas = [event["delta"] for event in events if event["type"] == "response.reasoning_text.delta"]
+            deltas += [e["delta"].get("thinking", "") for e in events if e["type"] == "content_block_delta"]
+            assert "".join(deltas) == thought
         found = [(c["function"]["name"], c["function"]["arguments"]) for c in back.get("tool_calls", [])]
         assert found == [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls]
         if content.lstrip().startswith(THINK) and content.count("</think>") == 1:
