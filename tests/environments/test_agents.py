@@ -8,14 +8,9 @@ import json
 import pytest
 
 from tests.environments.agents_program import RESULT, SCHEMA, SYSTEM
-from tests.environments.test_verifiers import END, TOKENIZER
 from tests.serving import served
 from tests.serving.conversations import OPENED, THOUGHT_AND_CALL, template
-from tests.tiny_model import HF
-from tests.training.small_learner import collect, make
-from tunix_like import load_model
 from tunix_like.config.schema import EnvironmentConfig, RolloutConfig
-from tunix_like.data.verifiers import record
 from tunix_like.environments.arguments import make_player
 from tunix_like.environments.chat_messages import RequestError
 from tunix_like.environments.verifiers import VerifiersEnvironments
@@ -75,25 +70,6 @@ def test_a_tool_loop_keeps_the_sampled_tokens(program, protocol, stream, opened)
     assert episode.failure is None and episode.reward == len("Let me add.") and episode.rewritten == 0
     assert episode.info["counted"] == (len(prompt) if protocol == "messages" else 0)
     made.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("protocol", ["responses", "messages"])
-def test_learner_trains_on_the_sampled_tokens(program, protocol):
-    """The trainer computes the log-probabilities of the sampler, and no turn is rendered again."""
-    model = load_model(HF | {"vocab_size": 14}, init="random", seed=0)[0]
-    rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24, eos_tokens=[END, *range(6, 10)])
-    task = {"protocol": protocol, "stream": True, "tools": False, "turns": 3, "question": "ab"}
-    messages = [{"role": "user", "content": "ab"}]
-    data = [record({"data": task | {"number": n}, "messages": messages}) for n in range(4)]
-    agents = VerifiersEnvironments({"path": "agents"}, timeout_seconds=120.0)
-    learner = make(
-        reward=(), tokenizer=TOKENIZER, environment=agents, model=model,
-        max_logprob_gap=1e-4, rollout=rollout,
-    )  # fmt: skip
-    rows = collect(learner, data)
-    assert all(row["train/logprob_gap/max"] < 1e-4 and row["train/reward/unscored_frac"] == 0 for row in rows)
-    assert max(row["train/turns/mean"] for row in rows) > 1
 
 
 @pytest.mark.parametrize(
