@@ -66,6 +66,7 @@ EXTRAS = {
         "pydantic>=2.12",
         "prometheus-client>=0.22",
         "openai>=3.54.0",  # the client that the tests of `serve` use
+        "anthropic>=2.14.0",  # the client that the tests of its protocol use
         "httpx>=0.28.1",  # plain requests to it
         "pandas>=3.1.1",  # reads rollouts and metrics as the documentation says
         "torch==2.13.0",  # what that reference runs on; never imported outside the tests

@@ -41,6 +41,7 @@ from tunix_like.rollout.engines.vllm import VLLMEngine
 from tunix_like.types import Problem, Reply, Turn
 from tunix_like.workers import process, verifiers_process
 from tunix_like.workers.messages import Lost
+from tunix_like.workers.verifiers_worker import CHAT
 
 EXAMPLE = ROOT / "examples" / "environments" / "verifiers_letters.yaml"
 ODD = Path(__file__).with_name("verifiers_odd.py")
@@ -53,7 +54,8 @@ has_verifiers = pytest.mark.skipif(
 )
 
 Harness = Callable[[dict[str, Any]], Generator[Any, dict[str, Any], dict[str, Any]]]
-"""A script: it yields the bodies of requests, receives the answers, and returns fields of the result."""
+"""A script: it yields the bodies of requests, or pairs of route and body, receives the answers, and returns
+fields of the result."""
 
 
 class Process:
@@ -94,7 +96,8 @@ class Process:
         for body in bodies if isinstance(bodies, list) else [bodies] if bodies else []:
             call = next(self.calls)
             self.of_call[call] = episode
-            self.messages.put({"kind": "request", "episode": episode, "call": call, "body": body})
+            route, body = body if isinstance(body, tuple) else (CHAT, body)
+            self.messages.put({"kind": "request", "episode": episode, "call": call, "route": route, "body": body})
 
     def next(self, seconds):
         try:
@@ -385,12 +388,12 @@ def test_output_at_the_end_does_not_block_the_process(program, tmp_path):
 )
 def test_unsupported_requests_are_rejected(fields, named):
     with pytest.raises(RequestError, match=named):
-        Call.of(0, chat("ab") | fields)
+        Call.of(0, CHAT, chat("ab") | fields)
 
 
 def test_fields_of_answers():
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
-    call = Call.of(3, chat("ab", temperature=0.3, max_tokens=4, tools=[tool]))
+    call = Call.of(3, CHAT, chat("ab", temperature=0.3, max_tokens=4, tools=[tool]))
     text = 'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     answer = answer_of(call, text, "stop", (5, 2))
     (choice,) = answer["body"]["choices"]

@@ -11,6 +11,7 @@ from typing import Any
 
 from tunix_like.workers.child import send
 from tunix_like.workers.messages import receive
+from tunix_like.workers.verifiers_worker import CHAT
 
 
 def main(channel: socket.socket, settings: dict[str, Any]) -> None:
@@ -19,6 +20,9 @@ def main(channel: socket.socket, settings: dict[str, Any]) -> None:
     while (content := receive(channel)) is not None:
         if (told := json.loads(content))["kind"] == "run":
             time.sleep(0.05)
-            send(channel, {"kind": "request", "episode": told["episode"], "call": told["episode"], "body": body})
+            send(
+                channel,
+                {"kind": "request", "episode": told["episode"], "call": told["episode"], "route": CHAT, "body": body},
+            )
     print("." * 500_000, flush=True)
     Path(settings["path"]).touch()

@@ -51,7 +51,7 @@ def letters() -> tuple[Weights, Tokenizer]:
     return Weights(graphdef, params, tokenizer.eos_ids), tokenizer
 
 
-def speaker(words: Sequence[str]) -> tuple[Weights, Tokenizer]:
+def speaker(words: Sequence[str], template: str = QWEN25) -> tuple[Weights, Tokenizer]:
     """Returns a chat model that answers every prompt with `words`, one token each, and its byte-level tokenizer."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -62,7 +62,7 @@ def speaker(words: Sequence[str]) -> tuple[Weights, Tokenizer]:
     )
     backend.train_from_iterator([""], trainer)
     backend.add_tokens([AddedToken(word, special=False, normalized=False) for word in words if len(word) > 1])
-    tokenizer = Tokenizer(backend, eos_token="<|im_end|>", chat_template=QWEN25)
+    tokenizer = Tokenizer(backend, eos_token="<|im_end|>", chat_template=template)
     ids = [backend.encode(word, add_special_tokens=False).ids[0] for word in words]
     (newline,) = backend.encode("\n", add_special_tokens=False).ids
     return Weights(

@@ -286,7 +286,7 @@ def test_invalid_requests_are_rejected(address, path, body, part):
 
 def test_half_a_surrogate_pair_in_an_error_message():
     """It passes the JSON parser within the arguments of a tool call, and a chat template may quote it."""
-    answer = error_response(RequestError("the template says: \ud800", "messages"))
+    answer = error_response("/v1/completions", RequestError("the template says: \ud800", "messages"))
     assert answer.status_code == 400 and json.loads(answer.body)["error"]["message"] == "the template says: ?"
 
 

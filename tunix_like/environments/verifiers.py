@@ -10,16 +10,18 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tunix_like.data.verifiers import TASK_COLUMN
 from tunix_like.environments.chat_messages import RequestError
 from tunix_like.environments.outcomes import Outcome
-from tunix_like.environments.verifiers_calls import Call, answer_of, refusal_of
+from tunix_like.environments.verifiers_calls import Call, answer_of, count_of, refusal_of
+from tunix_like.errors import UserError
 from tunix_like.workers.failures import LONGEST_REASON, Failure
 from tunix_like.workers.messages import Lost
 from tunix_like.workers.verifiers_process import SECONDS_TO_END, VerifiersProcess
+from tunix_like.workers.verifiers_worker import COUNT
 
 if TYPE_CHECKING:
     from tunix_like.environments.verifiers_player import VerifiersPlayer
@@ -66,11 +68,13 @@ class VerifiersEnvironments:
 
     Attributes:
       calls: the latest request of each trajectory, by number of the trajectory.
+      count: returns the number of tokens of a request; set by `make_player`.
       tokens: number of tokens of the prompt and of the turn, by number of the trajectory. The caller sets these two
         numbers before `step`, which sends them to the environment.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
+    count: Callable[[Call], int]
 
     def __init__(self, settings: Mapping[str, Any], timeout_seconds: float = 20.0, workers: int = 32):
         self.settings, self.timeout_seconds, self.workers = settings, timeout_seconds, workers
@@ -85,7 +89,9 @@ class VerifiersEnvironments:
     def make_player(self, *given: Any) -> VerifiersPlayer:
         from tunix_like.environments.verifiers_player import VerifiersPlayer
 
-        return VerifiersPlayer(self, *given)
+        player = VerifiersPlayer(self, *given)
+        self.count = lambda call: len(player.tokens(call))
+        return player
 
     def _clear(self) -> None:
         self.calls: dict[int, Call] = {}
@@ -221,6 +227,9 @@ class VerifiersEnvironments:
                 if message["kind"] == "unusable":
                     self._lose(message["reason"])
                     return
+                if message["kind"] == "request" and message["route"] == COUNT:
+                    self._count(message)
+                    continue
                 number = self._numbers.get(message["episode"])
                 if message["kind"] == "end":
                     self._cancelled.pop(message["episode"], None)
@@ -229,16 +238,24 @@ class VerifiersEnvironments:
                 elif number is not None:
                     self._request(number, self._episodes[number], message)
                 else:
-                    self._send(refusal_of(message["call"], 409, "the episode is over"))
+                    self._send(refusal_of(message["call"], message["route"], 409, "the episode is over"))
         except Lost as error:
             self._lose(str(error))
+
+    def _count(self, message: Mapping[str, Any]) -> None:
+        """Answers a request for the number of tokens of a prompt, which may belong to no episode."""
+        try:
+            call = Call.of(message["call"], COUNT, message["body"])
+            self._send(count_of(call, self.count(call)))
+        except UserError as error:
+            self._send(refusal_of(message["call"], COUNT, 400, str(error)))
 
     def _request(self, number: int, episode: _Episode, message: Mapping[str, Any]) -> None:
         self._starting.discard(number)
         try:
-            call = Call.of(message["call"], message["body"])
+            call = Call.of(message["call"], message["route"], message["body"])
         except RequestError as error:
-            self._send(refusal_of(message["call"], error.http, str(error)))
+            self._send(refusal_of(message["call"], message["route"], error.http, str(error)))
             return
         episode.calls.append(call)
         if episode.closing:
@@ -257,7 +274,8 @@ class VerifiersEnvironments:
         from its current state."""
         self._send({"kind": "stop", "episode": episode.id})
         while episode.calls:
-            self._send(refusal_of(episode.calls.popleft().id, 400, FULL))
+            call = episode.calls.popleft()
+            self._send(refusal_of(call.id, call.route, 400, FULL))
 
     def _end(self, number: int, message: Mapping[str, Any]) -> None:
         """Records the end of an episode, which `message` reports."""

@@ -1,6 +1,7 @@
-"""Reads the requests of a harness of `verifiers`, and writes the answers, in the format of OpenAI's chat completions.
+"""Reads the requests of a harness of `verifiers`, and writes the answers, in the form of the protocol
+of the request: OpenAI's chat completions or responses, or Anthropic's messages.
 
-A harness is the code of an environment that sends chat requests to the model.
+A harness is the code of an environment that sends requests to the model.
 """
 
 from __future__ import annotations
@@ -11,43 +12,59 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tunix_like.environments.chat_messages import RequestError, checked_messages, checked_tools, parsed_calls
+from tunix_like.environments import messages_api, responses_api
+from tunix_like.environments.chat_messages import THOUGHT, RequestError, checked_messages, checked_tools, parsed_calls
+from tunix_like.environments.messages_api import MessagesReply
+from tunix_like.environments.responses_api import ResponsesReply
+from tunix_like.environments.wire import THINK, Reply, Usage, sse
+from tunix_like.workers.verifiers_worker import CHAT, COUNT, MESSAGES, MODEL, RESPONSES
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1), "stop": (None, [], ""), "logprobs": (None, False), "top_logprobs": (None, 0),
-    "tool_choice": (None, "auto", "none"), "response_format": (None, {"type": "text"}), "logit_bias": (None, {}),
+NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
+    CHAT: {
+        "n": (None, 1), "stop": (None, [], ""), "logprobs": (None, False), "top_logprobs": (None, 0),
+        "tool_choice": (None, "auto", "none"), "response_format": (None, {"type": "text"}), "logit_bias": (None, {}),
+    },
+    RESPONSES: {
+        "previous_response_id": (None,), "conversation": (None,), "background": (None, False), "prompt": (None,),
+        "top_logprobs": (None, 0), "tool_choice": (None, "auto", "none"),
+        "text": (None, {}, {"format": {"type": "text"}}),
+    },
+    MESSAGES: {"stop_sequences": (None, []), "mcp_servers": (None, []), "output_config": (None, {})},
+    COUNT: {},
 }  # fmt: skip
-"""Fields of a chat request that are not supported in training, and the only values that a request may give them. Other
-sampling parameters of a request are ignored, because the settings in `rollout` apply."""
+"""Fields of a request that are not supported in training, by route, and the only values that a request may give them.
+Other sampling parameters of a request are ignored, because the settings in `rollout` apply."""
 
 
 class Call(NamedTuple):
-    """A chat request that an environment of the package `verifiers` sends to the model.
+    """A request that an environment of the package `verifiers` sends to the model.
 
     Attributes:
       id: number of the request in the process of the environment.
+      route: the HTTP route of the request.
       variables: variables of the chat template, including `tools`.
       stream: whether the answer is sent as a stream of events.
     """
 
     id: int
+    route: str
     messages: list[dict[str, Any]]
     variables: dict[str, Any]
     stream: bool
 
     @staticmethod
-    def of(id: int, body: Mapping[str, Any]) -> Call:
-        """Makes a `Call` from the JSON body of a chat request. Raises RequestError if the request is not supported in
+    def of(id: int, route: str, body: Mapping[str, Any]) -> Call:
+        """Makes a `Call` from the JSON body of a request. Raises RequestError if the request is not supported in
         training."""
-        for name, values in NEUTRAL.items():
+        for name, values in NEUTRAL[route].items():
             if body.get(name) not in values:
                 raise RequestError(f"{name}: got {str(body[name])[:80]}; it is not supported in training", name)
-        tools = [] if body.get("tool_choice") == "none" else checked_tools(body.get("tools"))
+        messages, tools = _conversation(route, body)
         variables = body.get("chat_template_kwargs") or {}
         if not isinstance(variables, dict):
             raise RequestError("chat_template_kwargs: it must be an object", "chat_template_kwargs")
         variables = {**variables, **({"tools": [dict(tool) for tool in tools]} if tools else {})}
-        return Call(id, checked_messages(body.get("messages")), variables, bool(body.get("stream")))
+        return Call(id, route, messages, variables, bool(body.get("stream")))
 
     @property
     def latest(self) -> list[dict[str, Any]]:
@@ -56,8 +73,21 @@ class Call(NamedTuple):
         return self.messages[turns[-1] + 1 if turns else 0 :]
 
 
+def _conversation(route: str, body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns the chat messages and the tools of a request."""
+    given, choice = body.get("tools"), body.get("tool_choice")
+    if route == RESPONSES:
+        messages = responses_api.messages_of(body.get("input"), body.get("instructions"))
+        return messages, [] if choice == "none" else responses_api.tools_of(given)
+    if route == CHAT:
+        return checked_messages(body.get("messages")), [] if choice == "none" else checked_tools(given)
+    allowed = messages_api.calls_allowed(choice)
+    messages = messages_api.messages_of(body.get("messages"), body.get("system"))
+    return messages, messages_api.tools_of(given) if allowed else []
+
+
 def answer_of(call: Call, text: str, reason: str, tokens: tuple[int, int]) -> dict[str, Any]:
-    """Returns the message that tells the process of the environment to answer the chat request `call` with a turn of
+    """Returns the message that tells the process of the environment to answer the request `call` with a turn of
     the policy.
 
     Args:
@@ -66,15 +96,23 @@ def answer_of(call: Call, text: str, reason: str, tokens: tuple[int, int]) -> di
       tokens: number of tokens of the prompt and of the turn.
     """
     content, calls = parsed_calls(text) if "tools" in call.variables else (text, [])
+    if call.route != CHAT:
+        opened = THOUGHT in content and not content.lstrip().startswith(THINK)
+        made: Reply = MessagesReply(MODEL, opened)
+        if call.route == RESPONSES:
+            made = ResponsesReply(MODEL, opened, {})
+        events = [*made.begin(Usage(*tokens)), *made.finish(content, calls, reason, None, Usage(*tokens))]
+        body: Any = "".join(map(sse, events)) if call.stream else made.body
+        return _message(call.id, 200, body, call.stream)
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = calls
         reason = "tool_calls" if reason == "stop" else reason
     usage = dict(zip(("prompt_tokens", "completion_tokens", "total_tokens"), (*tokens, sum(tokens)), strict=True))
-    head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": "policy"}
+    head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": MODEL}
     if not call.stream:
         choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
-        body: Any = {**head, "object": "chat.completion", "choices": [choice], "usage": usage}
+        body = {**head, "object": "chat.completion", "choices": [choice], "usage": usage}
         return _message(call.id, 200, body)
     if calls:
         message["tool_calls"] = [{"index": index, **each} for index, each in enumerate(calls)]
@@ -87,9 +125,16 @@ def answer_of(call: Call, text: str, reason: str, tokens: tuple[int, int]) -> di
     return _message(call.id, 200, "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]), stream=True)
 
 
-def refusal_of(call: int, status: int, reason: str) -> dict[str, Any]:
-    """Returns the message that tells the process of the environment to refuse the chat request with the number `call`.
+def count_of(call: Call, tokens: int) -> dict[str, Any]:
+    """Returns the message with the number of tokens of a request of the route `COUNT`."""
+    return _message(call.id, 200, {"input_tokens": tokens})
+
+
+def refusal_of(call: int, route: str, status: int, reason: str) -> dict[str, Any]:
+    """Returns the message that tells the process of the environment to refuse the request with the number `call`.
     `status` is the HTTP status of the refusal."""
+    if route in (MESSAGES, COUNT):
+        return _message(call, status, messages_api.error_of(reason, status))
     return _message(call, status, {"error": {"message": reason, "type": "invalid_request_error", "code": status}})
 
 

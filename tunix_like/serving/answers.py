@@ -11,11 +11,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tunix_like.data.tokenizer import Tokenizer
-from tunix_like.environments.chat_messages import parsed_calls
+from tunix_like.environments.chat_messages import RequestError, parsed_calls
+from tunix_like.environments.messages_api import MessagesReply, error_of
+from tunix_like.environments.responses_api import ResponsesReply
+from tunix_like.environments.wire import Event, Reply, Usage, is_opened, sse
 from tunix_like.serving.batcher import Part
 from tunix_like.serving.requests import Request, Settings
 from tunix_like.serving.runner import Job
 from tunix_like.serving.text import CallStream, TextStream
+
+_MOST_OPENING = 8
+"""Number of tokens at the end of a prompt that can open a thought."""
 
 
 class Choice:
@@ -61,16 +67,39 @@ class Choice:
 class Answer(abc.ABC):
     """The answer to one request, in the format of its HTTP route."""
 
-    kind, streamed_kind, prefix = "", "", ""
-
     def __init__(self, request: Request, settings: Settings, tokenizer: Tokenizer):
         self.request, self.settings, self.tokenizer = request, settings, tokenizer
-        self.id, self.created = f"{self.prefix}{secrets.token_hex(16)}", int(time.time())
         pairs = [(job, sample) for job in request.jobs for sample in range(job.count)]
         self.choices = {pair: Choice(index, pair[0], request, tokenizer) for index, pair in enumerate(pairs)}
 
+    @abc.abstractmethod
     def whole(self) -> dict[str, Any]:
         """Returns the JSON object of the whole answer. All completions must have ended."""
+
+    @abc.abstractmethod
+    def events(self, choice: Choice, text: str, tokens: slice) -> Iterator[str]:
+        """Yields the server-sent events for the new text of a completion and its new tokens with the indices
+        `tokens`."""
+
+    @abc.abstractmethod
+    def last_events(self) -> Iterator[str]:
+        """Yields the events at the end of the stream."""
+
+    def failed(self, error: RequestError) -> str:
+        """Returns the event of an error during the stream."""
+        return event(error_content(error))
+
+
+class ChoicesAnswer(Answer):
+    """An answer with a list of choices, one per completion."""
+
+    kind, streamed_kind, prefix = "", "", ""
+
+    def __init__(self, request: Request, settings: Settings, tokenizer: Tokenizer):
+        super().__init__(request, settings, tokenizer)
+        self.id, self.created = f"{self.prefix}{secrets.token_hex(16)}", int(time.time())
+
+    def whole(self) -> dict[str, Any]:
         choices = [self.choice(choice) for choice in self.choices.values()]
         return {**self.head(self.kind), "choices": choices, "usage": self.usage()}
 
@@ -91,8 +120,6 @@ class Answer(abc.ABC):
         return self.tokenizer.decode([token], skip_special_tokens=False)
 
     def events(self, choice: Choice, text: str, tokens: slice) -> Iterator[str]:
-        """Yields the server-sent events for the new text of a completion and its new tokens with the indices
-        `tokens`."""
         for content in self.deltas(choice, text, tokens):
             body = {**self.head(self.streamed_kind), "choices": [content]}
             yield event(body | ({"usage": None} if self.request.usage_in_stream else {}))
@@ -108,7 +135,7 @@ class Answer(abc.ABC):
         raise NotImplementedError
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ChoicesAnswer):
     """The answer to a request of the HTTP route `/v1/completions`."""
 
     kind = streamed_kind = "text_completion"
@@ -159,7 +186,7 @@ class CompletionAnswer(Answer):
         return found
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ChoicesAnswer):
     """The answer to a request of the HTTP route `/v1/chat/completions`."""
 
     kind, streamed_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
@@ -221,7 +248,7 @@ class ChatAnswer(Answer):
         return {"token": text, "logprob": logprob, "bytes": known}
 
 
-class GenerateAnswer(Answer):
+class GenerateAnswer(ChoicesAnswer):
     """The answer to a request of the HTTP route `/inference/v1/generate`, in the format of vLLM. It has no stream."""
 
     def whole(self) -> dict[str, Any]:
@@ -252,6 +279,72 @@ class GenerateAnswer(Answer):
             }
             for token, logprob in zip(choice.tokens, choice.logprobs, strict=True)
         ]
+
+
+class ReplyAnswer(Answer):
+    """An answer in the form of a protocol (see `Reply`)."""
+
+    def __init__(self, request: Request, settings: Settings, tokenizer: Tokenizer):
+        super().__init__(request, settings, tokenizer)
+        (self._choice,) = self.choices.values()
+        end = tokenizer.decode(request.jobs[0].prompt[-_MOST_OPENING:], skip_special_tokens=False)
+        self._reply = self._made(is_opened(end))
+        self._calls = CallStream() if request.tools else None
+        self._begun = False
+
+    @abc.abstractmethod
+    def _made(self, opened: bool) -> Reply: ...
+
+    def whole(self) -> dict[str, Any]:
+        for _ in self._events(self._choice.text):
+            pass
+        return self._reply.body
+
+    def events(self, choice: Choice, text: str, tokens: slice) -> Iterator[str]:
+        yield from map(sse, self._events(text))
+
+    def last_events(self) -> Iterator[str]:
+        yield from ()
+
+    def _events(self, text: str) -> Iterator[Event]:
+        """Yields the events of new text, and those of the end if the completion has ended."""
+        job, choice = self._choice.job, self._choice
+        usage = Usage(len(job.prompt), len(choice.tokens), job.reused)
+        if not self._begun:
+            self._begun = True
+            yield from self._reply.begin(usage)
+        content = text if self._calls is None else self._calls.add(text)
+        if choice.reason is None:
+            yield from self._reply.add(content)
+            return
+        rest, calls = ("", []) if self._calls is None else self._calls.finish()
+        stop = choice.stopped_by if isinstance(choice.stopped_by, str) else None
+        yield from self._reply.finish(content + rest, calls, choice.reason, stop, usage)
+
+
+class ResponsesAnswer(ReplyAnswer):
+    """The answer to a request of the HTTP route `/v1/responses`."""
+
+    def _made(self, opened: bool) -> Reply:
+        return ResponsesReply(self.settings.name, opened, self.request.echo)
+
+    def failed(self, error: RequestError) -> str:
+        return sse({"type": "error", "code": error.kind, "message": str(error), "param": None, "sequence_number": 0})
+
+
+class MessagesAnswer(ReplyAnswer):
+    """The answer to a request of the HTTP route `/v1/messages`."""
+
+    def _made(self, opened: bool) -> Reply:
+        return MessagesReply(self.settings.name, opened)
+
+    def failed(self, error: RequestError) -> str:
+        return sse(error_of(str(error), error.http))
+
+
+def error_content(error: RequestError) -> dict[str, Any]:
+    """Returns the body of an error response in the format of OpenAI."""
+    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.http}}
 
 
 def event(body: Any) -> str:

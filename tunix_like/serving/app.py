@@ -1,13 +1,15 @@
-"""Implements the HTTP interface of the server: routes, limits, the API key, and errors in the format of OpenAI."""
+"""Implements the HTTP interface of the server: routes, limits, the API key, and errors in the format of OpenAI or
+Anthropic."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hmac
+import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -21,13 +23,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.chat_messages import RequestError
+from tunix_like.environments.messages_api import error_of
 from tunix_like.serving import requests
-from tunix_like.serving.answers import Answer, ChatAnswer, CompletionAnswer, GenerateAnswer, event
+from tunix_like.serving.answers import (
+    Answer,
+    ChatAnswer,
+    CompletionAnswer,
+    GenerateAnswer,
+    MessagesAnswer,
+    ResponsesAnswer,
+    error_content,
+)
 from tunix_like.serving.requests import Request, Settings
 from tunix_like.serving.server import Failed, Server
 
 MOST_BYTES = 8 << 20
 """Maximum size of the body of a request."""
+
+MESSAGES = "/v1/messages"
+"""The route of Anthropic's protocol."""
 
 DISCONNECTED = 499
 """HTTP status that the metrics record for a request whose client disconnected."""
@@ -40,7 +54,7 @@ MakeAnswer = Callable[[Request, Settings, Tokenizer], Answer]
 
 def make_app(server: Server, key: str | None) -> ASGIApp:
     """Builds the ASGI application of the server. If `key` is not None, all requests except those of `/health` must send
-    it as a bearer token."""
+    it as a bearer token or, as Anthropic's clients do, in the header `x-api-key`."""
     settings = server.settings
     card = {
         "id": settings.name,
@@ -56,6 +70,13 @@ def make_app(server: Server, key: str | None) -> ASGIApp:
 
         return Route(path, endpoint, methods=["POST"])
 
+    async def count(http: Http) -> Response:
+        async def answer(body: bytes) -> Response:
+            size = await run_in_threadpool(requests.count_request, body, settings, server.tokenizer)
+            return JSONResponse({"input_tokens": size})
+
+        return await _answered(server, http, answer)
+
     async def models(http: Http) -> Response:
         return JSONResponse({"object": "list", "data": [card]})
 
@@ -69,6 +90,9 @@ def make_app(server: Server, key: str | None) -> ASGIApp:
         Route("/v1/models", models),
         sampling("/v1/completions", requests.completion_request, CompletionAnswer),
         sampling("/v1/chat/completions", requests.chat_request, ChatAnswer),
+        sampling("/v1/responses", requests.responses_request, ResponsesAnswer),
+        sampling(MESSAGES, requests.messages_request, MessagesAnswer),
+        Route(f"{MESSAGES}/count_tokens", count, methods=["POST"]),
         sampling("/inference/v1/generate", requests.generate_request, GenerateAnswer),
         Route("/health", health),
         Route("/metrics", metrics),
@@ -81,17 +105,16 @@ async def _http_error(http: Http, error: Exception) -> Response:
     """Returns the error response to a request with an unknown route or method."""
     assert isinstance(error, HTTPException)
     message = f"{http.method} {http.url.path[:200]}: {error.detail}"
-    return error_response(RequestError(message, http=error.status_code, kind="not_found_error"), error.headers)
+    found = RequestError(message, http=error.status_code, kind="not_found_error")
+    return error_response(http.url.path, found, error.headers)
 
 
-def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
-    """Returns a response with the error in the format of OpenAI."""
-    return JSONResponse(_content(error), error.http, headers)
-
-
-def _content(error: RequestError) -> dict[str, dict[str, str | int | None]]:
-    message = str(error).encode(errors="replace").decode()  # a text of the request may contain half a surrogate pair
-    return {"error": {"message": message, "type": error.kind, "param": error.param, "code": error.http}}
+def error_response(path: str, error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+    """Returns a response with the error in the format of the route `path`."""
+    body = error_of(str(error), error.http) if path.startswith(MESSAGES) else error_content(error)
+    # A text of the request may contain half a surrogate pair.
+    text = json.dumps(body, ensure_ascii=False).encode(errors="replace")
+    return Response(text, error.http, headers, media_type="application/json")
 
 
 class _Guard:
@@ -117,7 +140,7 @@ class _Guard:
         try:
             if self._refused(scope):
                 error = RequestError("the API key is missing or wrong", http=401, kind="authentication_error")
-                await error_response(error, {"www-authenticate": "Bearer"})(scope, receive, counted)
+                await error_response(path, error, {"www-authenticate": "Bearer"})(scope, receive, counted)
             else:
                 await self._app(scope, receive, counted)
         except ClientDisconnect:
@@ -131,7 +154,8 @@ class _Guard:
     def _refused(self, scope: Scope) -> bool:
         if self._expected is None or scope["path"] == "/health":
             return False
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        headers = dict(scope["headers"])
+        given = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
         return not hmac.compare_digest(given, self._expected)
 
 
@@ -152,8 +176,8 @@ class _Events(StreamingResponse):
 async def _sample(server: Server, http: Http, parse: Parse, make: MakeAnswer) -> Response:
     """Answers a request that samples completions."""
     began = time.monotonic()
-    try:
-        body = await _body(http)
+
+    async def answered(body: bytes) -> Response:
         server.check_room()
         # The request is parsed in a thread, because long texts take milliseconds to encode and a chat template can take
         # seconds.
@@ -163,13 +187,22 @@ async def _sample(server: Server, http: Http, parse: Parse, make: MakeAnswer) ->
         if request.stream:
             return _Events(_events(server, answer, began))
         return await _whole(server, http, answer, began)
+
+    return await _answered(server, http, answered)
+
+
+async def _answered(server: Server, http: Http, answer: Callable[[bytes], Awaitable[Response]]) -> Response:
+    """Reads the body of a request and answers it. Errors become error responses."""
+    path = http.url.path
+    try:
+        return await answer(await _body(http))
     except RequestError as error:
         headers = {"retry-after": str(server.retry_after())} if error.http == 429 else None
-        return error_response(error, headers)
+        return error_response(path, error, headers)
     except ClientDisconnect:
         return Response(status_code=DISCONNECTED)
     except Exception as error:
-        return error_response(_failure(error))
+        return error_response(path, _failure(error))
 
 
 def _failure(error: Exception) -> RequestError:
@@ -230,4 +263,4 @@ async def _events(server: Server, answer: Answer, began: float) -> AsyncGenerato
         for line in answer.last_events():
             yield line
     except Exception as error:
-        yield event(_content(_failure(error)))
+        yield answer.failed(_failure(error))

@@ -1,4 +1,4 @@
-"""Parses and checks the requests of the three HTTP routes that sample completions."""
+"""Parses and checks the requests of the HTTP routes that sample completions."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import PydanticCustomError
 
 from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.environments import messages_api, responses_api
 from tunix_like.environments.chat_messages import RequestError, checked_messages, checked_tools, wrong
 from tunix_like.errors import UserError
 from tunix_like.serving.programs import MOST_TOP
@@ -20,6 +21,8 @@ from tunix_like.serving.runner import Job, JobSampling
 
 MOST_COMPLETIONS = 128
 """Maximum number of completions of one request: number of prompts times the parameter `n`."""
+
+_NO_LIMIT = 1 << 40
 
 LOWEST_TEMPERATURE = 1e-3
 """Lowest valid temperature above 0. Division of the logits by values near 0 would overflow float32."""
@@ -41,6 +44,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "features": (), "content_parts": ([],), "kv_transfer_params": (), "ec_transfer_params": (),
     "output_mode": ("tokens",), "stream": (False,), "stream_options": (), "stop": ([], ""),
     "return_token_ids": (False,), "include_obfuscation": (False, True), "continuous_usage_stats": (False,),
+    "background": (False,), "truncation": ("disabled",), "text": ({}, {"format": {"type": "text"}}), "prompt": (),
+    "max_tool_calls": (), "effort": (), "context_management": (), "container": (), "mcp_servers": ([],),
+    "output_config": ({},), "top_logprobs": (0,), "moderation": (),
 }  # fmt: skip
 """Parameters that are not supported, or not by every route, with the values that have no effect."""
 
@@ -77,6 +83,7 @@ class Request:
       logprobs: whether the log-probabilities of the sampled tokens are returned.
       special: whether the text includes special tokens.
       tools: whether tool calls in the text are parsed.
+      echo: fields of the request that the answer repeats.
     """
 
     jobs: Sequence[Job]
@@ -87,6 +94,7 @@ class Request:
     token_ids: bool = False
     special: bool = False
     tools: bool = False
+    echo: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 _Tokens = Annotated[list[int], Field(fail_fast=True)]
@@ -183,7 +191,53 @@ class _Generate(_Fields):
     return_token_ids: bool = False
 
 
-_Route = TypeVar("_Route", _Completion, _Chat, _Generate)
+class _OneAnswer(_Sampling):
+    """The sampling parameters of protocols that return one answer without special tokens."""
+
+    n: int = Field(1, ge=1, le=1)
+    skip_special_tokens: Literal[True] = True
+    model: str | None = None
+    stream: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class _Reasoning(_Fields):
+    summary: Any = None
+    generate_summary: Any = None
+
+
+class _Responses(_OneAnswer):
+    max_tokens: int | None = Field(None, ge=1, alias="max_output_tokens")
+    input: Any
+    instructions: str | None = None
+    tools: Any = None
+    tool_choice: Literal["none", "auto"] = "auto"
+    include: list[Literal["reasoning.encrypted_content"]] = []
+    reasoning: _Reasoning = _Reasoning()
+    stream_options: _Fields = _Fields()
+    previous_response_id: Any = None
+    conversation: Any = None
+
+
+class _MessagesPrompt(_Fields):
+    """Fields that have no effect on the prompt are ignored: the model thinks as its chat template says."""
+
+    model: str | None = None
+    messages: Any
+    system: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    thinking: Any = None
+    cache_control: Any = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class _Messages(_MessagesPrompt, _OneAnswer):
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field([], max_length=16, fail_fast=True)
+
+
+_Route = TypeVar("_Route", _Completion, _Chat, _Generate, _Responses, _Messages, _MessagesPrompt)
 
 
 def _parsed(kind: type[_Route], body: bytes, settings: Settings) -> _Route:
@@ -239,6 +293,50 @@ def chat_request(body: bytes, settings: Settings, tokenizer: Tokenizer) -> Reque
         fields.max_tokens = fields.max_completion_tokens
     jobs = _jobs(fields, settings, [tokens], fields.top_logprobs)
     return dataclasses.replace(_with_text(fields, jobs, fields.logprobs), tools=bool(tools))
+
+
+def responses_request(body: bytes, settings: Settings, tokenizer: Tokenizer) -> Request:
+    """Parses a request of `/v1/responses`. Raises RequestError if the request is not valid."""
+    fields = _parsed(_Responses, body, settings)
+    fields.reasoning.check_rest("reasoning.")
+    fields.stream_options.check_rest("stream_options.")
+    for name in ("previous_response_id", "conversation"):
+        if getattr(fields, name) is not None:
+            raise wrong(name, responses_api.STATELESS)
+    messages, tools = responses_api.messages_of(fields.input, fields.instructions), responses_api.tools_of(fields.tools)
+    tools = [] if fields.tool_choice == "none" else tools
+    tokens = _chat_tokens(tokenizer, messages, tools, fields.chat_template_kwargs, settings.longest, "input")
+    jobs = _jobs(fields, settings, [tokens], 0, "max_output_tokens")
+    echo = {
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_tokens,
+        "temperature": jobs[0].sampling.temperature,
+        "top_p": jobs[0].sampling.top_p,
+        "tool_choice": fields.tool_choice,
+        "tools": fields.tools or [],
+    }
+    return Request(jobs, stream=fields.stream, tools=bool(tools), echo=echo)
+
+
+def messages_request(body: bytes, settings: Settings, tokenizer: Tokenizer) -> Request:
+    """Parses a request of `/v1/messages`. Raises RequestError if the request is not valid."""
+    fields = _parsed(_Messages, body, settings)
+    tokens, tools = _messages_tokens(fields, tokenizer, settings.longest)
+    jobs = _jobs(fields, settings, [tokens], 0)
+    return Request(jobs, stops=fields.stop_sequences, stream=fields.stream, tools=tools)
+
+
+def count_request(body: bytes, settings: Settings, tokenizer: Tokenizer) -> int:
+    """Returns the number of tokens of a request of `/v1/messages/count_tokens`. Raises RequestError if the request is
+    not valid."""
+    return len(_messages_tokens(_parsed(_MessagesPrompt, body, settings), tokenizer, _NO_LIMIT)[0])
+
+
+def _messages_tokens(fields: _MessagesPrompt, tokenizer: Tokenizer, most: int) -> tuple[list[int], bool]:
+    """Returns the token ids of the prompt, and whether it has tools."""
+    messages, tools = messages_api.messages_of(fields.messages, fields.system), messages_api.tools_of(fields.tools)
+    tools = tools if messages_api.calls_allowed(fields.tool_choice) else []
+    return _chat_tokens(tokenizer, messages, tools, fields.chat_template_kwargs, most), bool(tools)
 
 
 def generate_request(body: bytes, settings: Settings, _: Tokenizer) -> Request:
@@ -304,6 +402,7 @@ def _chat_tokens(
     tools: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
     most: int,
+    name: str = "messages",
 ) -> list[int]:
     """Returns the token ids of a conversation, followed by those with which an answer begins.
 
@@ -311,15 +410,15 @@ def _chat_tokens(
     tokens, the result may contain only its beginning.
     """
     if tokenizer.chat_template is None:
-        raise RequestError("the model has no chat template; use /v1/completions", "messages")
-    for name in ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token"):
-        if name in variables:
-            raise wrong(f"chat_template_kwargs.{name}", "it cannot be set")
+        raise RequestError("the model has no chat template; use /v1/completions", name)
+    for key in ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token"):
+        if key in variables:
+            raise wrong(f"chat_template_kwargs.{key}", "it cannot be set")
     try:
         text = tokenizer.render_guarded(messages, True, **variables, **({"tools": tools} if tools else {}))
         tokens = tokenizer.encode_guarded(text, most)
     except UserError as error:
-        raise RequestError(str(error), "messages") from None
+        raise RequestError(str(error), name) from None
     if not tokens:
-        raise wrong("messages", "the prompt has no tokens")
+        raise wrong(name, "the prompt has no tokens")
     return tokens

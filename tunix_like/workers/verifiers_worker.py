@@ -30,6 +30,9 @@ KEY_VARIABLE = "TUNIX_LIKE_EPISODES_API_KEY"
 that it starts."""
 
 MODEL = "policy"
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+COUNT = f"{MESSAGES}/count_tokens"
+ROUTES = (CHAT, RESPONSES, MESSAGES, COUNT)
 LOCAL = "127.0.0.1"
 
 
@@ -164,7 +167,7 @@ class Episodes:
 
     A message has a kind and fields. Messages from the training process: `run` (episode, task), `answer` (call, status,
     body, stream), `stop` (episode) and `cancel` (episode). Messages to the training process: `ready`, `request`
-    (episode, call, body) and `end` (episode, reward, ...). A call is one model request of an episode.
+    (episode, call, route, body) and `end` (episode, reward, ...). A call is one model request of an episode.
     """
 
     def __init__(self, env: Any, agent: Any):
@@ -173,7 +176,7 @@ class Episodes:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._traces: dict[int, Any] = {}
         self._of_trace: dict[str, int] = {}
-        self._answers: dict[int, tuple[int, asyncio.Future[Mapping[str, Any]]]] = {}
+        self._answers: dict[int, tuple[int | None, asyncio.Future[Mapping[str, Any]]]] = {}
         self._calls = itertools.count()
         self._key = secrets.token_urlsafe(32)
 
@@ -197,12 +200,13 @@ class Episodes:
 
     @contextlib.asynccontextmanager
     async def _endpoint(self) -> Any:
-        """Serves the model requests of episodes at `/v1/chat/completions` on a free port of this machine, inside the
+        """Serves the model requests of episodes at `ROUTES` on a free port of this machine, inside the
         `with` block. Yields the address up to `/v1`."""
         from aiohttp import web
 
         app = web.Application(client_max_size=1 << 30)
-        app.router.add_post("/v1/chat/completions", self._forward)
+        for route in ROUTES:
+            app.router.add_post(route, self._forward)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
@@ -221,16 +225,17 @@ class Episodes:
         """Answers an HTTP model request of an episode: sends it to the training process and returns the answer."""
         from aiohttp import web
 
-        if not hmac.compare_digest(http.headers.get("authorization", ""), f"Bearer {self._key}"):
+        key = http.headers.get("x-api-key") or http.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(key, self._key):
             return web.json_response({"error": {"message": "the key is missing or wrong"}}, status=401)
         episode = self._of_trace.get(http.headers.get("x-session-id", ""))
-        if episode is None:
+        if episode is None and http.path != COUNT:  # verifiers does not say to which episode a count belongs
             return web.json_response({"error": {"message": "the request belongs to no running episode"}}, status=409)
         call = next(self._calls)
         body, answer = await http.json(), asyncio.get_running_loop().create_future()
         self._answers[call] = episode, answer
         try:
-            self._send({"kind": "request", "episode": episode, "call": call, "body": body})
+            self._send({"kind": "request", "episode": episode, "call": call, "route": http.path, "body": body})
             found = await answer
         finally:
             self._answers.pop(call, None)
