@@ -223,6 +223,17 @@ def test_an_answer_comes_back_as_the_message_of_chat_completions(text, sizes, da
             assert "</think>" not in shown
 
 
+@pytest.mark.parametrize("content", ["<think>\na </thi\n</think>\n\nx </think> y", "<think>never ends </th", "<thin"])
+def test_a_mark_may_come_in_pieces(content):
+    def split(pieces):
+        thoughts = Thoughts(False)
+        found = [part for i, piece in enumerate(pieces) for part in thoughts.add(piece, i + 1 == len(pieces))]
+        groups = itertools.groupby(found, key=lambda part: part[0])
+        return [(kind, "".join(text for _, text in group)) for kind, group in groups]
+
+    assert split(list(content)) == split([content])
+
+
 def test_thoughts_of_other_servers():
     assert unsealed("EqQBCg==", "hm") == unsealed("tunix-like:?", "hm") == "<think>\nhm\n</think>\n\n"
     assert unsealed(sealed("<think>x \ud800"), "") == "<think>x \ud800"
