@@ -13,6 +13,7 @@ from tests.parameters import others_slow
 from tests.rollout.arrays import sample_groups
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
+from tunix_like.models.layers import rope_frequencies, rope_tables
 from tunix_like.models.loading import load_model, save_model
 from tunix_like.models.log_probabilities import token_logprobs
 from tunix_like.models.weights import hf_name
@@ -51,6 +52,20 @@ FAMILIES = {
     "qwen3": ("Qwen3", {"head_dim": 24, "tie_word_embeddings": True}),  # 4 heads x 24 is not 32
     "qwen3-untied": ("Qwen3", {"head_dim": 16}),
     "llama": ("Llama", {"num_key_value_heads": 4}),
+    # Of the frequencies, one is kept, one divided, and those between blended; the scores grow by attention_factor ** 2.
+    "llama-yarn": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 4.0,
+            },
+            "head_dim": 16,
+        },
+    ),
     "llama-rope": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     # Windows of 8 begin within prompts, within completions and across both. The caps are low enough to change most
     # scores.
@@ -112,7 +127,16 @@ RIGHT = np.arange(max(LENGTHS))[None] < np.array(LENGTHS)[:, None]
 MASKS = {"right": RIGHT, "left": RIGHT[:, ::-1].copy()}
 
 
-VARIANTS = ("qwen2-tied", "qwen3-untied", "llama-rope", "gemma2", "mistral", "smollm3", "qwen3-moe-shares")
+VARIANTS = (
+    "qwen2-tied",
+    "qwen3-untied",
+    "llama-rope",
+    "llama-yarn",
+    "gemma2",
+    "mistral",
+    "smollm3",
+    "qwen3-moe-shares",
+)
 """Families whose parts another family also has. A plain run tests only the other one."""
 
 
@@ -152,6 +176,41 @@ def our_logits(model, mask):
 
 def params_of(model):
     return nnx.to_pure_dict(nnx.split(model)[1])
+
+
+SCALINGS = {
+    "linear": {"factor": 3.0},
+    "llama3": {name: value for name, value in LLAMA3.items() if name not in ("rope_type", "rope_theta")},
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 8192},
+    "yarn fractional": {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+    "yarn betas": {"factor": 16.0, "original_max_position_embeddings": 300, "beta_fast": 4.0, "beta_slow": 2},
+    "yarn mscale": {"factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 0.5},
+    "yarn one mscale": {"factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 0.7, "mscale_all_dim": 0},
+    "yarn attention": {
+        "factor": 4.0, "original_max_position_embeddings": 512, "attention_factor": 1.3, "mscale": 2.0,
+        "mscale_all_dim": 1.0,
+    },
+    "yarn shrinking": {"factor": 0.5, "original_max_position_embeddings": 512},
+    "yarn beyond the table": {"factor": 4.0, "original_max_position_embeddings": 2**24, "beta_slow": 0.01},
+    "yarn one turn": {"factor": 4.0, "original_max_position_embeddings": 6, "beta_fast": 1.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_rotary_frequencies_agree_with_transformers(scaling, theta):
+    from transformers import Qwen3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = scaling.split()[0]
+    fields = SMALL | {"head_dim": 64, "rope_theta": theta, "rope_scaling": {"rope_type": kind, **SCALINGS[scaling]}}
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](Qwen3Config(**json.loads(json.dumps(fields))))
+    del fields["attn_implementation"]
+    config = DecoderConfig.from_hf(fields | {"model_type": "qwen3"})
+    ours = rope_frequencies(64, *config.rope(0))
+    np.testing.assert_allclose(ours, frequencies.numpy(), rtol=2e-6)
+    cosine, sine = rope_tables(64, *config.rope(0), jnp.arange(7))
+    np.testing.assert_allclose(np.hypot(cosine, sine), factor, rtol=1e-6)
 
 
 @pytest.mark.parametrize("side", MASKS)

@@ -25,8 +25,8 @@ from tunix_like.models.fields import (
     OPTION_NAMES,
     SWITCHES,
     Experts,
-    LinearScaling,
-    RopeScaling,
+    Scaling,
+    YarnScaling,
     checked,
     rope_fields,
     spelt,
@@ -89,7 +89,7 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     rope_theta: float = 1e4
-    rope_scaling: RopeScaling | LinearScaling | None = None
+    rope_scaling: Scaling | None = None
     local_rope_theta: float | None = None
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
@@ -125,6 +125,8 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise UserError(f"{spelt('head_dim')} is {self.head_dim}; rotary positions need an even number.")
+        if isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1:
+            raise UserError(f"rope_theta is {self.rope_theta}; YaRN needs a number above 1.")
         for window in self.windows:
             if window is not None:
                 checked("sliding_window", window)
@@ -138,7 +140,7 @@ class DecoderConfig:
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 
-    def rope(self, layer: int) -> tuple[float, RopeScaling | LinearScaling | None] | None:
+    def rope(self, layer: int) -> tuple[float, Scaling | None] | None:
         """Returns base (theta) and scaling of this layer's rotary positions; None: it has none."""
         if self.rotary and not self.rotary[layer]:
             return None

@@ -5,6 +5,7 @@ import jax."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,12 @@ ROPE_NAMES = {
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
     "original_max_positions": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "truncate": "truncate",
+    "attention_factor": "attention_factor",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
 }
 EXPERT_NAMES = {
     "number": "num_experts",
@@ -53,10 +60,10 @@ LARGEST, MOST = 2**24, {"num_layers": 1000, "rope_theta": LARGEST_FLOAT, "local_
 of published models. They reject a mistyped or corrupted number before memory is allocated."""
 
 SWITCHES = ("qkv_bias", "qk_norm", "post_norms", "norm_offset", "scale_embeddings")
-_BOOLEANS = frozenset({"tie_embeddings", "normalised", *SWITCHES})
-_FLOATS = frozenset(
-    {"norm_eps", "rope_theta", "local_rope_theta", "factor", "low_freq_factor", "high_freq_factor", *OPTION_NAMES}
-)  # every other field is a positive integer
+_BOOLEANS = frozenset({"tie_embeddings", "normalised", "truncate", *SWITCHES})
+_INTEGERS = frozenset({"original_max_positions", "truncate"})
+_FLOATS = frozenset({"norm_eps", "rope_theta", "local_rope_theta", *OPTION_NAMES, *ROPE_NAMES}) - _INTEGERS
+# every other field is a positive integer
 
 
 def spelt(name: str, names: dict[str, str] | None = None) -> str:
@@ -97,8 +104,8 @@ class RopeScaling:
     original_max_positions: int
 
     def __post_init__(self) -> None:
-        for name in ROPE_NAMES:
-            checked(name, getattr(self, name))
+        for field in dataclasses.fields(self):
+            checked(field.name, getattr(self, field.name))
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
                 f"high_freq_factor ({self.high_freq_factor}) must be larger than low_freq_factor"
@@ -116,7 +123,70 @@ class LinearScaling:
         checked("factor", self.factor)
 
 
-_KINDS: dict[str, type | None] = {"default": None, "linear": LinearScaling, "llama3": RopeScaling}
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al., arXiv 2309.00071), as in transformers.
+
+    A frequency with less than `beta_slow` turns in `original_max_positions` positions is divided by `factor`. One with
+    more than `beta_fast` turns is unchanged. Between these two entries of the frequency table, the share of the
+    division grows linearly with the index.
+
+    Attributes:
+      truncate: whether the two indices are rounded outwards.
+      attention_factor: queries and keys are multiplied by it. None: by the value of `attention`.
+      mscale, mscale_all_dim: only read by `attention`, if both are given.
+    """
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is not None or field.default is not None:
+                checked(field.name, getattr(self, field.name))
+        if self.beta_fast < self.beta_slow:
+            raise UserError(f"beta_fast ({self.beta_fast}) must not be smaller than beta_slow ({self.beta_slow}).")
+
+    @property
+    def attention(self) -> float:
+        """The factor of queries and keys: `attention_factor`, or else `0.1 ln(factor) + 1`, or this with `mscale`
+        before the logarithm, divided by this with `mscale_all_dim`."""
+
+        def magnitude(scale: float) -> float:
+            return 0.1 * scale * math.log(max(self.factor, 1)) + 1
+
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale is not None and self.mscale_all_dim is not None:
+            return magnitude(self.mscale) / magnitude(self.mscale_all_dim)
+        return magnitude(1)
+
+    def bounds(self, head_dim: int, theta: float) -> tuple[float, float]:
+        """Returns the (fractional) indices of the frequencies with `beta_fast` and with `beta_slow` turns."""
+
+        def index(turns: float) -> float:
+            return head_dim * math.log(self.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = index(self.beta_fast), index(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        return low, high + 0.001 if high == low else high
+
+
+Scaling = LinearScaling | RopeScaling | YarnScaling
+_KINDS: dict[str, type[Scaling] | None] = {
+    "default": None,
+    "linear": LinearScaling,
+    "llama3": RopeScaling,
+    "yarn": YarnScaling,
+}
 
 
 def read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,11 +206,12 @@ def read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _KINDS:
         raise UserError(
-            f"rope_scaling / rope_parameters: rope_type {kind!r} is not supported; only 'default', 'linear' and "
-            "'llama3' are."
+            f"rope_scaling / rope_parameters: rope_type {kind!r} is not supported; only "
+            f"{', '.join(map(repr, _KINDS))} are."
         )
     scaling = _KINDS[kind]
-    wanted = {} if scaling is None else {field.name: ROPE_NAMES[field.name] for field in dataclasses.fields(scaling)}
+    accepted = () if scaling is None else dataclasses.fields(scaling)
+    wanted = {field.name: ROPE_NAMES[field.name] for field in accepted}
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *wanted.values()}
     unknown = sorted(map(str, set(rope) - known))  # a key from YAML can have another type than str
     if unknown or rope.get("partial_rotary_factor", 1) != 1:
@@ -148,11 +219,19 @@ def read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
             f"rope_scaling / rope_parameters: field(s) not supported with rope_type {kind!r}: "
             f"{', '.join(map(repr, unknown)) or 'partial_rotary_factor'}."
         )
-    missing = [hf for hf in wanted.values() if rope.get(hf) is None]
+    # transformers counts an mscale of 0 as absent
+    given = {
+        name: rope[hf]
+        for name, hf in wanted.items()
+        if rope.get(hf) is not None and not (name in ("mscale", "mscale_all_dim") and rope[hf] == 0)
+    }
+    missing = [
+        wanted[field.name] for field in accepted if field.default is dataclasses.MISSING and field.name not in given
+    ]
     if missing:
         raise UserError(f"required field(s) missing for rope_type {kind!r}: {', '.join(missing)}.")
     if scaling is not None:
-        result["rope_scaling"] = scaling(**{name: checked(name, rope[hf]) for name, hf in wanted.items()})
+        result["rope_scaling"] = scaling(**{name: checked(name, value) for name, value in given.items()})
     return result
 
 
@@ -178,13 +257,13 @@ def read_two_ropes(fields: Mapping[str, Any]) -> dict[str, Any]:
     return result | ({"local_rope_theta": local["rope_theta"]} if local else {})
 
 
-def rope_fields(theta: float, scaling: RopeScaling | LinearScaling | None) -> dict[str, Any]:
+def rope_fields(theta: float, scaling: Scaling | None) -> dict[str, Any]:
     """Returns the rotary fields of config.json in the older form, which all readers support, including transformers
     5."""
     if scaling is None:
         return {"rope_theta": theta}
     kind = next(name for name, scaling_type in _KINDS.items() if scaling_type is type(scaling))
-    numbers = {ROPE_NAMES[name]: value for name, value in dataclasses.asdict(scaling).items()}
+    numbers = {ROPE_NAMES[name]: value for name, value in dataclasses.asdict(scaling).items() if value is not None}
     return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **numbers}}
 
 

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from tunix_like.models.config import DecoderConfig
-from tunix_like.models.fields import Experts, LinearScaling, RopeScaling
+from tunix_like.models.fields import Experts, LinearScaling, RopeScaling, Scaling, YarnScaling
 from tunix_like.models.quantization import quantized_product
 from tunix_like.models.sharding import per_device, split_batch
 
@@ -27,19 +27,25 @@ Attend = Callable[[Array, Array, Array], Array]
 """`attend(q [... H h], k [... K h], v [... K h]) -> [... H h]`: attention with the caller's mask and cache."""
 
 
-def rope_tables(
-    head_dim: int, theta: float, scaling: RopeScaling | LinearScaling | None, positions: Int[Array, "..."]
-) -> Tables:
+def rope_tables(head_dim: int, theta: float, scaling: Scaling | None, positions: Int[Array, "..."]) -> Tables:
     """Computes cosines and sines (float32, `[..., head_dim / 2]`) of the rotary angles of `positions`. With `scaling`,
-    the rotary frequencies are scaled."""
+    the rotary frequencies are scaled, and YaRN also multiplies both tables by its attention factor."""
+    angles = jnp.multiply.outer(positions.astype(jnp.float32), rope_frequencies(head_dim, theta, scaling))
+    size = scaling.attention if isinstance(scaling, YarnScaling) else 1.0
+    return jnp.cos(angles) * size, jnp.sin(angles) * size
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None) -> Float[Array, "f"]:
+    """Computes the rotary frequencies (float32), in radians per position."""
     exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     frequencies = 1.0 / theta**exponents
     if isinstance(scaling, LinearScaling):
-        frequencies /= scaling.factor
-    elif scaling is not None:
-        frequencies = _llama3(frequencies, scaling)
-    angles = jnp.multiply.outer(positions.astype(jnp.float32), frequencies)
-    return jnp.cos(angles), jnp.sin(angles)
+        return frequencies / scaling.factor
+    if isinstance(scaling, YarnScaling):
+        low, high = scaling.bounds(head_dim, theta)
+        divided = jnp.clip((jnp.arange(head_dim // 2, dtype=jnp.float32) - low) / (high - low), 0, 1)
+        return frequencies * (1 - divided) + frequencies / scaling.factor * divided
+    return frequencies if scaling is None else _llama3(frequencies, scaling)
 
 
 def _llama3(frequencies: Float[Array, "f"], scaling: RopeScaling) -> Float[Array, "f"]:
