@@ -191,7 +191,7 @@ SCALINGS = {
         "mscale_all_dim": 1.0,
     },
     "yarn shrinking": {"factor": 0.5, "original_max_position_embeddings": 512},
-    "yarn beyond the table": {"factor": 4.0, "original_max_position_embeddings": 2**24, "beta_slow": 0.01},
+    "yarn beyond the table": {"factor": 4.0, "original_max_position_embeddings": 8192, "beta_slow": 1e-6},
     "yarn one turn": {"factor": 4.0, "original_max_position_embeddings": 6, "beta_fast": 1.0},
 }  # fmt: skip
 
