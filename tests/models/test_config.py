@@ -128,9 +128,14 @@ def bad(fields, *said, id):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        bad(QWEN25 | {"model_type": "gpt2"}, "gpt2", "llama, mistral, qwen2", id="family"),
+        bad(QWEN25 | {"model_type": "gpt2"}, "gpt2", "llama, ministral3, mistral, mistral3, olmo3, qwen2", id="family"),
         bad(QWEN25 | {"model_type": "qwen_2"}, "Did you mean 'qwen2'", id="family-misspelt"),
-        bad(without(QWEN25, "model_type"), "model_type", "llama, mistral, qwen2", id="family-absent"),
+        bad(
+            without(QWEN25, "model_type"),
+            "model_type",
+            "llama, ministral3, mistral, mistral3, olmo3, qwen2",
+            id="family-absent",
+        ),
         bad(QWEN25 | {"logit_softcap": 30.0}, "logit_softcap", "is unknown", id="unknown-field"),
         bad(without(QWEN25, "hidden_size"), "missing: hidden_size", id="missing"),
         bad(QWEN25 | {"vocab_size": None}, "missing: vocab_size", id="null-is-missing"),

@@ -180,7 +180,10 @@ def without(fields, name):
     ("fields", "said"),
     [
         bad(
-            GEMMA2 | {"model_type": "gemma"}, "Did you mean", "gemma2, gemma3, gemma3_text, llama, mistral", id="family"
+            GEMMA2 | {"model_type": "gemma"},
+            "Did you mean",
+            "gemma2, gemma3, gemma3_text, llama, ministral3",
+            id="family",
         ),
         bad(GEMMA2 | {"hidden_activation": "gelu"}, "hidden_activation", "gelu_pytorch_tanh", id="activation"),
         bad(GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention", id="bidirectional"),

@@ -46,26 +46,21 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 2.0,
+    "beta_slow": 0.25,
+}
 FAMILIES = {
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 24, "tie_word_embeddings": True}),  # 4 heads x 24 is not 32
     "qwen3-untied": ("Qwen3", {"head_dim": 16}),
     "llama": ("Llama", {"num_key_value_heads": 4}),
-    # Of the frequencies, one is kept, one divided, and those between blended; the scores grow by attention_factor ** 2.
-    "llama-yarn": (
-        "Llama",
-        {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-                "beta_fast": 4.0,
-            },
-            "head_dim": 16,
-        },
-    ),
+    "llama-yarn": ("Llama", {"rope_parameters": YARN, "head_dim": 16}),
     "llama-rope": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     # Windows of 8 begin within prompts, within completions and across both. The caps are low enough to change most
     # scores.
@@ -96,6 +91,32 @@ FAMILIES = {
         },
     ),
     "mistral": ("Mistral", {"sliding_window": 11, "head_dim": 16}),
+    # Queries grow at positions 16, 32, ...
+    "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.7}}),
+    "ministral3-window": (
+        "Ministral3",
+        {"head_dim": 8, "sliding_window": 11, "rope_parameters": YARN | {"mscale": 1.0, "llama_4_scaling_beta": 0}},
+    ),
+    "olmo3": (
+        "Olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 8,
+            "rope_scaling": {name: value for name, value in YARN.items() if name != "rope_theta"},
+        },
+    ),
+    "olmo3-thetas": (
+        "Olmo3",
+        {
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 2e3},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
     "qwen3-moe": (
         "Qwen3Moe",
@@ -134,6 +155,8 @@ VARIANTS = (
     "llama-yarn",
     "gemma2",
     "mistral",
+    "ministral3-window",
+    "olmo3-thetas",
     "smollm3",
     "qwen3-moe-shares",
 )
@@ -165,8 +188,10 @@ def reference(request, tmp_path_factory):
 def hf_logits(model, mask):
     import torch
 
+    # as in `generate`; without them, padding would count
+    positions = torch.tensor(np.maximum(mask.cumsum(axis=1) - 1, 0))
     with torch.no_grad():
-        out = model(input_ids=torch.tensor(TOKENS), attention_mask=torch.tensor(mask).long())
+        out = model(torch.tensor(TOKENS), attention_mask=torch.tensor(mask).long(), position_ids=positions)
     return out.logits.numpy()
 
 
@@ -258,7 +283,7 @@ def test_sampled_tokens_and_their_log_probabilities(reference):
         np.testing.assert_allclose(trained, found.logprobs, rtol=0, atol=1e-4)
 
 
-NEW = ("gemma3", "gemma2", "mistral", "smollm3", "qwen3-moe", "qwen3-moe-shares")
+NEW = ("gemma3", "gemma2", "mistral", "ministral3", "olmo3", "smollm3", "qwen3-moe", "qwen3-moe-shares")
 BINS = ((9, 7), (3, 12))  # lengths of completions that share a bin of 20, for prompts of 17 and 3 tokens
 
 

@@ -45,6 +45,9 @@ ROPE_NAMES = {
     "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim",
 }
+"""Maps fields of the scalings below to keys of `rope_scaling` or `rope_parameters`."""
+QUERY_SCALING = "llama_4_scaling_beta"
+"""The key of `DecoderConfig.query_scaling` there."""
 EXPERT_NAMES = {
     "number": "num_experts",
     "per_token": "num_experts_per_tok",
@@ -59,17 +62,19 @@ LARGEST, MOST = 2**24, {"num_layers": 1000, "rope_theta": LARGEST_FLOAT, "local_
 """The largest allowed value of a field: its entry in `MOST`, or else `LARGEST`. These limits are far above the values
 of published models. They reject a mistyped or corrupted number before memory is allocated."""
 
-SWITCHES = ("qkv_bias", "qk_norm", "post_norms", "norm_offset", "scale_embeddings")
+SWITCHES = ("qkv_bias", "qk_norm", "joint_qk_norm", "input_norms", "post_norms", "norm_offset", "scale_embeddings")
 _BOOLEANS = frozenset({"tie_embeddings", "normalised", "truncate", *SWITCHES})
 _INTEGERS = frozenset({"original_max_positions", "truncate"})
-_FLOATS = frozenset({"norm_eps", "rope_theta", "local_rope_theta", *OPTION_NAMES, *ROPE_NAMES}) - _INTEGERS
+_FLOATS = (
+    frozenset({"norm_eps", "rope_theta", "local_rope_theta", "query_scaling", *OPTION_NAMES, *ROPE_NAMES}) - _INTEGERS
+)
 # every other field is a positive integer
 
 
 def spelt(name: str, names: dict[str, str] | None = None) -> str:
     """Returns the field name for an error message: the HF name, followed by the name in `DecoderConfig` if it
     differs."""
-    hf = (names or HF_NAMES | OPTION_NAMES | ROPE_NAMES).get(name, name)
+    hf = (names or HF_NAMES | OPTION_NAMES | ROPE_NAMES | {"query_scaling": QUERY_SCALING}).get(name, name)
     return name if hf == name else f"{hf} ({name})"
 
 
@@ -189,9 +194,13 @@ _KINDS: dict[str, type[Scaling] | None] = {
 }
 
 
-def read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+def read_rope(fields: Mapping[str, Any], query_scaling: bool = False) -> dict[str, Any]:
     """Reads `rope_theta` and `rope_scaling` from the older HF fields of the same names, or from the newer field
-    `rope_parameters`. The result has no entry for an absent value."""
+    `rope_parameters`. The result has no entry for an absent value.
+
+    In a family with `query_scaling`, the mapping must have this number, and may have a copy of
+    `max_position_embeddings`, which has no effect.
+    """
     old, new = fields.get("rope_scaling"), fields.get("rope_parameters")
     if old and new and old != new:
         raise UserError("rope_scaling and rope_parameters are both given and differ; keep one of them.")
@@ -213,6 +222,8 @@ def read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     accepted = () if scaling is None else dataclasses.fields(scaling)
     wanted = {field.name: ROPE_NAMES[field.name] for field in accepted}
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *wanted.values()}
+    if query_scaling:
+        known |= {QUERY_SCALING, "max_position_embeddings"}
     unknown = sorted(map(str, set(rope) - known))  # a key from YAML can have another type than str
     if unknown or rope.get("partial_rotary_factor", 1) != 1:
         raise UserError(
@@ -228,8 +239,12 @@ def read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     missing = [
         wanted[field.name] for field in accepted if field.default is dataclasses.MISSING and field.name not in given
     ]
+    if query_scaling and rope.get(QUERY_SCALING) is None:
+        missing.append(QUERY_SCALING)
     if missing:
         raise UserError(f"required field(s) missing for rope_type {kind!r}: {', '.join(missing)}.")
+    if query_scaling and rope[QUERY_SCALING] != 0:
+        result["query_scaling"] = checked("query_scaling", rope[QUERY_SCALING])
     if scaling is not None:
         result["rope_scaling"] = scaling(**{name: checked(name, value) for name, value in given.items()})
     return result
@@ -238,8 +253,8 @@ def read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
 def read_two_ropes(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the rotary fields of a family in which layers with a window have their own theta.
 
-    Older HF folders have this theta in `rope_local_base_freq`. Newer folders have it in `rope_parameters`, which then
-    has one entry per kind of layer.
+    Older HF folders have this theta in `rope_local_base_freq` (Gemma 3) or nowhere (OLMo 3). Newer folders have it in
+    `rope_parameters`, which then has one entry per kind of layer.
 
     Returns:
       `rope_theta` and `rope_scaling` of the layers without a window, and `local_rope_theta`, the theta of the layers
@@ -254,6 +269,9 @@ def read_two_ropes(fields: Mapping[str, Any]) -> dict[str, Any]:
     local = read_rope({"rope_theta": theta, "rope_parameters": both.get("sliding_attention")})
     if "rope_scaling" in local:
         raise UserError("rope_parameters: a scaling of sliding_attention layers is not supported.")
+    scaling = result.get("rope_scaling")
+    if isinstance(scaling, YarnScaling) and not scaling.truncate:
+        raise UserError("truncate = false is not supported; transformers does not read it in this family.")
     return result | ({"local_rope_theta": local["rope_theta"]} if local else {})
 
 
