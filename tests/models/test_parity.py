@@ -356,6 +356,34 @@ def test_exported_model_loads_in_transformers(reference, tmp_path):
     np.testing.assert_array_equal(hf_logits(again.eval(), mask)[mask], hf_logits(hf, mask)[mask])
 
 
+@pytest.mark.slow
+def test_text_part_of_mistral3(tmp_path):
+    """Loads the text part of a model for images, and exports it as a text model."""
+    import torch
+    import transformers
+
+    text = SMALL | FAMILIES["ministral3"][1] | {"model_type": "ministral3"}
+    images = {
+        "model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.Mistral3Config(text_config=text, vision_config=images, tie_word_embeddings=False)
+    config._attn_implementation = "eager"
+    hf = transformers.Mistral3ForConditionalGeneration(config).float().eval()
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    hf.save_pretrained(tmp_path / "images")
+    ours, _ = load_model(tmp_path / "images")
+    mask = MASKS["right"]
+    np.testing.assert_allclose(our_logits(ours, mask)[mask], hf_logits(hf, mask)[mask], rtol=0, atol=1e-4)
+    save_model(params_of(ours), ours.config, None, tmp_path / "text")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text", attn_implementation="eager").eval()
+    assert type(again) is transformers.Ministral3ForCausalLM
+    np.testing.assert_allclose(hf_logits(again, mask)[mask], hf_logits(hf, mask)[mask], rtol=0, atol=1e-5)
+
+
 def test_export_without_a_source_config(reference, tmp_path):
     """transformers also loads a decoder that was created from numbers only."""
     import dataclasses
