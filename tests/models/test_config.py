@@ -8,10 +8,12 @@ import pytest
 
 from tests.models.published_configs import LLAMA31_8B, LLAMA32, QWEN3, QWEN3_8B, QWEN25, SMOLLM2
 from tunix_like.errors import UserError
-from tunix_like.models.config import DecoderConfig, RopeScaling
+from tunix_like.models.config import DecoderConfig
 from tunix_like.models.counts import parameter_count
+from tunix_like.models.fields import RopeScaling, YarnScaling
 
 LLAMA3_ROPE = LLAMA32["rope_scaling"]
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
 def without(fields, *names):
@@ -56,6 +58,21 @@ def test_new_and_old_rope_spelling_agree():
     assert DecoderConfig.from_hf(plain) == DecoderConfig.from_hf(QWEN25)
     oldest = LLAMA32 | {"rope_scaling": without(LLAMA3_ROPE, "rope_type") | {"type": "llama3"}}
     assert DecoderConfig.from_hf(oldest) == DecoderConfig.from_hf(LLAMA32)
+
+
+def test_yarn():
+    """Defaults, all fields, either spelling, and the round trip. In transformers, an mscale of 0 is an absent one."""
+    config = DecoderConfig.from_hf(QWEN3 | {"rope_scaling": YARN})
+    assert config.rope_scaling == YarnScaling(4.0, 32768, 32.0, 1.0, True, None, None, None)
+    more = YARN | {"beta_fast": 4, "beta_slow": 2, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5}
+    full = DecoderConfig.from_hf(QWEN3 | {"rope_scaling": more | {"attention_factor": 1.5}})
+    assert full.rope_scaling == YarnScaling(4.0, 32768, 4.0, 2.0, False, 1.5, 1.0, 0.5)
+    new = without(QWEN3, "rope_theta", "rope_scaling") | {"rope_parameters": YARN | {"rope_theta": 1e6}}
+    assert DecoderConfig.from_hf(new) == config
+    assert DecoderConfig.from_hf(QWEN3 | {"rope_scaling": YARN | {"mscale": 0, "mscale_all_dim": 0.0}}) == config
+    for one in (config, full):
+        assert DecoderConfig.from_hf(one.to_hf()) == one
+        assert None not in one.to_hf()["rope_scaling"].values()
 
 
 def test_absent_values_are_derived():
@@ -111,9 +128,14 @@ def bad(fields, *said, id):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        bad(QWEN25 | {"model_type": "gpt2"}, "gpt2", "llama, mistral, qwen2", id="family"),
+        bad(QWEN25 | {"model_type": "gpt2"}, "gpt2", "llama, ministral3, mistral, mistral3, olmo3, qwen2", id="family"),
         bad(QWEN25 | {"model_type": "qwen_2"}, "Did you mean 'qwen2'", id="family-misspelt"),
-        bad(without(QWEN25, "model_type"), "model_type", "llama, mistral, qwen2", id="family-absent"),
+        bad(
+            without(QWEN25, "model_type"),
+            "model_type",
+            "llama, ministral3, mistral, mistral3, olmo3, qwen2",
+            id="family-absent",
+        ),
         bad(QWEN25 | {"logit_softcap": 30.0}, "logit_softcap", "is unknown", id="unknown-field"),
         bad(without(QWEN25, "hidden_size"), "missing: hidden_size", id="missing"),
         bad(QWEN25 | {"vocab_size": None}, "missing: vocab_size", id="null-is-missing"),
@@ -136,7 +158,17 @@ def bad(fields, *said, id):
         bad(QWEN3 | {"rms_norm_eps": 0.0}, "rms_norm_eps (norm_eps)", id="zero-epsilon"),
         bad(QWEN3 | {"tie_word_embeddings": "yes"}, "tie_word_embeddings", "'yes'", id="text-for-bool"),
         bad(QWEN3 | {"rope_theta": -1.0}, "rope_theta", "-1", id="negative-theta"),
-        bad(QWEN3 | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn", "llama3", id="yarn"),
+        bad(QWEN3 | {"rope_scaling": {"rope_type": "longrope"}}, "longrope", "'llama3', 'yarn'", id="rope-type"),
+        bad(
+            QWEN3 | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "missing",
+            "original_max_position_embeddings",
+            id="yarn-missing",
+        ),
+        bad(QWEN3 | {"rope_scaling": YARN | {"beta_slow": 33}}, "beta_fast", "smaller", id="yarn-order"),
+        bad(QWEN3 | {"rope_scaling": YARN | {"truncate": 0}}, "truncate must be true", id="yarn-truncate"),
+        bad(QWEN3 | {"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta is 1.0", "YaRN", id="yarn-theta"),
+        bad(QWEN3 | {"rope_scaling": YARN | {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta", id="yarn-beta"),
         bad(QWEN3 | {"rope_scaling": {"type": "linear"}}, "missing", "linear", "factor", id="linear"),
         bad(QWEN3 | {"rope_scaling": {"rope_type": "default", "factor": 4.0}}, "factor", id="rope-unknown-field"),
         bad(QWEN3 | {"rope_scaling": "llama3"}, "rope_scaling", id="rope-no-mapping"),

@@ -12,16 +12,26 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from tests.models.published_configs import GEMMA2, GEMMA3, GEMMA3_WITH_IMAGES, MISTRAL, QWEN3_MOE, SMOLLM3
+from tests.models.published_configs import (
+    GEMMA2,
+    GEMMA3,
+    GEMMA3_WITH_IMAGES,
+    MINISTRAL3,
+    MINISTRAL3_WITH_IMAGES,
+    MISTRAL,
+    OLMO3,
+    QWEN3_MOE,
+    SMOLLM3,
+)
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.counts import forward_operations, parameter_count
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.fields import Experts, LinearScaling
+from tunix_like.models.fields import Experts, LinearScaling, YarnScaling
 from tunix_like.models.loading import load_model, save_model
 from tunix_like.models.weights import save_weights
 
-PUBLISHED = (GEMMA2, GEMMA3, MISTRAL, SMOLLM3, QWEN3_MOE)
+PUBLISHED = (GEMMA2, GEMMA3, MISTRAL, MINISTRAL3, OLMO3, SMOLLM3, QWEN3_MOE)
 TINY = {
     "vocab_size": 13,
     "hidden_size": 8,
@@ -91,6 +101,38 @@ def test_mistral_numbers():
     assert read(MISTRAL, sliding_window=None).windows == ()
 
 
+def test_ministral3_numbers():
+    """The published size is 8.4e9 weights, without those of the images."""
+    config = read(MINISTRAL3_WITH_IMAGES)
+    yarn = YarnScaling(16.0, 16384, mscale=1.0, mscale_all_dim=1.0)
+    assert config.rope(33) == (1e6, yarn) and (config.query_scaling, config.windows) == (0.1, ())
+    assert parameter_count(config) == 8_489_553_920 and config == read(MINISTRAL3)
+    assert config.to_hf()["architectures"] == ["Ministral3ForCausalLM"]
+    plain = read(MINISTRAL3, rope_parameters=MINISTRAL3["rope_parameters"] | {"llama_4_scaling_beta": 0})
+    assert plain.query_scaling is None and plain.to_hf()["rope_scaling"]["llama_4_scaling_beta"] == 0
+    unscaled = dataclasses.replace(plain, rope_scaling=None)
+    assert unscaled.to_hf()["model_type"] == "llama", "transformers would fill in a scaling in Ministral 3"
+    mistral = MISTRAL | {"model_type": "mistral", "head_dim": 128}
+    assert read({"model_type": "mistral3", "text_config": mistral}) == read(MISTRAL)
+
+
+def test_olmo3_numbers():
+    config = read(OLMO3)
+    yarn = YarnScaling(8.0, 8192, attention_factor=1.2079441541679836)
+    assert config.windows == (4096, 4096, 4096, None) * 8
+    assert (config.rope(0), config.rope(3)) == ((5e5, None), (5e5, yarn))
+    assert config.joint_qk_norm and config.post_norms and not config.input_norms
+    assert parameter_count(config) == 7_298_011_136  # published
+    assert read(OLMO3, layer_types=None) == config and read(OLMO3, rope_theta=None) == config
+    both = {
+        "full_attention": OLMO3["rope_scaling"] | {"rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    other = read(OLMO3, rope_parameters=both, rope_theta=None, rope_scaling=None)
+    assert (other.rope(0), other.rope(3)) == ((1e4, None), (1e6, yarn))
+    assert other.to_hf()["rope_parameters"]["full_attention"]["rope_theta"] == 1e6 and read(other.to_hf()) == other
+
+
 def test_smollm3_numbers():
     config = read(SMOLLM3)
     assert config.rotary == (True, True, True, False) * 9 and config.tie_embeddings
@@ -120,6 +162,7 @@ def test_round_trip(fields):
     assert read(back) == config
     rewritten = {"torch_dtype", "hidden_act", "rope_scaling", "sliding_window_pattern", "no_rope_layer_interval"}
     rewritten |= {"layer_types", "router_aux_loss_coef", "output_router_logits", "attn_logit_softcapping"}
+    rewritten |= {"rope_parameters", "dtype"}
     for name in fields.keys() - rewritten:
         assert back[name] == fields[name], name
     alone = dataclasses.replace(config, source=None).to_hf(eos_ids=[5])
@@ -180,7 +223,10 @@ def without(fields, name):
     ("fields", "said"),
     [
         bad(
-            GEMMA2 | {"model_type": "gemma"}, "Did you mean", "gemma2, gemma3, gemma3_text, llama, mistral", id="family"
+            GEMMA2 | {"model_type": "gemma"},
+            "Did you mean",
+            "gemma2, gemma3, gemma3_text, llama, ministral3",
+            id="family",
         ),
         bad(GEMMA2 | {"hidden_activation": "gelu"}, "hidden_activation", "gelu_pytorch_tanh", id="activation"),
         bad(GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention", id="bidirectional"),
@@ -203,6 +249,29 @@ def without(fields, name):
         bad(GEMMA3_WITH_IMAGES | {"text_config": {"model_type": "llama"}}, "llama", "gemma3_text", id="other-text"),
         bad(without(MISTRAL, "sliding_window"), "missing: sliding_window", id="mistral-window-not-named"),
         bad(MISTRAL | {"layer_types": ["full_attention"] * 32}, "layer_types", id="mistral-layer-types"),
+        bad(MINISTRAL3 | {"layer_types": ["full_attention"] * 34}, "layer_types", id="ministral3-layer-types"),
+        bad(without(MINISTRAL3, "rope_parameters"), "missing", "llama_4_scaling_beta", id="no-query-scaling"),
+        bad(
+            MINISTRAL3 | {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0}},
+            "missing: rope_scaling",
+            id="no-scaling",
+        ),
+        bad(
+            MINISTRAL3 | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling_beta (query_scaling)",
+            "original_max_position_embeddings",
+            id="query-scaling-without-a-length",
+        ),
+        bad(
+            MINISTRAL3 | {"rope_parameters": MINISTRAL3["rope_parameters"] | {"llama_4_scaling_beta": -1}},
+            "llama_4_scaling_beta (query_scaling)",
+            id="negative-query-scaling",
+        ),
+        bad(MINISTRAL3_WITH_IMAGES | {"text_config": GEMMA3}, "'mistral' or 'ministral3'", id="text-of-gemma"),
+        bad(OLMO3 | {"rope_theta": 1e6}, "rope_theta = 1000000.0 is ambiguous", "rope_parameters", id="olmo3-theta"),
+        bad(OLMO3 | {"rope_scaling": OLMO3["rope_scaling"] | {"truncate": False}}, "truncate", id="olmo3-truncate"),
+        bad(without(OLMO3, "sliding_window"), "missing: sliding_window", id="olmo3-window-not-named"),
+        bad(OLMO3 | {"sliding_window_pattern": 4}, "sliding_window_pattern", "is unknown", id="olmo3-pattern"),
         bad(SMOLLM3 | {"use_sliding_window": True}, "use_sliding_window", id="smollm3-windows"),
         bad(SMOLLM3 | {"no_rope_layers": [1, 0]}, "no_rope_layers", "36", id="too-few-ropes"),
         bad(SMOLLM3 | {"no_rope_layers": [2] * 36}, "no_rope_layers", "0 and 1", id="rope-kinds"),
@@ -222,17 +291,21 @@ def test_unsupported_configs_raise_an_error(fields, said):
         assert piece in str(error.value)
 
 
-@pytest.mark.parametrize("names", ["language_model.model.{}", "model.language_model.{}"])
-def test_decoder_weights_of_an_image_model(names, tmp_path):
+@pytest.mark.parametrize(
+    ("decoder", "head"), [("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")]
+)
+@pytest.mark.parametrize(("family", "fields"), [("gemma3", GEMMA3), ("mistral3", MINISTRAL3)], ids=["gemma", "mistral"])
+def test_decoder_weights_of_an_image_model(decoder, head, family, fields, tmp_path):
     """Covers the formats before and since transformers 5. Other parts of the model are not read, and an unknown tensor
     is named."""
-    model, _ = load_model(tiny(GEMMA3), init="random")
+    model, _ = load_model(tiny(fields), init="random")
     params = nnx.to_pure_dict(nnx.split(model)[1])
     save_model(params, model.config, None, tmp_path)
     text = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "text_config": text}))
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors = {names.format(name.removeprefix("model.")): tensor for name, tensor in tensors.items()}
+    renamed = lambda name: name.replace("model.", decoder, 1).replace("lm_head.", head, 1)  # noqa: E731
+    tensors = {renamed(name): tensor for name, tensor in tensors.items()}
     other = {name: np.zeros(3, np.float32) for name in ("vision_tower.x.weight", "model.multi_modal_projector.y")}
     save_file(tensors | other, tmp_path / "model.safetensors")
     again, _ = load_model(tmp_path)

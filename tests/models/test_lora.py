@@ -25,10 +25,12 @@ from .test_parity import FAMILIES, MASKS, SMALL, TOKENS
 REAL = MASKS["right"]
 
 
-@pytest.fixture(scope="module", params=others_slow(["qwen2", "qwen3", "llama-rope", "gemma3"], "qwen3"))
+@pytest.fixture(
+    scope="module", params=others_slow(["qwen2", "qwen3", "llama-rope", "gemma3", "olmo3", "ministral3"], "qwen3")
+)
 def place(request, tmp_path_factory):
-    """Returns (transformers model, its folder) of one family. The families cover biases, another head width, and norms
-    after the MLP."""
+    """Returns (transformers model, its folder) of one family. The families cover biases, another head width, norms
+    after the MLP with and without others, and queries scaled by position."""
     import torch
     import transformers
 

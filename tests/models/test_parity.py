@@ -13,6 +13,7 @@ from tests.parameters import others_slow
 from tests.rollout.arrays import sample_groups
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
+from tunix_like.models.layers import rope_frequencies, rope_tables
 from tunix_like.models.loading import load_model, save_model
 from tunix_like.models.log_probabilities import token_logprobs
 from tunix_like.models.weights import hf_name
@@ -45,12 +46,21 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 2.0,
+    "beta_slow": 0.25,
+}
 FAMILIES = {
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 24, "tie_word_embeddings": True}),  # 4 heads x 24 is not 32
     "qwen3-untied": ("Qwen3", {"head_dim": 16}),
     "llama": ("Llama", {"num_key_value_heads": 4}),
+    "llama-yarn": ("Llama", {"rope_parameters": YARN, "head_dim": 16}),
     "llama-rope": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     # Windows of 8 begin within prompts, within completions and across both. The caps are low enough to change most
     # scores.
@@ -81,6 +91,32 @@ FAMILIES = {
         },
     ),
     "mistral": ("Mistral", {"sliding_window": 11, "head_dim": 16}),
+    # Queries grow at positions 16, 32, ...
+    "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.7}}),
+    "ministral3-window": (
+        "Ministral3",
+        {"head_dim": 8, "sliding_window": 11, "rope_parameters": YARN | {"mscale": 1.0, "llama_4_scaling_beta": 0}},
+    ),
+    "olmo3": (
+        "Olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 8,
+            "rope_scaling": {name: value for name, value in YARN.items() if name != "rope_theta"},
+        },
+    ),
+    "olmo3-thetas": (
+        "Olmo3",
+        {
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 2e3},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
     "qwen3-moe": (
         "Qwen3Moe",
@@ -112,7 +148,18 @@ RIGHT = np.arange(max(LENGTHS))[None] < np.array(LENGTHS)[:, None]
 MASKS = {"right": RIGHT, "left": RIGHT[:, ::-1].copy()}
 
 
-VARIANTS = ("qwen2-tied", "qwen3-untied", "llama-rope", "gemma2", "mistral", "smollm3", "qwen3-moe-shares")
+VARIANTS = (
+    "qwen2-tied",
+    "qwen3-untied",
+    "llama-rope",
+    "llama-yarn",
+    "gemma2",
+    "mistral",
+    "ministral3-window",
+    "olmo3-thetas",
+    "smollm3",
+    "qwen3-moe-shares",
+)
 """Families whose parts another family also has. A plain run tests only the other one."""
 
 
@@ -141,8 +188,10 @@ def reference(request, tmp_path_factory):
 def hf_logits(model, mask):
     import torch
 
+    # as in `generate`; without them, padding would count
+    positions = torch.tensor(np.maximum(mask.cumsum(axis=1) - 1, 0))
     with torch.no_grad():
-        out = model(input_ids=torch.tensor(TOKENS), attention_mask=torch.tensor(mask).long())
+        out = model(torch.tensor(TOKENS), attention_mask=torch.tensor(mask).long(), position_ids=positions)
     return out.logits.numpy()
 
 
@@ -152,6 +201,41 @@ def our_logits(model, mask):
 
 def params_of(model):
     return nnx.to_pure_dict(nnx.split(model)[1])
+
+
+SCALINGS = {
+    "linear": {"factor": 3.0},
+    "llama3": {name: value for name, value in LLAMA3.items() if name not in ("rope_type", "rope_theta")},
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 8192},
+    "yarn fractional": {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+    "yarn betas": {"factor": 16.0, "original_max_position_embeddings": 300, "beta_fast": 4.0, "beta_slow": 2},
+    "yarn mscale": {"factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 0.5},
+    "yarn one mscale": {"factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 0.7, "mscale_all_dim": 0},
+    "yarn attention": {
+        "factor": 4.0, "original_max_position_embeddings": 512, "attention_factor": 1.3, "mscale": 2.0,
+        "mscale_all_dim": 1.0,
+    },
+    "yarn shrinking": {"factor": 0.5, "original_max_position_embeddings": 512},
+    "yarn beyond the table": {"factor": 4.0, "original_max_position_embeddings": 8192, "beta_slow": 1e-6},
+    "yarn one turn": {"factor": 4.0, "original_max_position_embeddings": 6, "beta_fast": 1.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_rotary_frequencies_agree_with_transformers(scaling, theta):
+    from transformers import Qwen3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = scaling.split()[0]
+    fields = SMALL | {"head_dim": 64, "rope_theta": theta, "rope_scaling": {"rope_type": kind, **SCALINGS[scaling]}}
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](Qwen3Config(**json.loads(json.dumps(fields))))
+    del fields["attn_implementation"]
+    config = DecoderConfig.from_hf(fields | {"model_type": "qwen3"})
+    ours = rope_frequencies(64, *config.rope(0))
+    np.testing.assert_allclose(ours, frequencies.numpy(), rtol=2e-6)
+    cosine, sine = rope_tables(64, *config.rope(0), jnp.arange(7))
+    np.testing.assert_allclose(np.hypot(cosine, sine), factor, rtol=1e-6)
 
 
 @pytest.mark.parametrize("side", MASKS)
@@ -199,7 +283,7 @@ def test_sampled_tokens_and_their_log_probabilities(reference):
         np.testing.assert_allclose(trained, found.logprobs, rtol=0, atol=1e-4)
 
 
-NEW = ("gemma3", "gemma2", "mistral", "smollm3", "qwen3-moe", "qwen3-moe-shares")
+NEW = ("gemma3", "gemma2", "mistral", "ministral3", "olmo3", "smollm3", "qwen3-moe", "qwen3-moe-shares")
 BINS = ((9, 7), (3, 12))  # lengths of completions that share a bin of 20, for prompts of 17 and 3 tokens
 
 
@@ -270,6 +354,34 @@ def test_exported_model_loads_in_transformers(reference, tmp_path):
         assert torch.equal(again.state_dict()[name], value), name
     mask = MASKS["right"]
     np.testing.assert_array_equal(hf_logits(again.eval(), mask)[mask], hf_logits(hf, mask)[mask])
+
+
+@pytest.mark.slow
+def test_text_part_of_mistral3(tmp_path):
+    """Loads the text part of a model for images, and exports it as a text model."""
+    import torch
+    import transformers
+
+    text = SMALL | FAMILIES["ministral3"][1] | {"model_type": "ministral3"}
+    images = {
+        "model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.Mistral3Config(text_config=text, vision_config=images, tie_word_embeddings=False)
+    config._attn_implementation = "eager"
+    hf = transformers.Mistral3ForConditionalGeneration(config).float().eval()
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    hf.save_pretrained(tmp_path / "images")
+    ours, _ = load_model(tmp_path / "images")
+    mask = MASKS["right"]
+    np.testing.assert_allclose(our_logits(ours, mask)[mask], hf_logits(hf, mask)[mask], rtol=0, atol=1e-4)
+    save_model(params_of(ours), ours.config, None, tmp_path / "text")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text", attn_implementation="eager").eval()
+    assert type(again) is transformers.Ministral3ForCausalLM
+    np.testing.assert_allclose(hf_logits(again, mask)[mask], hf_logits(hf, mask)[mask], rtol=0, atol=1e-5)
 
 
 def test_export_without_a_source_config(reference, tmp_path):

@@ -25,10 +25,10 @@ from tunix_like.models.fields import (
     OPTION_NAMES,
     SWITCHES,
     Experts,
-    LinearScaling,
     RopeScaling,
+    Scaling,
+    YarnScaling,
     checked,
-    rope_fields,
     spelt,
 )
 from tunix_like.runtime.input_files import read_object
@@ -50,13 +50,17 @@ class DecoderConfig:
       head_dim: width of one head, h. It is even and can differ from D / H.
       rope_theta: base of the rotary wavelengths.
       rope_scaling: scaling of the rotary frequencies, or None.
+      query_scaling: beta of a factor by which rotated queries are multiplied: `1 + beta ln(1 + p // n)` at position p,
+        with n = `rope_scaling.original_max_positions`. None: no factor.
       local_rope_theta: base of the rotary wavelengths in layers with a window; these layers then have no scaling. None:
         all layers have the same base and scaling.
       norm_eps: number added to the mean square in every RMS norm.
       tie_embeddings: whether the output head is the embedding table.
       qkv_bias: whether the q, k and v projections have a bias.
       qk_norm: whether each head of q and k has an RMS norm before the rotation.
-      post_norms: whether the outputs of attention and MLP have an RMS norm before the residual addition.
+      joint_qk_norm: whether this is one norm of all heads together instead.
+      input_norms, post_norms: whether the inputs, and the outputs before the residual addition, of attention and MLP
+        have an RMS norm; one of both is needed.
       norm_offset: whether RMS norms multiply by 1 + weight.
       scale_embeddings: whether embeddings are multiplied by sqrt(D), rounded to the compute dtype.
       activation: activation of the gated MLP, one of `ACTIVATIONS`.
@@ -89,12 +93,15 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     rope_theta: float = 1e4
-    rope_scaling: RopeScaling | LinearScaling | None = None
+    rope_scaling: Scaling | None = None
+    query_scaling: float | None = None
     local_rope_theta: float | None = None
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
+    input_norms: bool = True
     post_norms: bool = False
     norm_offset: bool = False
     scale_embeddings: bool = False
@@ -113,7 +120,7 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for name in (*HF_NAMES, *SWITCHES, "rope_theta"):
             checked(name, getattr(self, name))
-        for name in (*OPTION_NAMES, "local_rope_theta"):
+        for name in (*OPTION_NAMES, "local_rope_theta", "query_scaling"):
             if getattr(self, name) is not None:
                 checked(name, getattr(self, name))
         if self.activation not in ACTIVATIONS:
@@ -125,6 +132,14 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise UserError(f"{spelt('head_dim')} is {self.head_dim}; rotary positions need an even number.")
+        if isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1:
+            raise UserError(f"rope_theta is {self.rope_theta}; YaRN needs a number above 1.")
+        if self.query_scaling is not None and not isinstance(self.rope_scaling, YarnScaling | RopeScaling):
+            raise UserError(f"{spelt('query_scaling')} needs a rope_scaling with original_max_position_embeddings.")
+        if self.joint_qk_norm and not self.qk_norm:
+            raise UserError("joint_qk_norm needs qk_norm.")
+        if not self.input_norms and not self.post_norms:
+            raise UserError("input_norms and post_norms are both false; a layer needs norms.")
         for window in self.windows:
             if window is not None:
                 checked("sliding_window", window)
@@ -138,7 +153,7 @@ class DecoderConfig:
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 
-    def rope(self, layer: int) -> tuple[float, RopeScaling | LinearScaling | None] | None:
+    def rope(self, layer: int) -> tuple[float, Scaling | None] | None:
         """Returns base (theta) and scaling of this layer's rotary positions; None: it has none."""
         if self.rotary and not self.rotary[layer]:
             return None
@@ -179,7 +194,6 @@ class DecoderConfig:
         result = {name: value for name, value in source.items() if name not in NOT_COPIED}
         result |= {"model_type": family} | head_fields(family, self.scalar_head)
         result |= {hf: getattr(self, name) for name, hf in HF_NAMES.items()}
-        result |= rope_fields(self.rope_theta, self.rope_scaling)
         layers = range(self.num_layers)
         result |= family_fields(
             family,
@@ -188,7 +202,9 @@ class DecoderConfig:
             experts=self.experts,
             with_experts=tuple(map(self.has_experts, layers)),
             options={name: getattr(self, name) for name in OPTION_NAMES} | self._scalar(),
+            rope=(self.rope_theta, self.rope_scaling),
             local_theta=self.rope_theta if self.local_rope_theta is None else self.local_rope_theta,
+            query_scaling=self.query_scaling,
         )
         eos = None if not eos_ids else eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)
         for name, value in (("eos_token_id", eos), ("bos_token_id", bos_id), ("pad_token_id", pad_id)):
@@ -205,7 +221,8 @@ class DecoderConfig:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         changed = {name: value for name in defaults if (value := getattr(self, name)) != defaults[name]}
         switches = {name: value for name, value in changed.items() if name in (*SWITCHES, "activation")}
-        options = {*OPTION_NAMES, "rope_scaling", "local_rope_theta", "windows", "rotary", "experts", "expert_layers"}
+        options = {*OPTION_NAMES, "rope_scaling", "query_scaling", "local_rope_theta"}
+        options |= {"windows", "rotary", "experts", "expert_layers"}
         return family_of(switches, frozenset(options & changed.keys()), preferred)
 
 

@@ -24,12 +24,12 @@ from tunix_like.models.attention_decoding import decoding_attention, decoding_ke
 from tunix_like.models.attention_parts import Causal, Lengths, Part, Positions, laid_out, part_of
 from tunix_like.models.config import Adapters, DecoderConfig
 from tunix_like.models.layer_stack import Segment
-from tunix_like.models.layers import Embedding, KeyValue, Layer, Linear, Tables, norm_of, rope_tables
+from tunix_like.models.layers import Embedding, KeyValue, Layer, Linear, Rotation, norm_of, rotation
 from tunix_like.models.sharding import gather_layer
 
 
 class Decoder(nnx.Module):
-    """A pre-norm transformer with gated MLPs, whose layers may differ in windows, rotary positions and experts.
+    """A transformer with gated MLPs, whose layers may differ in windows, rotary positions and experts.
 
     Args:
       config: the configuration; it contains no family name.
@@ -160,12 +160,12 @@ class Decoder(nnx.Module):
             outputs += made
         return x, outputs
 
-    def _ropes(self, positions: Int[Array, "..."]) -> list[Tables | None]:
-        tables: dict[Any, Tables | None] = {None: None}
+    def _ropes(self, positions: Int[Array, "..."]) -> list[Rotation | None]:
+        tables: dict[Any, Rotation | None] = {None: None}
         kinds = [self.config.rope(index) for index in range(self.config.num_layers)]
         for kind in kinds:
             if kind is not None and kind not in tables:
-                tables[kind] = rope_tables(self.config.head_dim, *kind, positions)
+                tables[kind] = rotation(self.config, *kind, positions)
         return [tables[kind] for kind in kinds]
 
     @property

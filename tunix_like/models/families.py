@@ -17,13 +17,16 @@ from tunix_like.models.fields import (
     EXPERT_NAMES,
     HF_NAMES,
     OPTION_NAMES,
+    QUERY_SCALING,
     ROPE_FIELDS,
     Experts,
+    Scaling,
     checked,
     experts_of,
     nope_fields,
     read_rope,
     read_two_ropes,
+    rope_fields,
     rotary_of,
     windows_of,
 )
@@ -38,6 +41,7 @@ class Family:
       adds: the values of those fields of `DecoderConfig` that are equal in all models of the family, by field name.
       options: fields of `DecoderConfig` that a model of the family may set.
       required: fields of `DecoderConfig` that config.json must set, in addition to the fields that every family needs.
+        If it is `rope_scaling`, a decoder without one is not exported as this family.
         transformers fills an absent field with a constant of the family's largest model. Here, an absent field is an
         error, because the absence is probably a mistake.
       named: HF fields that must be present but can be null. An absent field is an error, as for `required`.
@@ -68,6 +72,10 @@ _GEMMA_FIXED = {
 _GEMMA_FIELDS = frozenset({"hidden_activation", "cache_implementation", "sliding_window_size", *OPTION_NAMES.values()})
 _GEMMA_REQUIRED = ("num_kv_heads", "head_dim", "query_pre_attn_scalar")
 
+OLMO3_THETA = 5e5
+"""The theta of layers with a window in transformers 5, unless `rope_parameters` has another one. There, the field
+`rope_theta` is that of the other layers; in transformers 4, that of all layers."""
+
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}, required=("num_kv_heads",)),
@@ -87,6 +95,20 @@ FAMILIES = {
         required=("num_kv_heads",),
         named=("sliding_window",),
         fixed={"layer_types": ([],)},  # transformers ignores this field for this family
+    ),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        options=frozenset({"rope_scaling", "query_scaling", "windows"}),
+        required=("num_kv_heads", "head_dim", "rope_scaling"),
+        defaults={"norm_eps": 1e-5},
+        fixed={"layer_types": ([],)},
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        {"qk_norm": True, "joint_qk_norm": True, "input_norms": False, "post_norms": True},
+        options=frozenset({"rope_scaling", "windows", "local_rope_theta"}),
+        named=("sliding_window",),
+        defaults={"rope_theta": OLMO3_THETA, "local_rope_theta": OLMO3_THETA, "norm_eps": 1e-5},
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -117,14 +139,15 @@ FAMILIES = {
         fixed=_GEMMA_FIXED | {"attn_logit_softcapping": ()},
     ),
 }
-_WINDOWED = {"mistral": 0, "gemma2": 2, "gemma3_text": 6}
+_WINDOWED = {"mistral": 0, "ministral3": 0, "olmo3": 4, "gemma2": 2, "gemma3_text": 6}
 """Maps families with windows to their default pattern n: every n-th layer has no window. With n = 0, every layer has a
 window. The HF field `layer_types` overrides a pattern n > 0."""
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
 
-_MULTIMODAL = {"gemma3": "gemma3_text"}
-"""Maps multimodal families to the family of their `text_config`. The weights of their other parts are not read."""
+_MULTIMODAL = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}
+"""Maps multimodal families to the families of their `text_config`, first the default. The weights of their other parts
+are not read."""
 
 _TEXT_DEFAULTS = {
     "gemma3_text": {
@@ -179,16 +202,18 @@ NOT_COPIED = frozenset(HF_NAMES.values()) | ROPE_FIELDS | _SPECIAL | _REWRITTEN
 def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config.json fields of the text decoder: all fields, or for a multimodal model those of its
     `text_config`, with defaults for absent fields and with some outer fields (such as the ids of special tokens)."""
-    inner = _MULTIMODAL.get(str(fields.get("model_type")))
-    if inner is None:
+    allowed = _MULTIMODAL.get(str(fields.get("model_type")))
+    if allowed is None:
         return dict(fields)
     text = fields.get("text_config")
     if not isinstance(text, Mapping):
         raise UserError(f"model_type {fields['model_type']!r} needs a mapping text_config, not {text!r}.")
-    if text.get("model_type", inner) != inner:
-        raise UserError(f"text_config: model_type {text['model_type']!r} is not supported; only {inner!r} is.")
+    inner = text.get("model_type", allowed[0])
+    if inner not in allowed:
+        known = " or ".join(map(repr, allowed))
+        raise UserError(f"text_config: model_type {inner!r} is not supported; only {known} is.")
     outside = {name: fields[name] for name in _FROM_OUTSIDE if fields.get(name) is not None}
-    return _TEXT_DEFAULTS[inner] | dict(text) | outside | {"model_type": inner}
+    return _TEXT_DEFAULTS.get(inner, {}) | dict(text) | outside | {"model_type": inner}
 
 
 def numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,15 +228,30 @@ def numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {**family.defaults, **family.adds}
     names = HF_NAMES | {ours: hf for ours, hf in OPTION_NAMES.items() if ours in family.options}
     result |= {ours: checked(ours, fields[hf]) for ours, hf in names.items() if fields.get(hf) is not None}
-    missing = [names[ours] for ours in (*_REQUIRED, *family.required) if ours not in result]
+    result |= _ropes(fields, name)
+    missing = [names.get(ours, ours) for ours in (*_REQUIRED, *family.required) if ours not in result]
     missing += [hf for hf in family.named if hf not in fields]
     if missing:
         raise UserError(f"required field(s) missing: {', '.join(missing)}.")
     result.setdefault("num_kv_heads", result["num_heads"])
     if "head_dim" not in result:
         result["head_dim"] = _default_head_dim(result)
-    result |= (read_two_ropes if "local_rope_theta" in family.options else read_rope)(fields)
     return result | _layers(fields, family, name, result["num_layers"])
+
+
+def _ropes(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    options = FAMILIES[name].options
+    if "local_rope_theta" not in options:
+        return read_rope(fields, "query_scaling" in options)
+    result = read_two_ropes(fields)
+    theta = fields.get("rope_theta")
+    if name == "olmo3" and theta not in (None, OLMO3_THETA) and "local_rope_theta" not in result:
+        raise UserError(
+            f"rope_theta = {theta!r} is ambiguous: transformers 4 uses it for all layers, transformers 5 uses"
+            f" {OLMO3_THETA:g} for layers with a window. Give rope_parameters with a rope_theta for full_attention and"
+            " one for sliding_attention."
+        )
+    return result
 
 
 _SCALAR = "ForSequenceClassification"
@@ -254,7 +294,9 @@ def family_of(switches: Mapping[str, Any], options: frozenset[str], preferred: s
     """Returns a family, if possible `preferred`, whose models all have exactly the settings `switches` and may set all
     fields in `options`. Raises UserError if there is none."""
     matching = [
-        name for name, family in FAMILIES.items() if family.adds == dict(switches) and options <= family.options
+        name
+        for name, family in FAMILIES.items()
+        if family.adds == dict(switches) and {"rope_scaling"} & set(family.required) <= options <= family.options
     ]
     if not matching:
         together = " and ".join([*switches, *sorted(options)])
@@ -269,7 +311,9 @@ def family_fields(
     experts: Experts | None,
     with_experts: tuple[bool, ...],
     options: Mapping[str, Any],
-    local_theta: float | None,
+    rope: tuple[float, Scaling | None],
+    local_theta: float,
+    query_scaling: float | None,
 ) -> dict[str, Any]:
     """Returns the HF fields that are specific to a family; `windows`, `rotary` and `with_experts` must have an entry
     for every layer. Raises UserError if the family cannot represent the windows."""
@@ -277,7 +321,14 @@ def family_fields(
     gelu = family.adds.get("activation") == "gelu_tanh"
     result: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"} if gelu else {"hidden_act": "silu"}
     result |= {hf: options[ours] for ours, hf in OPTION_NAMES.items() if ours in family.options}
-    if "local_rope_theta" in family.options:
+    result |= rope_fields(*rope)
+    if "query_scaling" in family.options:
+        result["rope_scaling"][QUERY_SCALING] = query_scaling or 0.0
+    if name == "olmo3" and (rope[0], local_theta) != (OLMO3_THETA, OLMO3_THETA):
+        full = {"rope_type": "default"} | result.pop("rope_scaling", {}) | {"rope_theta": result.pop("rope_theta")}
+        local = {"rope_type": "default", "rope_theta": local_theta}
+        result["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+    elif "rope_local_base_freq" in family.fields:
         result["rope_local_base_freq"] = local_theta
     if name in _WINDOWED:
         sizes = {window for window in windows if window is not None}

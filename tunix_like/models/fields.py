@@ -5,6 +5,7 @@ import jax."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,16 @@ ROPE_NAMES = {
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
     "original_max_positions": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "truncate": "truncate",
+    "attention_factor": "attention_factor",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
 }
+"""Maps fields of the scalings below to keys of `rope_scaling` or `rope_parameters`."""
+QUERY_SCALING = "llama_4_scaling_beta"
+"""The key of `DecoderConfig.query_scaling` there."""
 EXPERT_NAMES = {
     "number": "num_experts",
     "per_token": "num_experts_per_tok",
@@ -52,17 +62,19 @@ LARGEST, MOST = 2**24, {"num_layers": 1000, "rope_theta": LARGEST_FLOAT, "local_
 """The largest allowed value of a field: its entry in `MOST`, or else `LARGEST`. These limits are far above the values
 of published models. They reject a mistyped or corrupted number before memory is allocated."""
 
-SWITCHES = ("qkv_bias", "qk_norm", "post_norms", "norm_offset", "scale_embeddings")
-_BOOLEANS = frozenset({"tie_embeddings", "normalised", *SWITCHES})
-_FLOATS = frozenset(
-    {"norm_eps", "rope_theta", "local_rope_theta", "factor", "low_freq_factor", "high_freq_factor", *OPTION_NAMES}
-)  # every other field is a positive integer
+SWITCHES = ("qkv_bias", "qk_norm", "joint_qk_norm", "input_norms", "post_norms", "norm_offset", "scale_embeddings")
+_BOOLEANS = frozenset({"tie_embeddings", "normalised", "truncate", *SWITCHES})
+_INTEGERS = frozenset({"original_max_positions", "truncate"})
+_FLOATS = (
+    frozenset({"norm_eps", "rope_theta", "local_rope_theta", "query_scaling", *OPTION_NAMES, *ROPE_NAMES}) - _INTEGERS
+)
+# every other field is a positive integer
 
 
 def spelt(name: str, names: dict[str, str] | None = None) -> str:
     """Returns the field name for an error message: the HF name, followed by the name in `DecoderConfig` if it
     differs."""
-    hf = (names or HF_NAMES | OPTION_NAMES | ROPE_NAMES).get(name, name)
+    hf = (names or HF_NAMES | OPTION_NAMES | ROPE_NAMES | {"query_scaling": QUERY_SCALING}).get(name, name)
     return name if hf == name else f"{hf} ({name})"
 
 
@@ -97,8 +109,8 @@ class RopeScaling:
     original_max_positions: int
 
     def __post_init__(self) -> None:
-        for name in ROPE_NAMES:
-            checked(name, getattr(self, name))
+        for field in dataclasses.fields(self):
+            checked(field.name, getattr(self, field.name))
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
                 f"high_freq_factor ({self.high_freq_factor}) must be larger than low_freq_factor"
@@ -116,12 +128,79 @@ class LinearScaling:
         checked("factor", self.factor)
 
 
-_KINDS: dict[str, type | None] = {"default": None, "linear": LinearScaling, "llama3": RopeScaling}
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al., arXiv 2309.00071), as in transformers.
+
+    A frequency with less than `beta_slow` turns in `original_max_positions` positions is divided by `factor`. One with
+    more than `beta_fast` turns is unchanged. Between these two entries of the frequency table, the share of the
+    division grows linearly with the index.
+
+    Attributes:
+      truncate: whether the two indices are rounded outwards.
+      attention_factor: queries and keys are multiplied by it. None: by the value of `attention`.
+      mscale, mscale_all_dim: only read by `attention`, if both are given.
+    """
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is not None or field.default is not None:
+                checked(field.name, getattr(self, field.name))
+        if self.beta_fast < self.beta_slow:
+            raise UserError(f"beta_fast ({self.beta_fast}) must not be smaller than beta_slow ({self.beta_slow}).")
+
+    @property
+    def attention(self) -> float:
+        """The factor of queries and keys: `attention_factor`, or else `0.1 ln(factor) + 1`, or this with `mscale`
+        before the logarithm, divided by this with `mscale_all_dim`."""
+
+        def magnitude(scale: float) -> float:
+            return 0.1 * scale * math.log(max(self.factor, 1)) + 1
+
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale is not None and self.mscale_all_dim is not None:
+            return magnitude(self.mscale) / magnitude(self.mscale_all_dim)
+        return magnitude(1)
+
+    def bounds(self, head_dim: int, theta: float) -> tuple[float, float]:
+        """Returns the (fractional) indices of the frequencies with `beta_fast` and with `beta_slow` turns."""
+
+        def index(turns: float) -> float:
+            return head_dim * math.log(self.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = index(self.beta_fast), index(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        return low, high + 0.001 if high == low else high
 
 
-def read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+Scaling = LinearScaling | RopeScaling | YarnScaling
+_KINDS: dict[str, type[Scaling] | None] = {
+    "default": None,
+    "linear": LinearScaling,
+    "llama3": RopeScaling,
+    "yarn": YarnScaling,
+}
+
+
+def read_rope(fields: Mapping[str, Any], query_scaling: bool = False) -> dict[str, Any]:
     """Reads `rope_theta` and `rope_scaling` from the older HF fields of the same names, or from the newer field
-    `rope_parameters`. The result has no entry for an absent value."""
+    `rope_parameters`. The result has no entry for an absent value.
+
+    In a family with `query_scaling`, the mapping must have this number, and may have a copy of
+    `max_position_embeddings`, which has no effect.
+    """
     old, new = fields.get("rope_scaling"), fields.get("rope_parameters")
     if old and new and old != new:
         raise UserError("rope_scaling and rope_parameters are both given and differ; keep one of them.")
@@ -136,31 +215,46 @@ def read_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _KINDS:
         raise UserError(
-            f"rope_scaling / rope_parameters: rope_type {kind!r} is not supported; only 'default', 'linear' and "
-            "'llama3' are."
+            f"rope_scaling / rope_parameters: rope_type {kind!r} is not supported; only "
+            f"{', '.join(map(repr, _KINDS))} are."
         )
     scaling = _KINDS[kind]
-    wanted = {} if scaling is None else {field.name: ROPE_NAMES[field.name] for field in dataclasses.fields(scaling)}
+    accepted = () if scaling is None else dataclasses.fields(scaling)
+    wanted = {field.name: ROPE_NAMES[field.name] for field in accepted}
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *wanted.values()}
+    if query_scaling:
+        known |= {QUERY_SCALING, "max_position_embeddings"}
     unknown = sorted(map(str, set(rope) - known))  # a key from YAML can have another type than str
     if unknown or rope.get("partial_rotary_factor", 1) != 1:
         raise UserError(
             f"rope_scaling / rope_parameters: field(s) not supported with rope_type {kind!r}: "
             f"{', '.join(map(repr, unknown)) or 'partial_rotary_factor'}."
         )
-    missing = [hf for hf in wanted.values() if rope.get(hf) is None]
+    # transformers counts an mscale of 0 as absent
+    given = {
+        name: rope[hf]
+        for name, hf in wanted.items()
+        if rope.get(hf) is not None and not (name in ("mscale", "mscale_all_dim") and rope[hf] == 0)
+    }
+    missing = [
+        wanted[field.name] for field in accepted if field.default is dataclasses.MISSING and field.name not in given
+    ]
+    if query_scaling and rope.get(QUERY_SCALING) is None:
+        missing.append(QUERY_SCALING)
     if missing:
         raise UserError(f"required field(s) missing for rope_type {kind!r}: {', '.join(missing)}.")
+    if query_scaling and rope[QUERY_SCALING] != 0:
+        result["query_scaling"] = checked("query_scaling", rope[QUERY_SCALING])
     if scaling is not None:
-        result["rope_scaling"] = scaling(**{name: checked(name, rope[hf]) for name, hf in wanted.items()})
+        result["rope_scaling"] = scaling(**{name: checked(name, value) for name, value in given.items()})
     return result
 
 
 def read_two_ropes(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the rotary fields of a family in which layers with a window have their own theta.
 
-    Older HF folders have this theta in `rope_local_base_freq`. Newer folders have it in `rope_parameters`, which then
-    has one entry per kind of layer.
+    Older HF folders have this theta in `rope_local_base_freq` (Gemma 3) or nowhere (OLMo 3). Newer folders have it in
+    `rope_parameters`, which then has one entry per kind of layer.
 
     Returns:
       `rope_theta` and `rope_scaling` of the layers without a window, and `local_rope_theta`, the theta of the layers
@@ -175,16 +269,19 @@ def read_two_ropes(fields: Mapping[str, Any]) -> dict[str, Any]:
     local = read_rope({"rope_theta": theta, "rope_parameters": both.get("sliding_attention")})
     if "rope_scaling" in local:
         raise UserError("rope_parameters: a scaling of sliding_attention layers is not supported.")
+    scaling = result.get("rope_scaling")
+    if isinstance(scaling, YarnScaling) and not scaling.truncate:
+        raise UserError("truncate = false is not supported; transformers does not read it in this family.")
     return result | ({"local_rope_theta": local["rope_theta"]} if local else {})
 
 
-def rope_fields(theta: float, scaling: RopeScaling | LinearScaling | None) -> dict[str, Any]:
+def rope_fields(theta: float, scaling: Scaling | None) -> dict[str, Any]:
     """Returns the rotary fields of config.json in the older form, which all readers support, including transformers
     5."""
     if scaling is None:
         return {"rope_theta": theta}
     kind = next(name for name, scaling_type in _KINDS.items() if scaling_type is type(scaling))
-    numbers = {ROPE_NAMES[name]: value for name, value in dataclasses.asdict(scaling).items()}
+    numbers = {ROPE_NAMES[name]: value for name, value in dataclasses.asdict(scaling).items() if value is not None}
     return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **numbers}}
 
 

@@ -8,7 +8,7 @@ attention function (`Attend`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,30 +16,56 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from tunix_like.models.config import DecoderConfig
-from tunix_like.models.fields import Experts, LinearScaling, RopeScaling
+from tunix_like.models.fields import Experts, LinearScaling, RopeScaling, Scaling, YarnScaling
 from tunix_like.models.quantization import quantized_product
 from tunix_like.models.sharding import per_device, split_batch
 
 Activation = Callable[[Array], Array]
 KeyValue = tuple[Array, Array]
 Tables = tuple[Array, Array]
+
+
+class Rotation(NamedTuple):
+    """The tables (`rope_tables`) of queries and of keys."""
+
+    queries: Tables
+    keys: Tables
+
+
 Attend = Callable[[Array, Array, Array], Array]
 """`attend(q [... H h], k [... K h], v [... K h]) -> [... H h]`: attention with the caller's mask and cache."""
 
 
-def rope_tables(
-    head_dim: int, theta: float, scaling: RopeScaling | LinearScaling | None, positions: Int[Array, "..."]
-) -> Tables:
+def rope_tables(head_dim: int, theta: float, scaling: Scaling | None, positions: Int[Array, "..."]) -> Tables:
     """Computes cosines and sines (float32, `[..., head_dim / 2]`) of the rotary angles of `positions`. With `scaling`,
-    the rotary frequencies are scaled."""
+    the rotary frequencies are scaled, and YaRN also multiplies both tables by its attention factor."""
+    angles = jnp.multiply.outer(positions.astype(jnp.float32), rope_frequencies(head_dim, theta, scaling))
+    size = scaling.attention if isinstance(scaling, YarnScaling) else 1.0
+    return jnp.cos(angles) * size, jnp.sin(angles) * size
+
+
+def rotation(config: DecoderConfig, theta: float, scaling: Scaling | None, positions: Int[Array, "..."]) -> Rotation:
+    """Returns the tables of `positions`; those of the queries contain the factor of `DecoderConfig.query_scaling`."""
+    cosine, sine = tables = rope_tables(config.head_dim, theta, scaling, positions)
+    if config.query_scaling is None:
+        return Rotation(tables, tables)
+    assert isinstance(config.rope_scaling, RopeScaling | YarnScaling)
+    periods = jnp.maximum(positions, 0) // config.rope_scaling.original_max_positions  # -1 is the position of padding
+    size = 1 + config.query_scaling * jnp.log1p(periods.astype(jnp.float32))[..., None]
+    return Rotation((cosine * size, sine * size), tables)
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None) -> Float[Array, "f"]:
+    """Computes the rotary frequencies (float32), in radians per position."""
     exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     frequencies = 1.0 / theta**exponents
     if isinstance(scaling, LinearScaling):
-        frequencies /= scaling.factor
-    elif scaling is not None:
-        frequencies = _llama3(frequencies, scaling)
-    angles = jnp.multiply.outer(positions.astype(jnp.float32), frequencies)
-    return jnp.cos(angles), jnp.sin(angles)
+        return frequencies / scaling.factor
+    if isinstance(scaling, YarnScaling):
+        low, high = scaling.bounds(head_dim, theta)
+        divided = jnp.clip((jnp.arange(head_dim // 2, dtype=jnp.float32) - low) / (high - low), 0, 1)
+        return frequencies * (1 - divided) + frequencies / scaling.factor * divided
+    return frequencies if scaling is None else _llama3(frequencies, scaling)
 
 
 def _llama3(frequencies: Float[Array, "f"], scaling: RopeScaling) -> Float[Array, "f"]:
@@ -158,19 +184,26 @@ class Attention(nnx.Module):
         self.k_proj = Linear(width, config.num_kv_heads * head, bias=config.qkv_bias, **kinds)
         self.v_proj = Linear(width, config.num_kv_heads * head, bias=config.qkv_bias, **kinds)
         self.o_proj = Linear(config.num_heads * head, width, bias=False, **kinds)
-        self.q_norm = norm_of(head, config, **kinds) if config.qk_norm else None
-        self.k_norm = norm_of(head, config, **kinds) if config.qk_norm else None
+        joint = config.joint_qk_norm
+        self.q_norm = norm_of(config.num_heads * head if joint else head, config, **kinds) if config.qk_norm else None
+        self.k_norm = (
+            norm_of(config.num_kv_heads * head if joint else head, config, **kinds) if config.qk_norm else None
+        )
+        self.joint_norms = joint
         self.head_dim = head
         # Attention divides scores by sqrt(head_dim). This factor changes the divisor to sqrt(query_pre_attn_scalar).
         self.query_scale = (head / (config.query_pre_attn_scalar or head)) ** 0.5
 
-    def __call__(self, x: Float[Array, "... D"], rope: Tables | None, attend: Attend) -> tuple[Array, KeyValue]:
+    def __call__(self, x: Float[Array, "... D"], rope: Rotation | None, attend: Attend) -> tuple[Array, KeyValue]:
         heads = (*x.shape[:-1], -1, self.head_dim)
-        q, k, v = (project(x).reshape(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.joint_norms:
+            q, k = normed(self.q_norm, q), normed(self.k_norm, k)
+        q, k, v = (y.reshape(heads) for y in (q, k, v))
+        if not self.joint_norms:
+            q, k = normed(self.q_norm, q), normed(self.k_norm, k)
         if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
+            q, k = rotate(q, rope.queries), rotate(k, rope.keys)
         if self.query_scale != 1:
             q = q * self.query_scale
         return self.o_proj(attend(q, k, v).reshape(*x.shape[:-1], -1)), (k, v)
@@ -264,16 +297,16 @@ class MixtureOfExperts(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """A decoder layer with norms before attention and before the MLP. With `DecoderConfig.post_norms`, the outputs of
-    attention and MLP are normalised too. `post_attention_layernorm` is then the norm of the attention output, not of
+    """A decoder layer with norms of the inputs of attention and MLP (`DecoderConfig.input_norms`), of their outputs
+    (`post_norms`) or of both. With `post_norms`, `post_attention_layernorm` is the norm of the attention output, not of
     the MLP input."""
 
     def __init__(self, config: DecoderConfig, index: int, **kinds: Any):
-        width, post = config.hidden_size, config.post_norms
-        self.input_layernorm = norm_of(width, config, **kinds)
+        width, before, post = config.hidden_size, config.input_norms, config.post_norms
+        self.input_layernorm = norm_of(width, config, **kinds) if before else None
         self.self_attn = Attention(config, **kinds)
         self.post_attention_layernorm = norm_of(width, config, **kinds)
-        self.pre_feedforward_layernorm = norm_of(width, config, **kinds) if post else None
+        self.pre_feedforward_layernorm = norm_of(width, config, **kinds) if before and post else None
         self.mlp: MLP | MixtureOfExperts
         if config.experts is not None and config.has_experts(index):
             self.mlp = MixtureOfExperts(width, config.experts, _ACTIVATIONS[config.activation], **kinds)
@@ -281,14 +314,18 @@ class Layer(nnx.Module):
             self.mlp = MLP(config, **kinds)
         self.post_feedforward_layernorm = norm_of(width, config, **kinds) if post else None
 
-    def __call__(self, x: Float[Array, "... D"], rope: Tables | None, attend: Attend) -> tuple[Array, KeyValue]:
+    def __call__(self, x: Float[Array, "... D"], rope: Rotation | None, attend: Attend) -> tuple[Array, KeyValue]:
         """Returns the output of the layer, and its (rotated) keys and values."""
-        mixed, key_value = self.self_attn(self.input_layernorm(x), rope, attend)
-        if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
+        mixed, key_value = self.self_attn(normed(self.input_layernorm, x), rope, attend)
+        if self.post_feedforward_layernorm is None:
             x = x + mixed
             return x + self.mlp(self.post_attention_layernorm(x)), key_value
         x = x + self.post_attention_layernorm(mixed)
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))), key_value
+        return x + self.post_feedforward_layernorm(self.mlp(normed(self.pre_feedforward_layernorm, x))), key_value
+
+
+def normed(norm: RMSNorm | None, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    return x if norm is None else norm(x)
 
 
 def norm_of(width: int, config: DecoderConfig, *, param_dtype: Any, **_: Any) -> RMSNorm:
