@@ -117,6 +117,19 @@ FAMILIES = {
             "tie_word_embeddings": True,
         },
     ),
+    # MXFP4 packs 32 inputs; windows begin within prompts and completions.
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 8,
+            "num_hidden_layers": 3,
+            "sliding_window": 8,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
     "qwen3-moe": (
         "Qwen3Moe",
@@ -283,7 +296,7 @@ def test_sampled_tokens_and_their_log_probabilities(reference):
         np.testing.assert_allclose(trained, found.logprobs, rtol=0, atol=1e-4)
 
 
-NEW = ("gemma3", "gemma2", "mistral", "ministral3", "olmo3", "smollm3", "qwen3-moe", "qwen3-moe-shares")
+NEW = ("gemma3", "gemma2", "mistral", "ministral3", "olmo3", "gpt-oss", "smollm3", "qwen3-moe", "qwen3-moe-shares")
 BINS = ((9, 7), (3, 12))  # lengths of completions that share a bin of 20, for prompts of 17 and 3 tokens
 
 
@@ -319,22 +332,29 @@ def test_gradients_agree_with_autograd(reference):
         (found * torch.tensor(weights[p, 0, mine])).sum().backward()
     theirs = {name: parameter.grad.numpy() for name, parameter in hf.named_parameters()}
     hf.zero_grad()
-    compared = dict(named_gradients(ours))
-    for name in [name for name in theirs if name.endswith("gate_up_proj")]:  # fused in memory, separate in files
-        stem, fused = name.removesuffix("gate_up_proj"), theirs.pop(name)
-        theirs |= dict(zip((f"{stem}gate_proj", f"{stem}up_proj"), np.split(fused, 2, axis=1), strict=True))
+    interleaved = model.config.experts is not None and model.config.experts.biases
+    compared = dict(named_gradients(ours, interleaved))
+    for name in [name for name in theirs if "gate_up_proj" in name]:  # fused in transformers
+        parts, fused = [name.replace("gate_up", part) for part in ("gate", "up")], theirs.pop(name)
+        halves = (fused[..., 0::2], fused[..., 1::2]) if interleaved else np.split(fused, 2, axis=1)
+        theirs |= dict(zip(parts, halves, strict=True))
     assert compared.keys() == theirs.keys()
     for name, value in theirs.items():
         assert np.abs(value).max() > 1e-4, name
         np.testing.assert_allclose(compared[name], value, rtol=0, atol=1e-4 * np.abs(value).max(), err_msg=name)
 
 
-def named_gradients(tree):
-    """Returns the gradients with the names and the layout that transformers has in memory."""
+def named_gradients(tree, gpt_oss):
+    """Returns the gradients with the names and the layout that transformers has in memory, before gate and up are
+    fused."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         keys = tuple(key.key for key in path)
-        name = hf_name(keys) if "experts" not in keys else f"model.{'.'.join(map(str, keys[:-1]))}"
-        yield name, np.asarray(leaf.swapaxes(-1, -2) if keys[-1] == "kernel" else leaf)
+        name = hf_name(keys)
+        if experts := "experts" in keys:
+            name = f"model.{'.'.join(map(str, keys[:-1]))}{'_bias' * (keys[-1] == 'bias')}"
+        name = name.replace(".mlp.gate.", ".mlp.router.") if gpt_oss else name
+        turned = keys[-1] == "kernel" and not (gpt_oss and experts)
+        yield name, np.asarray(leaf.swapaxes(-1, -2) if turned else leaf)
 
 
 def test_exported_model_loads_in_transformers(reference, tmp_path):

@@ -1,4 +1,4 @@
-"""Tests windows and caps in sampling with a cache that is refilled and grows, and in the bins of training."""
+"""Tests windows, caps and sinks in sampling with a cache that is refilled and grows, and in the bins of training."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ CONFIG = DecoderConfig(
     local_rope_theta=30.0,
     attention_cap=1.0,
     logits_cap=2.0,
+    sinks=True,
 )
 RNG = np.random.default_rng(1)
 PROMPTS = [RNG.integers(0, 19, length).tolist() for length in (5, 1, 11, 20, 7)]
