@@ -195,7 +195,8 @@ def test_splash_attention_translates_for_tpus(monkeypatch):
 
 @pytest.mark.parametrize("shape", [[8, 1, 1], [2, 2, 2]], ids=str)
 def test_splash_attention_on_a_mesh(shape):
-    """Each device runs the kernel for its own rows and heads, with sinks. Values and gradients equal those of one device."""
+    """Each device runs the kernel for its own rows and heads, with sinks. Values and gradients equal those of one
+    device."""
     mesh = build_mesh(MeshConfig(shape=shape, axis_names=["data", "fsdp", "tp"]))
     q, k, v = (normal(8, T, heads, WIDTH + shift)[..., :WIDTH] for heads, shift in ((H, 0), (K, 1), (K, 2)))
     prompt_k, prompt_v = (normal(4, S, K, WIDTH + shift)[..., :WIDTH] for shift in (3, 4))
@@ -315,11 +316,12 @@ def test_decoder_gives_the_same_results_with_every_implementation(kind, config):
 
 def test_auto_selects_by_the_size_of_the_scores(monkeypatch):
     """Blocks are used if the scores of all parts together exceed the constant, and the plain implementation for arrays
-    of masks. This also holds with kernels that do not support caps or windows."""
+    of masks. This also holds with kernels that do not support caps, windows or sinks."""
     taken = []
     monkeypatch.setattr(roads, "joined_attention", lambda q, parts, cap=None, sinks=None: taken.append(len(parts)) or q)
     refuse = lambda *_: pytest.fail("a kernel was called")  # noqa: E731
-    monkeypatch.setattr(roads, "_KERNELS", {"cudnn": refuse, "splash": refuse})
+    for kernel in ("cudnn_attention", "splash_attention"):
+        monkeypatch.setattr(roads, kernel, refuse)
     monkeypatch.setattr(roads, "SCORES", P * G * T * H * (S + T))
     q = jnp.zeros((P, G, T, H, WIDTH))
     prompt = part_of(jnp.zeros((P, S, K, WIDTH)), jnp.zeros((P, S, K, WIDTH)), Lengths(jnp.asarray(LENGTHS)))
