@@ -2,21 +2,26 @@
 decoder is causal and ignores padding."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from tests.parameters import others_slow
 from tests.rollout.arrays import sample_groups
+from tunix_like.config.schema import MeshConfig
+from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.layers import rope_frequencies, rope_tables
 from tunix_like.models.loading import load_model, save_model
 from tunix_like.models.log_probabilities import token_logprobs
-from tunix_like.models.weights import hf_name
+from tunix_like.models.sharding import build_mesh
+from tunix_like.models.weights import check_weights, hf_name
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.rollout.shapes import pad_tokens
 from tunix_like.training.forward import ForwardOptions, batch_logprobs
@@ -374,6 +379,68 @@ def test_exported_model_loads_in_transformers(reference, tmp_path):
         assert torch.equal(again.state_dict()[name], value), name
     mask = MASKS["right"]
     np.testing.assert_array_equal(hf_logits(again.eval(), mask)[mask], hf_logits(hf, mask)[mask])
+
+
+@pytest.mark.parametrize("reference", ["gpt-oss"], indirect=True)
+def test_weights_in_mxfp4(reference, tmp_path):
+    """Random bytes have the values that transformers gives them, on one device and on a mesh that splits blocks of 32
+    inputs. Exponents from 2 ** -127 to 2 ** 127 are exact. The logits are those of the model that transformers
+    dequantises."""
+    import torch
+    import transformers
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    hf, folder = reference
+    ours, _ = load_model(folder)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    fields = config | {"quantization_config": {"quant_method": "mxfp4"}, "initial_context_length": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    tensors, random, wanted = load_file(folder / "model.safetensors"), np.random.default_rng(0), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        codes = random.integers(0, 256, (experts, outputs, inputs // 32, 16), dtype=np.uint8)
+        scales = random.integers(123, 126, codes.shape[:-1], dtype=np.uint8)
+        scales[0, 0] = 0 if name.startswith("model.layers.0.") else 124
+        scales[1, 1] = 124
+        tensors |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+        wanted[name] = convert_moe_packed_tensors(
+            torch.tensor(codes), torch.tensor(scales), dtype=torch.float32
+        ).numpy()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert check_weights(tmp_path, params_of(ours), ours.config).startswith(f"the headers of all {len(tensors)} ")
+
+    mesh = build_mesh(MeshConfig(shape=[2, 4], axis_names=["fsdp", "tp"]))
+    for model in (load_model(tmp_path)[0], load_model(tmp_path, mesh=mesh)[0]):
+        for index, layer in params_of(model)["layers"].items():
+            stem, experts = f"model.layers.{index}.mlp.experts", layer["mlp"]["experts"]
+            fused = wanted[f"{stem}.gate_up_proj"]
+            np.testing.assert_array_equal(experts["gate_proj"]["kernel"], fused[..., 0::2])
+            np.testing.assert_array_equal(experts["up_proj"]["kernel"], fused[..., 1::2])
+            np.testing.assert_array_equal(experts["down_proj"]["kernel"], wanted[f"{stem}.down_proj"])
+    unpacked = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
+    )
+    mask, ours = MASKS["right"], load_model(tmp_path)[0]
+    np.testing.assert_allclose(our_logits(ours, mask)[mask], hf_logits(unpacked.eval(), mask)[mask], rtol=0, atol=1e-4)
+
+    name = "model.layers.1.mlp.experts.down_proj"
+    for change, said in (
+        ({f"{name}_scales": None}, rf"lack tensor\(s\) {name}_scales"),
+        (
+            {f"{name}_scales": tensors[f"{name}_scales"][:, :3]},
+            rf"{name}_blocks has shape .* and {name}_scales \(5, 3, 1",
+        ),
+        ({f"{name}_blocks": tensors[f"{name}_blocks"].astype(np.int8)}, rf"{name}_blocks is stored as I8"),
+        ({f"{name}_scales": np.full_like(tensors[f"{name}_scales"], 255)}, rf"{name}_blocks has NaN or infinite"),
+    ):
+        changed = {key: np.ascontiguousarray(value) for key, value in (tensors | change).items() if value is not None}
+        save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises(UserError, match=said):
+            load_model(tmp_path)
 
 
 @pytest.mark.slow

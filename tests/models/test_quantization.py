@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 from tests.models.test_lora import HF
+from tests.models.test_parity import FAMILIES
 from tests.parameters import others_slow
 from tunix_like import LoraConfig, UserError, add_lora, load_model, merge_lora
 from tunix_like.models import quantization, weights
@@ -25,7 +26,8 @@ RNG = np.random.default_rng(0)
 KERNEL = (RNG.standard_normal((4 * BLOCK, 9)) * np.geomspace(1e-3, 10, 9)).astype(np.float32)
 KERNEL[:, 3] = 0
 KERNEL[:BLOCK, 4] = 0
-WIDE = HF | {"num_hidden_layers": 1, "hidden_size": BLOCK, "intermediate_size": 2 * BLOCK, "head_dim": BLOCK // 4}
+ONE_LAYER = {"num_hidden_layers": 1, "head_dim": BLOCK // 4}
+WIDE = HF | ONE_LAYER | {"hidden_size": BLOCK, "intermediate_size": 2 * BLOCK}
 
 
 def test_int8_is_within_half_a_step():
@@ -89,11 +91,12 @@ def test_backward_pass_dequantizes_again(kind):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "olmo3", "ministral3"])
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_loading_quantizes_tensor_by_tensor(kind, tmp_path, monkeypatch):
+def test_loading_quantizes_tensor_by_tensor(kind, family, tmp_path, monkeypatch):
     """Each tensor is quantized before the next one is read. The codes equal those of the quantized whole model, the
     shapes those of an abstract model, and a merge restores the represented weights."""
-    whole, _ = load_model(WIDE, init="random")
+    whole, _ = load_model(WIDE | FAMILIES.get(family, ("", {}))[1] | ONE_LAYER | {"model_type": family}, init="random")
     save_model(nnx.to_pure_dict(nnx.split(whole)[1]), whole.config, None, tmp_path)
     order = []
     for name in ("place", "quantize"):

@@ -1,4 +1,5 @@
-"""Tests windows, caps and sinks in sampling with a cache that is refilled and grows, and in the bins of training."""
+"""Tests windows, caps, sinks, YaRN and queries scaled by position in sampling with a cache that is refilled and grows,
+and in the bins of training."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tests.rollout.arrays import sample_groups
 from tunix_like.models import attention_decoding, attention_kernels, decoder
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.fields import LinearScaling
+from tunix_like.models.fields import YarnScaling
 from tunix_like.rollout import schedule
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.rollout.shapes import pad_tokens
@@ -30,7 +31,8 @@ CONFIG = DecoderConfig(
     head_dim=8,
     windows=(5, None, 9),
     rotary=(True, True, False),
-    rope_scaling=LinearScaling(2.0),
+    rope_scaling=YarnScaling(2.0, 16, beta_fast=2.0, beta_slow=0.2),
+    query_scaling=0.5,
     local_rope_theta=30.0,
     attention_cap=1.0,
     logits_cap=2.0,

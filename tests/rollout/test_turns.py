@@ -21,6 +21,7 @@ from tunix_like.config.schema import MeshConfig
 from tunix_like.models import attention
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
+from tunix_like.models.fields import YarnScaling
 from tunix_like.models.sharding import AXES, build_mesh, place_params
 from tunix_like.rollout import decoding, schedule, turns
 from tunix_like.rollout.sampler import Sampler
@@ -44,7 +45,15 @@ PLAIN = DecoderConfig(
     head_dim=8,
     qk_norm=True,
 )
-WINDOWS = dataclasses.replace(PLAIN, windows=(9, None), attention_cap=5.0)
+WINDOWS = dataclasses.replace(
+    PLAIN,
+    windows=(9, None),
+    attention_cap=5.0,
+    rope_scaling=YarnScaling(2.0, 16),
+    query_scaling=0.5,
+    joint_qk_norm=True,
+    sinks=True,
+)
 
 
 def make_model(config: DecoderConfig) -> tuple:

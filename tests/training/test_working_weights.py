@@ -1,6 +1,7 @@
 """Tests stacked layers and prepared weights against the plain ones: gradients, log-probabilities, dtypes and
 patterns."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,7 +14,7 @@ from tests.parameters import others_slow
 from tunix_like.config.schema import LoraConfig
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.fields import Experts
+from tunix_like.models.fields import Experts, YarnScaling
 from tunix_like.models.layer_stack import Segment, segments_of, stack_layers, unstack_layers
 from tunix_like.models.log_probabilities import token_logprobs
 from tunix_like.models.lora import add_lora, split_params
@@ -28,6 +29,25 @@ MODELS = {
     "equal layers": dict(num_layers=3),
     "windows in a pattern": dict(num_layers=5, windows=(3, None, 3, None, 3), local_rope_theta=100.0),
     "experts after a plain layer": dict(num_layers=3, experts=EXPERTS, expert_layers=(False, True, True)),
+    "norms of outputs, scaled queries": dict(
+        num_layers=5,
+        windows=(3, None, 3, None, 3),
+        local_rope_theta=100.0,
+        rope_scaling=YarnScaling(2.0, 4),
+        query_scaling=0.5,
+        qk_norm=True,
+        joint_qk_norm=True,
+        input_norms=False,
+        post_norms=True,
+    ),
+    "sinks, experts with biases": dict(
+        num_layers=4,
+        windows=(3, None, 3, None),
+        o_bias=True,
+        sinks=True,
+        activation="clamped_swiglu",
+        experts=dataclasses.replace(EXPERTS, biases=True),
+    ),
     "tied embeddings": dict(num_layers=2, tie_embeddings=True),
 }
 

@@ -50,8 +50,8 @@ class DecoderConfig:
       head_dim: width of one head, h. It is even and can differ from D / H.
       rope_theta: base of the rotary wavelengths.
       rope_scaling: scaling of the rotary frequencies, or None.
-      query_scaling: beta of a factor by which the queries of every layer are multiplied: `1 + beta ln(1 + p // n)` at
-        position p, with n = `rope_scaling.original_max_positions`. None: no factor.
+      query_scaling: beta of a factor by which rotated queries are multiplied: `1 + beta ln(1 + p // n)` at position p,
+        with n = `rope_scaling.original_max_positions`. None: no factor.
       local_rope_theta: base of the rotary wavelengths in layers with a window; these layers then have no scaling. None:
         all layers have the same base and scaling.
       norm_eps: number added to the mean square in every RMS norm.

@@ -166,7 +166,7 @@ class Decoder(nnx.Module):
         kinds = [self.config.rope(index) for index in range(self.config.num_layers)]
         for kind in kinds:
             if kind is not None and kind not in tables:
-                tables[kind] = rotation(self.config.head_dim, *kind, self.config.query_scaling, positions)
+                tables[kind] = rotation(self.config, *kind, positions)
         return [tables[kind] for kind in kinds]
 
     @property

@@ -46,16 +46,14 @@ def rope_tables(head_dim: int, theta: float, scaling: Scaling | None, positions:
     return jnp.cos(angles) * size, jnp.sin(angles) * size
 
 
-def rotation(
-    head_dim: int, theta: float, scaling: Scaling | None, query_scaling: float | None, positions: Int[Array, "..."]
-) -> Rotation:
-    """Returns the tables of `positions`; those of the queries contain the factor of `query_scaling`."""
-    cosine, sine = tables = rope_tables(head_dim, theta, scaling, positions)
-    if query_scaling is None:
+def rotation(config: DecoderConfig, theta: float, scaling: Scaling | None, positions: Int[Array, "..."]) -> Rotation:
+    """Returns the tables of `positions`; those of the queries contain the factor of `DecoderConfig.query_scaling`."""
+    cosine, sine = tables = rope_tables(config.head_dim, theta, scaling, positions)
+    if config.query_scaling is None:
         return Rotation(tables, tables)
-    assert isinstance(scaling, RopeScaling | YarnScaling)
-    periods = jnp.maximum(positions, 0) // scaling.original_max_positions  # padding can have the position -1
-    size = 1 + query_scaling * jnp.log1p(periods.astype(jnp.float32))[..., None]
+    assert isinstance(config.rope_scaling, RopeScaling | YarnScaling)
+    periods = jnp.maximum(positions, 0) // config.rope_scaling.original_max_positions  # -1 is the position of padding
+    size = 1 + config.query_scaling * jnp.log1p(periods.astype(jnp.float32))[..., None]
     return Rotation((cosine * size, sine * size), tables)
 
 
