@@ -9,19 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from tests.parameters import others_slow
 from tests.rollout.arrays import sample_groups
-from tunix_like.config.schema import MeshConfig
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.layers import rope_frequencies, rope_tables
 from tunix_like.models.loading import load_model, save_model
 from tunix_like.models.log_probabilities import token_logprobs
-from tunix_like.models.sharding import build_mesh
-from tunix_like.models.weights import check_weights, hf_name
+from tunix_like.models.weights import check_weights, hf_name, load_weights
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.rollout.shapes import pad_tokens
 from tunix_like.training.forward import ForwardOptions, batch_logprobs
@@ -390,7 +390,7 @@ def test_weights_in_mxfp4(reference, tmp_path):
     import transformers
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    hf, folder = reference
+    _, folder = reference
     ours, _ = load_model(folder)
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
@@ -410,9 +410,11 @@ def test_weights_in_mxfp4(reference, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     assert check_weights(tmp_path, params_of(ours), ours.config).startswith(f"the headers of all {len(tensors)} ")
 
-    mesh = build_mesh(MeshConfig(shape=[2, 4], axis_names=["fsdp", "tp"]))
-    for model in (load_model(tmp_path)[0], load_model(tmp_path, mesh=mesh)[0]):
-        for index, layer in params_of(model)["layers"].items():
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    spread = lambda x: NamedSharding(mesh, P(None, "a", "b") if x.ndim == 3 else P())  # noqa: E731
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=spread(x)), params_of(ours))
+    for params in (params_of(load_model(tmp_path)[0]), load_weights(tmp_path, shapes, ours.config)):
+        for index, layer in params["layers"].items():
             stem, experts = f"model.layers.{index}.mlp.experts", layer["mlp"]["experts"]
             fused = wanted[f"{stem}.gate_up_proj"]
             np.testing.assert_array_equal(experts["gate_proj"]["kernel"], fused[..., 0::2])

@@ -133,7 +133,9 @@ def test_training_of_other_families_on_a_mesh(name):
     row, learner, seen = train(build_mesh(MeshConfig(shape=[2, 2, 2], axis_names=AXES)), config=config)
     assert seen == said and row["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-5)
     for one, many in zip(jax.tree.leaves(single.params), jax.tree.leaves(learner.params), strict=True):
-        np.testing.assert_allclose(np.asarray(one), np.asarray(many), atol=5e-5)
+        # Adam magnifies the rounding of gradients near 0, which experts with few tokens have.
+        np.testing.assert_allclose(np.asarray(one), np.asarray(many), atol=5e-5 if config.experts is None else 1e-3)
+        assert np.abs(np.asarray(one) - np.asarray(many)).mean() < 1e-5
 
 
 @pytest.mark.parametrize("layout", [[8, 1, 1], [2, 1, 4], [1, 8, 1], [1, 2, 4]], ids=str)

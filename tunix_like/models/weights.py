@@ -462,7 +462,8 @@ class Packed(NamedTuple):
             lines = slice(of_file.start * self.columns.step, of_file.stop * self.columns.step)
             pairs, exponents = (part[one, lines, groups][0, self.columns] for part in (codes, scales))
             values = _FP4[np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*exponents.shape, _MX_BLOCK)]
-            values = np.ldexp(values, exponents.astype(np.int32)[..., None] - 127)
+            with np.errstate(over="ignore", invalid="ignore"):  # the caller refuses infinite values and NaN
+                values = values * np.ldexp(np.float32(1), exponents.astype(np.int32)[..., None] - 127)
             yield within, values.reshape(len(values), -1)[:, inner]
 
 
