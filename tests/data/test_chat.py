@@ -47,9 +47,22 @@ GEMMA = (
     "{{ '<start_of_turn>' + message['role'].replace('assistant', 'model') + '\n' + message['content'] | trim"
     " + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
 )
+HARMONY = (  # GPT-OSS: instructions in a developer message, answers in channels, a date, no text after the last role
+    "{%- macro message(role, text) -%}\n    {{- '<|start|>' + role + '<|message|>' + text + '<|end|>' }}\n"
+    "{%- endmacro -%}\n{%- set rest = namespace(messages=messages) %}\n"
+    "{{- message('system', 'Current date: ' + strftime_now('%Y-%m-%d') + '\n\n# Valid channels: analysis, final.') }}\n"
+    "{%- if messages[0].role in ['developer', 'system'] %}\n    {%- set rest.messages = messages[1:] %}\n"
+    "    {{- message('developer', '# Instructions\n\n' + messages[0].content) }}\n{%- endif %}\n"
+    "{%- for message_ in rest.messages -%}\n    {%- if message_.role == 'assistant' %}\n"
+    "        {{- '<|start|>assistant<|channel|>final<|message|>' + message_.content }}\n"
+    "        {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}\n"
+    "    {%- else %}\n        {{- message(message_.role, message_.content) }}\n    {%- endif %}\n{%- endfor -%}\n"
+    "{%- if add_generation_prompt -%}\n    <|start|>assistant\n{%- endif -%}"
+)
 FAMILIES = {  # template, beginning of a text, ends of a completion, further special tokens
     "qwen": (QWEN, None, ["<|im_end|>", "<|endoftext|>"], ["<|im_start|>", "<think>", "</think>"]),
     "llama": (LLAMA, "<|begin_of_text|>", ["<|eot_id|>", "<|eom_id|>"], ["<|start_header_id|>", "<|end_header_id|>"]),
+    "harmony": (HARMONY, None, ["<|return|>", "<|call|>"], ["<|start|>", "<|end|>", "<|message|>", "<|channel|>"]),
     "gemma": (GEMMA, "<bos>", ["<end_of_turn>", "<eos>"], ["<start_of_turn>"]),
 }
 QUESTION, SYSTEM = "What is 48 / 2 + 48?", "Reason step by step."

@@ -16,6 +16,7 @@ from tunix_like.models.sharding import build_mesh, place_slots, scope
 
 P, G, H, K, WIDTH = 2, 3, 4, 2, 16
 LENGTHS = np.array([70, 3], np.int32)
+SINKS = np.array([-0.5, 1.5, 0.3, 30.0], np.float32)
 
 
 @pytest.fixture(params=["tpu", "gpu"])
@@ -49,16 +50,16 @@ def made(room: int, prompt: int, dtype=np.float32):
     return [jnp.asarray(random.normal(size=shape), dtype) for shape in shapes]
 
 
-def run(device, q, prompt_k, prompt_v, k, v, lengths, columns, starts=None, cap=None):
+def run(device, q, prompt_k, prompt_v, k, v, lengths, columns, starts=None, cap=None, sinks=None):
     lengths, columns = jnp.asarray(lengths), jnp.asarray(columns)
     of_prompt, of_own = Lengths(lengths), Positions(columns)
     if starts is not None:
         starts = jnp.asarray(starts)
         of_prompt, of_own = Lengths(lengths, starts), Positions(columns, starts.reshape(-1, 1))
-    return decoding_attention(q, part_of(prompt_k, prompt_v, of_prompt), part_of(k, v, of_own), device, cap)
+    return decoding_attention(q, part_of(prompt_k, prompt_v, of_prompt), part_of(k, v, of_own), device, cap, sinks)
 
 
-def expected(arrays, prompt_mask, own_mask, cap):
+def expected(arrays, prompt_mask, own_mask, cap, sinks=None):
     q, *keys = (np.asarray(x, np.float32) for x in arrays)
     prompt_k, prompt_v, own_k, own_v = keys
     wide = [np.repeat(x, G, axis=0) for x in (prompt_k, prompt_v)]
@@ -66,20 +67,20 @@ def expected(arrays, prompt_mask, own_mask, cap):
     seen = np.concatenate([of_prompt, seen_of(own_mask, P * G, 1, own_k.shape[1])], axis=-1)
     k, v = (np.concatenate(pair, axis=1) for pair in zip(wide, (own_k, own_v), strict=True))
     rows = q.reshape(P * G, 1, H, WIDTH)
-    return oracle(rows, k, v, seen, np.zeros_like(rows), cap)[0].reshape(q.shape)
+    return oracle(rows, k, v, seen, np.zeros_like(rows), cap, sinks)[0].reshape(q.shape)
 
 
-@pytest.mark.parametrize("cap", [None, 2.0], ids=["", "cap"])
+@pytest.mark.parametrize(("cap", "sinks"), [(None, None), (2.0, None), (None, SINKS)], ids=["", "cap", "sinks"])
 @pytest.mark.parametrize("windows", [False, True], ids=["", "windows"])
 @pytest.mark.parametrize(("room", "prompt"), [(96, 75), (70, 96), (20, 20), (40, 33)])
-def test_kernel_equals_a_softmax_in_float64(device, room, prompt, windows, cap):
+def test_kernel_equals_a_softmax_in_float64(device, room, prompt, windows, cap, sinks):
     columns, lengths = columns_of(room), np.minimum(LENGTHS, prompt)
     starts = np.maximum(columns.max(1).reshape(P, G) - 9, 0) if windows else None
     prompt_mask = Lengths(lengths, starts)
     own_mask = Positions(columns, None if starts is None else starts.reshape(-1, 1))
     arrays = made(room, prompt)
-    found = run(device, *arrays, lengths, columns, starts, cap)
-    np.testing.assert_allclose(found, expected(arrays, prompt_mask, own_mask, cap), rtol=0, atol=2e-6)
+    found = run(device, *arrays, lengths, columns, starts, cap, sinks)
+    np.testing.assert_allclose(found, expected(arrays, prompt_mask, own_mask, cap, sinks), rtol=0, atol=2e-6)
 
 
 def test_query_that_sees_nothing_gives_zeros(device):
@@ -121,9 +122,12 @@ def test_bfloat16_and_a_mesh(device):
     wanted = expected(arrays, Lengths(lengths), Positions(columns), None)
     np.testing.assert_allclose(np.asarray(alone, np.float32), wanted, rtol=0, atol=0.02)
     mesh = build_mesh(MeshConfig(shape=[2, 1, 2], axis_names=["data", "fsdp", "tp"]), jax.devices()[:4])
-    with scope(mesh):
-        split = jax.jit(run, static_argnums=0)(device, *place_slots((*arrays, lengths, columns), mesh))
-    np.testing.assert_allclose(np.asarray(split, np.float32), np.asarray(alone, np.float32), rtol=0, atol=0.01)
+    for sinks in (None, SINKS):
+        alone = run(device, *arrays, lengths, columns, sinks=sinks)
+        with scope(mesh):
+            placed = place_slots((*arrays, lengths, columns), mesh)
+            split = jax.jit(run, static_argnums=0)(device, *placed, sinks=sinks)
+        np.testing.assert_allclose(np.asarray(split, np.float32), np.asarray(alone, np.float32), rtol=0, atol=0.01)
 
 
 @pytest.mark.parametrize(

@@ -120,13 +120,25 @@ def test_window_of_the_oracle():
     assert [np.flatnonzero(row).tolist() for row in seen] == [[0], [0, 1], [0, 1, 2], [3], [3, 4], [5], []]
 
 
+SINKS = np.array([-0.5, 1.5, 0.3, 2.5], np.float32)
+
+
 @pytest.mark.parametrize(
-    ("lengths", "window", "cap"),
-    [(LENGTHS, None, None), (EMPTY, None, None), (LENGTHS, 5, None), (LENGTHS, None, 0.7), (LENGTHS, 4, 0.7)],
-    ids=["prompts", "an empty prompt", "windows", "caps", "windows and caps"],
+    ("lengths", "window", "cap", "sinks"),
+    [
+        (LENGTHS, None, None, None),
+        (EMPTY, None, None, None),
+        (LENGTHS, 5, None, None),
+        (LENGTHS, None, 0.7, None),
+        (LENGTHS, 4, 0.7, None),
+        (LENGTHS, None, None, SINKS),
+        (EMPTY, 4, None, SINKS),
+        (LENGTHS, None, None, SINKS + 200),
+    ],
+    ids=["prompts", "an empty prompt", "windows", "caps", "windows and caps", "sinks", "sinks, windows", "far sinks"],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_parts_equal_one_softmax(kind, lengths, window, cap):
+def test_two_parts_equal_one_softmax(kind, lengths, window, cap, sinks):
     """Tests bins of completions over their prompts. The oracle gets the keys of every prompt once per bin. In the
     second case one bin sees no keys. With windows, later tokens see a part of the prompt or nothing."""
     starts = None
@@ -144,18 +156,27 @@ def test_two_parts_equal_one_softmax(kind, lengths, window, cap):
     def rows(x):
         return x.reshape(P * G, *x.shape[2:])
 
-    def run(q, prompt_k, prompt_v, own_k, own_v):
+    def run(q, prompt_k, prompt_v, own_k, own_v, sinks=None):
         own = part_of(rows(own_k), rows(own_v), own_mask)
-        return group_attention(q, part_of(prompt_k, prompt_v, prompt_mask), own, kind=kind, cap=cap)
+        return group_attention(q, part_of(prompt_k, prompt_v, prompt_mask), own, kind=kind, cap=cap, sinks=sinks)
 
-    out, of_q, *of_keys = found_by(run, cotangent, q, *keys)
+    out, of_q, *of_keys = found_by(run, cotangent, q, *keys, *([] if sinks is None else [sinks]))
     k, v = (np.concatenate([np.repeat(keys[i], G, axis=0), rows(keys[i + 2])], axis=1) for i in (0, 1))
-    wanted, wanted_q, *sides = oracle(rows(q), k, v, seen, rows(cotangent), cap)
-    prompts = [x[:, :S].reshape(P, G, S, K, WIDTH).sum(1) for x in sides]
-    own = [x[:, S:].reshape(P, G, T, K, WIDTH) for x in sides]
+    wanted, wanted_q, of_k, of_v, *of_sinks = oracle(rows(q), k, v, seen, rows(cotangent), cap, sinks)
+    prompts = [x[:, :S].reshape(P, G, S, K, WIDTH).sum(1) for x in (of_k, of_v)]
+    own = [x[:, S:].reshape(P, G, T, K, WIDTH) for x in (of_k, of_v)]
     assert np.isfinite(out).all()
     found = [np.where(real, rows(out), 0), rows(of_q), *of_keys]
-    assert_same(found, [wanted, wanted_q, *prompts, *own], 1e-5)
+    assert_same(found, [wanted, wanted_q, *prompts, *own, *of_sinks], 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_part_with_sinks(kind):
+    mask, (q, k, v) = Causal(), (normal(4, T, heads, WIDTH) + shift for heads, shift in ((H, 0), (K, 0.1), (K, 0.2)))
+    cotangent = normal(4, T, H, WIDTH + 1)[..., 1:]
+    run = lambda q, k, v, sinks: attention(q, part_of(k, v, mask), kind, sinks=sinks)  # noqa: E731
+    found = found_by(run, cotangent, q, k, v, SINKS)
+    assert_same(found, oracle(q, k, v, seen_of(mask, 4, T, T), cotangent, sinks=SINKS), 1e-5)
 
 
 def test_splash_attention_translates_for_tpus(monkeypatch):
@@ -174,22 +195,24 @@ def test_splash_attention_translates_for_tpus(monkeypatch):
 
 @pytest.mark.parametrize("shape", [[8, 1, 1], [2, 2, 2]], ids=str)
 def test_splash_attention_on_a_mesh(shape):
-    """Each device runs the kernel for its own rows and heads. Values and gradients equal those of one device."""
+    """Each device runs the kernel for its own rows and heads, with sinks. Values and gradients equal those of one
+    device."""
     mesh = build_mesh(MeshConfig(shape=shape, axis_names=["data", "fsdp", "tp"]))
     q, k, v = (normal(8, T, heads, WIDTH + shift)[..., :WIDTH] for heads, shift in ((H, 0), (K, 1), (K, 2)))
     prompt_k, prompt_v = (normal(4, S, K, WIDTH + shift)[..., :WIDTH] for shift in (3, 4))
     lengths, segments = jnp.asarray([6, 3, 1, 5]), jnp.asarray(np.tile(BINS, (2, 1)))
 
-    def run(q, k, v, prompt_k, prompt_v):
+    def run(q, k, v, prompt_k, prompt_v, sinks):
         own = part_of(k, v, Causal(segments))
         prompt = part_of(prompt_k, prompt_v, Lengths(lengths))
-        return group_attention(q.reshape(4, 2, T, H, WIDTH), prompt, own, kind="splash")
+        return group_attention(q.reshape(4, 2, T, H, WIDTH), prompt, own, kind="splash", sinks=sinks)
 
     real = np.tile(BINS, (2, 1)).reshape(4, 2, T, 1, 1) >= 0
     cotangent = np.where(real, normal(4, 2, T, H, WIDTH), 0)
-    expected = found_by(run, cotangent, q, k, v, prompt_k, prompt_v)
+    expected = found_by(run, cotangent, q, k, v, prompt_k, prompt_v, SINKS)
     with scope(mesh):
-        found = found_by(run, cotangent, *(place_prompts(x, mesh, axis=0) for x in (q, k, v, prompt_k, prompt_v)))
+        placed = [place_prompts(x, mesh, axis=0) for x in (q, k, v, prompt_k, prompt_v)]
+        found = found_by(run, cotangent, *placed, SINKS)
     assert_same([np.where(real, found[0], 0), *found[1:]], [np.where(real, expected[0], 0), *expected[1:]], 1e-5)
 
 
@@ -276,7 +299,7 @@ def everything(graphdef, params):
 
 
 WINDOWED = dataclasses.replace(CONFIG, windows=(3, None))
-CAPPED = dataclasses.replace(WINDOWED, attention_cap=0.7)
+CAPPED = dataclasses.replace(WINDOWED, attention_cap=0.7, sinks=True)
 
 
 @pytest.mark.parametrize(("kind", "config"), [("blocked", CAPPED), ("cudnn", WINDOWED), ("splash", SHALLOW)])
@@ -293,11 +316,12 @@ def test_decoder_gives_the_same_results_with_every_implementation(kind, config):
 
 def test_auto_selects_by_the_size_of_the_scores(monkeypatch):
     """Blocks are used if the scores of all parts together exceed the constant, and the plain implementation for arrays
-    of masks. This also holds with kernels that do not support caps or windows."""
+    of masks. This also holds with kernels that do not support caps, windows or sinks."""
     taken = []
-    monkeypatch.setattr(roads, "joined_attention", lambda q, parts, cap=None: taken.append(len(parts)) or q)
+    monkeypatch.setattr(roads, "joined_attention", lambda q, parts, cap=None, sinks=None: taken.append(len(parts)) or q)
     refuse = lambda *_: pytest.fail("a kernel was called")  # noqa: E731
-    monkeypatch.setattr(roads, "_KERNELS", {"cudnn": refuse, "splash": refuse})
+    for kernel in ("cudnn_attention", "splash_attention"):
+        monkeypatch.setattr(roads, kernel, refuse)
     monkeypatch.setattr(roads, "SCORES", P * G * T * H * (S + T))
     q = jnp.zeros((P, G, T, H, WIDTH))
     prompt = part_of(jnp.zeros((P, S, K, WIDTH)), jnp.zeros((P, S, K, WIDTH)), Lengths(jnp.asarray(LENGTHS)))
@@ -312,7 +336,8 @@ def test_auto_selects_by_the_size_of_the_scores(monkeypatch):
     group_attention(q, prompt, own, kind="cudnn", cap=5.0)
     group_attention(q, prompt, own, kind="splash", cap=5.0)
     group_attention(q, prompt, part_of(keys, keys, Causal(window=2)), kind="splash")
-    assert taken == [2] * 4
+    group_attention(q, prompt, own, kind="cudnn", sinks=jnp.zeros(H))
+    assert taken == [2] * 5
 
 
 def test_large_masks_are_not_materialized_for_cudnn(monkeypatch):
@@ -332,6 +357,10 @@ def test_unavailable_implementation_raises_an_error(name, said):
     with pytest.raises(UserError, match=rf"model\.attention: .*{said}"):
         Decoder(CONFIG, rngs=nnx.Rngs(0), attention=name)
     assert resolve_attention("auto", jnp.float32, WIDTH) == "auto"
+    gpu = [Device("NVIDIA H200")]
+    with pytest.raises(UserError, match=r"model\.attention: cudnn does not support the attention sinks"):
+        resolve_attention("cudnn", jnp.bfloat16, 64, gpu, sinks=True)
+    assert resolve_attention("auto", jnp.bfloat16, 64, gpu, sinks=True) == "cudnn"
 
 
 def test_config_key_selects_the_implementation_of_the_model():

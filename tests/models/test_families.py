@@ -16,6 +16,7 @@ from tests.models.published_configs import (
     GEMMA2,
     GEMMA3,
     GEMMA3_WITH_IMAGES,
+    GPT_OSS,
     MINISTRAL3,
     MINISTRAL3_WITH_IMAGES,
     MISTRAL,
@@ -31,7 +32,7 @@ from tunix_like.models.fields import Experts, LinearScaling, YarnScaling
 from tunix_like.models.loading import load_model, save_model
 from tunix_like.models.weights import save_weights
 
-PUBLISHED = (GEMMA2, GEMMA3, MISTRAL, MINISTRAL3, OLMO3, SMOLLM3, QWEN3_MOE)
+PUBLISHED = (GEMMA2, GEMMA3, MISTRAL, MINISTRAL3, OLMO3, SMOLLM3, QWEN3_MOE, GPT_OSS)
 TINY = {
     "vocab_size": 13,
     "hidden_size": 8,
@@ -53,6 +54,8 @@ def tiny(fields, **changes):
     experts = (
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6} if "num_experts" in fields else {}
     )
+    if "num_local_experts" in fields:
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_per_token": 2}
     return fields | {name: None for name in per_layer if name in fields} | TINY | experts | changes
 
 
@@ -155,6 +158,22 @@ def test_qwen3_moe_numbers():
     assert parameter_count(config) == 30_532_122_624
 
 
+def test_gpt_oss_numbers():
+    config = read(GPT_OSS)
+    yarn = YarnScaling(32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False)
+    assert config.windows == (128, None) * 12 and config.rope(0) == config.rope(1) == (1.5e5, yarn)
+    assert config.experts == Experts(32, 4, 2880, normalised=True, biases=True) and config.expert_layers == ()
+    assert config.qkv_bias and config.o_bias and config.sinks and config.activation == "clamped_swiglu"
+    assert parameter_count(config) == 20_914_757_184  # published: 20.9e9
+    assert parameter_count(read(GPT_OSS, num_hidden_layers=36, num_local_experts=128)) == 116_829_156_672  # 116.8e9
+    assert "quantization_config" not in config.to_hf(), "exports are not packed"
+    kinds = ["full_attention"] * 23 + ["sliding_attention"]
+    assert read(GPT_OSS, layer_types=kinds).windows == (None,) * 23 + (128,)
+    for changes in ({"experts": None}, {"experts": dataclasses.replace(config.experts, biases=False)}):
+        with pytest.raises(UserError, match="cannot be exported"):
+            dataclasses.replace(config, **changes).to_hf()
+
+
 @pytest.mark.parametrize("fields", PUBLISHED, ids=lambda fields: fields["model_type"])
 def test_round_trip(fields):
     config = read(fields)
@@ -162,7 +181,7 @@ def test_round_trip(fields):
     assert read(back) == config
     rewritten = {"torch_dtype", "hidden_act", "rope_scaling", "sliding_window_pattern", "no_rope_layer_interval"}
     rewritten |= {"layer_types", "router_aux_loss_coef", "output_router_logits", "attn_logit_softcapping"}
-    rewritten |= {"rope_parameters", "dtype"}
+    rewritten |= {"rope_parameters", "dtype", "quantization_config", "experts_per_token", "initial_context_length"}
     for name in fields.keys() - rewritten:
         assert back[name] == fields[name], name
     alone = dataclasses.replace(config, source=None).to_hf(eos_ids=[5])
@@ -225,7 +244,7 @@ def without(fields, name):
         bad(
             GEMMA2 | {"model_type": "gemma"},
             "Did you mean",
-            "gemma2, gemma3, gemma3_text, llama, ministral3",
+            "gemma2, gemma3, gemma3_text, gpt_oss, llama, ministral3",
             id="family",
         ),
         bad(GEMMA2 | {"hidden_activation": "gelu"}, "hidden_activation", "gelu_pytorch_tanh", id="activation"),
@@ -281,6 +300,15 @@ def without(fields, name):
         bad(QWEN3_MOE | {"num_local_experts": 64}, "num_local_experts", id="experts-twice"),
         bad(QWEN3_MOE | {"n_shared_experts": 1}, "n_shared_experts", "is unknown", id="shared-expert"),
         bad(QWEN3_MOE | {"output_router_logits": True}, "output_router_logits", id="router-logits"),
+        bad(
+            GPT_OSS | {"experts_per_token": 2}, "num_experts_per_tok and experts_per_token", "differ", id="chosen-twice"
+        ),
+        bad(GPT_OSS | {"swiglu_limit": 5.0}, "swiglu_limit", "only 7.0", id="another-clamp"),
+        bad(GPT_OSS | {"attention_bias": False}, "attention_bias", "only true", id="gpt-oss-without-biases"),
+        bad(GPT_OSS | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config", id="fp8"),
+        bad(QWEN3_MOE | {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config", id="mxfp4"),
+        bad(without(GPT_OSS, "rope_scaling"), "missing: rope_scaling", id="no-yarn"),
+        bad(without(GPT_OSS, "num_local_experts"), "missing: num_experts", id="no-experts"),
         bad(SMOLLM3 | {"num_experts": 4}, "num_experts", "is unknown", id="another-family's"),
     ],
 )

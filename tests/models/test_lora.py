@@ -26,11 +26,12 @@ REAL = MASKS["right"]
 
 
 @pytest.fixture(
-    scope="module", params=others_slow(["qwen2", "qwen3", "llama-rope", "gemma3", "olmo3", "ministral3"], "qwen3")
+    scope="module",
+    params=others_slow(["qwen2", "qwen3", "llama-rope", "gemma3", "olmo3", "ministral3", "gpt-oss"], "qwen3"),
 )
 def place(request, tmp_path_factory):
     """Returns (transformers model, its folder) of one family. The families cover biases, another head width, norms
-    after the MLP with and without others, and queries scaled by position."""
+    after the MLP with and without others, queries scaled by position, and experts."""
     import torch
     import transformers
 
@@ -114,7 +115,8 @@ def test_an_adapter_from_peft(place, tmp_path):
     expected = torch_logits(made)
     made.unload()
     model = load_adapter(load_model(folder)[0], tmp_path / "adapter")
-    assert (model.adapters.rank, model.adapters.alpha, model.adapters.targets) == (3, 5, ("q_proj", "down_proj"))
+    targets = ("q_proj", "down_proj") if model.config.experts is None else ("q_proj",)
+    assert (model.adapters.rank, model.adapters.alpha, model.adapters.targets) == (3, 5, targets)
     np.testing.assert_allclose(logits(model), expected, atol=1e-4)
     assert np.abs(torch_logits(reference) - expected).max() > 0.01
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 from tunix_like.config.schema import MeshConfig
 from tunix_like.models.fields import Experts
-from tunix_like.models.layers import MixtureOfExperts
+from tunix_like.models.layers import _GATINGS, MixtureOfExperts
 from tunix_like.models.sharding import build_mesh, place_params, place_prompts, scope
 
 pytestmark = pytest.mark.slow
@@ -18,25 +18,48 @@ pytestmark = pytest.mark.slow
 WIDTH, INNER, E, N = 8, 12, 5, 11
 
 
-def make(normalised, per_token=2, dtype=jnp.float32):
-    experts = Experts(number=E, per_token=per_token, intermediate_size=INNER, normalised=normalised)
+def silu(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def make(normalised, per_token=2, dtype=jnp.float32, biases=False, number=E):
+    """Biases are random, and the kernels large enough for the clamps of GPT-OSS, whose activation goes with biases."""
+    experts = Experts(number, per_token, INNER, normalised, biases)
     kinds = {"rngs": nnx.Rngs(0), "dtype": dtype, "param_dtype": jnp.float32}
-    return nnx.split(MixtureOfExperts(WIDTH, experts, jax.nn.silu, **kinds))
+    graphdef, state = nnx.split(
+        MixtureOfExperts(WIDTH, experts, _GATINGS["clamped_swiglu"] if biases else silu, **kinds)
+    )
+    params, random = nnx.to_pure_dict(state), np.random.default_rng(5)
+    if biases:
+        wider = lambda x: 4 * x + jnp.asarray(random.normal(size=x.shape), x.dtype)  # noqa: E731
+        params["experts"] = jax.tree.map(wider, params["experts"])
+        params["gate"]["bias"] += random.normal(size=number).astype(np.float32)
+    return graphdef, params
 
 
 def by_token(params, x, per_token, normalised):
     """Processes token by token and calls each expert separately. The choice is made by sorting, and the lower index
     wins a tie."""
-    kernels = [params["experts"][f"{name}_proj"]["kernel"] for name in ("gate", "up", "down")]
+    router, experts = params["gate"], params["experts"]
+
+    def product(token, name, e):
+        projection = experts[f"{name}_proj"]
+        return token @ projection["kernel"][e] + (projection["bias"][e] if "bias" in projection else 0.0)
+
+    def hidden(token, e):
+        gate, up = product(token, "gate", e), product(token, "up", e)
+        if "bias" not in router:
+            return jax.nn.silu(gate) * up
+        gate, up = jnp.where(gate > 7, 7, gate), jnp.where(up > 7, 7, jnp.where(up < -7, -7, up))
+        return (up + 1) * gate / (1 + jnp.exp(-1.702 * gate))
+
     out = []
     for token in x:
-        shares = jnp.exp(token @ params["gate"]["kernel"])
+        shares = jnp.exp(token @ router["kernel"] + router.get("bias", 0.0))
         shares = shares / shares.sum()
         chosen = np.argsort(-np.asarray(jax.lax.stop_gradient(shares)), kind="stable")[:per_token]
         total = sum(shares[e] for e in chosen) if normalised else 1.0
-        gate, up, down = kernels
-        each = [(jax.nn.silu(token @ gate[e]) * (token @ up[e])) @ down[e] * shares[e] / total for e in chosen]
-        out.append(sum(each))
+        out.append(sum(product(hidden(token, e), "down", e) * shares[e] / total for e in chosen))
     return jnp.stack(out)
 
 
@@ -48,11 +71,13 @@ def inputs(case):
 
 
 @pytest.mark.parametrize("case", ["as it comes", "one expert for all"])
-@pytest.mark.parametrize(("per_token", "normalised"), [(2, True), (3, False), (E, True)])
-def test_experts_equal_a_loop_over_tokens(case, per_token, normalised):
+@pytest.mark.parametrize(
+    ("per_token", "normalised", "biases"), [(2, True, False), (3, False, False), (E, True, False), (3, True, True)]
+)
+def test_experts_equal_a_loop_over_tokens(case, per_token, normalised, biases):
     """In the second case one expert gets every token, and with two experts per token some experts get none."""
-    graphdef, state = make(normalised, per_token)
-    params, x = nnx.to_pure_dict(state), inputs(case)
+    graphdef, params = make(normalised, per_token, biases=biases)
+    x = inputs(case)
     if case == "one expert for all":
         router = np.zeros((WIDTH, E), np.float32)
         router[:, 3] = 4.0
@@ -74,22 +99,21 @@ def test_experts_equal_a_loop_over_tokens(case, per_token, normalised):
 
 def test_the_router_is_float32():
     """In bfloat16, nearly equal weights that bfloat16 could not distinguish still sum to 1."""
-    graphdef, state = make(True, dtype=jnp.bfloat16)
-    weights, chosen = nnx.merge(graphdef, state).route(inputs("as it comes").astype(jnp.bfloat16))
+    graphdef, params = make(True, dtype=jnp.bfloat16)
+    weights, chosen = nnx.merge(graphdef, params).route(inputs("as it comes").astype(jnp.bfloat16))
     assert weights.dtype == jnp.float32 and chosen.shape == (N, 2)
     np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-6)
-    out = nnx.merge(graphdef, state)(inputs("as it comes").astype(jnp.bfloat16))
+    out = nnx.merge(graphdef, params)(inputs("as it comes").astype(jnp.bfloat16))
     assert out.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("biases", [False, True], ids=["", "biases"])
 @pytest.mark.parametrize("shape", [[2, 4], [4, 2]], ids=str)
-def test_experts_on_a_mesh(shape):
+def test_experts_on_a_mesh(shape, biases):
     """Each device routes its own tokens (all of them if the mesh does not divide the rows). Values and gradients equal
     those of one device."""
-    experts = Experts(number=4, per_token=2, intermediate_size=INNER, normalised=True)
-    kinds = {"rngs": nnx.Rngs(0), "dtype": jnp.float32, "param_dtype": jnp.float32}
-    graphdef, state = nnx.split(MixtureOfExperts(WIDTH, experts, jax.nn.silu, **kinds))
-    params, mesh = nnx.to_pure_dict(state), build_mesh(MeshConfig(shape=shape))
+    graphdef, params = make(True, biases=biases, number=4)
+    mesh = build_mesh(MeshConfig(shape=shape))
     x = inputs("as it comes")[: N // 2 * 2].reshape(2, -1, WIDTH)
     placed = place_params(params, mesh)
     kernel = placed["experts"]["down_proj"]["kernel"].addressable_shards[0].data

@@ -2,21 +2,26 @@
 decoder is causal and ignores padding."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file, save_file
 
 from tests.parameters import others_slow
 from tests.rollout.arrays import sample_groups
+from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.layers import rope_frequencies, rope_tables
 from tunix_like.models.loading import load_model, save_model
 from tunix_like.models.log_probabilities import token_logprobs
-from tunix_like.models.weights import hf_name
+from tunix_like.models.weights import check_weights, hf_name, load_weights
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.rollout.shapes import pad_tokens
 from tunix_like.training.forward import ForwardOptions, batch_logprobs
@@ -115,6 +120,19 @@ FAMILIES = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
             },
             "tie_word_embeddings": True,
+        },
+    ),
+    # MXFP4 packs 32 inputs; windows begin within prompts and completions.
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 8,
+            "num_hidden_layers": 3,
+            "sliding_window": 8,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "rope_parameters": YARN | {"truncate": False},
         },
     ),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
@@ -283,7 +301,7 @@ def test_sampled_tokens_and_their_log_probabilities(reference):
         np.testing.assert_allclose(trained, found.logprobs, rtol=0, atol=1e-4)
 
 
-NEW = ("gemma3", "gemma2", "mistral", "ministral3", "olmo3", "smollm3", "qwen3-moe", "qwen3-moe-shares")
+NEW = ("gemma3", "gemma2", "mistral", "ministral3", "olmo3", "gpt-oss", "smollm3", "qwen3-moe", "qwen3-moe-shares")
 BINS = ((9, 7), (3, 12))  # lengths of completions that share a bin of 20, for prompts of 17 and 3 tokens
 
 
@@ -319,22 +337,29 @@ def test_gradients_agree_with_autograd(reference):
         (found * torch.tensor(weights[p, 0, mine])).sum().backward()
     theirs = {name: parameter.grad.numpy() for name, parameter in hf.named_parameters()}
     hf.zero_grad()
-    compared = dict(named_gradients(ours))
-    for name in [name for name in theirs if name.endswith("gate_up_proj")]:  # fused in memory, separate in files
-        stem, fused = name.removesuffix("gate_up_proj"), theirs.pop(name)
-        theirs |= dict(zip((f"{stem}gate_proj", f"{stem}up_proj"), np.split(fused, 2, axis=1), strict=True))
+    interleaved = model.config.experts is not None and model.config.experts.biases
+    compared = dict(named_gradients(ours, interleaved))
+    for name in [name for name in theirs if "gate_up_proj" in name]:  # fused in transformers
+        parts, fused = [name.replace("gate_up", part) for part in ("gate", "up")], theirs.pop(name)
+        halves = (fused[..., 0::2], fused[..., 1::2]) if interleaved else np.split(fused, 2, axis=1)
+        theirs |= dict(zip(parts, halves, strict=True))
     assert compared.keys() == theirs.keys()
     for name, value in theirs.items():
         assert np.abs(value).max() > 1e-4, name
         np.testing.assert_allclose(compared[name], value, rtol=0, atol=1e-4 * np.abs(value).max(), err_msg=name)
 
 
-def named_gradients(tree):
-    """Returns the gradients with the names and the layout that transformers has in memory."""
+def named_gradients(tree, gpt_oss):
+    """Returns the gradients with the names and the layout that transformers has in memory, before gate and up are
+    fused."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         keys = tuple(key.key for key in path)
-        name = hf_name(keys) if "experts" not in keys else f"model.{'.'.join(map(str, keys[:-1]))}"
-        yield name, np.asarray(leaf.swapaxes(-1, -2) if keys[-1] == "kernel" else leaf)
+        name = hf_name(keys)
+        if experts := "experts" in keys:
+            name = f"model.{'.'.join(map(str, keys[:-1]))}{'_bias' * (keys[-1] == 'bias')}"
+        name = name.replace(".mlp.gate.", ".mlp.router.") if gpt_oss else name
+        turned = keys[-1] == "kernel" and not (gpt_oss and experts)
+        yield name, np.asarray(leaf.swapaxes(-1, -2) if turned else leaf)
 
 
 def test_exported_model_loads_in_transformers(reference, tmp_path):
@@ -354,6 +379,70 @@ def test_exported_model_loads_in_transformers(reference, tmp_path):
         assert torch.equal(again.state_dict()[name], value), name
     mask = MASKS["right"]
     np.testing.assert_array_equal(hf_logits(again.eval(), mask)[mask], hf_logits(hf, mask)[mask])
+
+
+@pytest.mark.parametrize("reference", ["gpt-oss"], indirect=True)
+def test_weights_in_mxfp4(reference, tmp_path):
+    """Random bytes have the values that transformers gives them, on one device and on a mesh that splits blocks of 32
+    inputs. Exponents from 2 ** -127 to 2 ** 127 are exact. The logits are those of the model that transformers
+    dequantises."""
+    import torch
+    import transformers
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    _, folder = reference
+    ours, _ = load_model(folder)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    fields = config | {"quantization_config": {"quant_method": "mxfp4"}, "initial_context_length": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    tensors, random, wanted = load_file(folder / "model.safetensors"), np.random.default_rng(0), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        codes = random.integers(0, 256, (experts, outputs, inputs // 32, 16), dtype=np.uint8)
+        scales = random.integers(123, 126, codes.shape[:-1], dtype=np.uint8)
+        scales[0, 0] = 0 if name.startswith("model.layers.0.") else 124
+        scales[1, 1] = 124
+        tensors |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+        wanted[name] = convert_moe_packed_tensors(
+            torch.tensor(codes), torch.tensor(scales), dtype=torch.float32
+        ).numpy()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert check_weights(tmp_path, params_of(ours), ours.config).startswith(f"the headers of all {len(tensors)} ")
+
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    spread = lambda x: NamedSharding(mesh, P(None, "a", "b") if x.ndim == 3 else P())  # noqa: E731
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=spread(x)), params_of(ours))
+    for params in (params_of(load_model(tmp_path)[0]), load_weights(tmp_path, shapes, ours.config)):
+        for index, layer in params["layers"].items():
+            stem, experts = f"model.layers.{index}.mlp.experts", layer["mlp"]["experts"]
+            fused = wanted[f"{stem}.gate_up_proj"]
+            np.testing.assert_array_equal(experts["gate_proj"]["kernel"], fused[..., 0::2])
+            np.testing.assert_array_equal(experts["up_proj"]["kernel"], fused[..., 1::2])
+            np.testing.assert_array_equal(experts["down_proj"]["kernel"], wanted[f"{stem}.down_proj"])
+    unpacked = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
+    )
+    mask, ours = MASKS["right"], load_model(tmp_path)[0]
+    np.testing.assert_allclose(our_logits(ours, mask)[mask], hf_logits(unpacked.eval(), mask)[mask], rtol=0, atol=1e-4)
+
+    name = "model.layers.1.mlp.experts.down_proj"
+    for change, said in (
+        ({f"{name}_scales": None}, rf"lack tensor\(s\) {name}_scales"),
+        (
+            {f"{name}_scales": tensors[f"{name}_scales"][:, :3]},
+            rf"{name}_blocks has shape .* and {name}_scales \(5, 3, 1",
+        ),
+        ({f"{name}_blocks": tensors[f"{name}_blocks"].astype(np.int8)}, rf"{name}_blocks is stored as I8"),
+        ({f"{name}_scales": np.full_like(tensors[f"{name}_scales"], 255)}, rf"{name}_blocks has NaN or infinite"),
+    ):
+        changed = {key: np.ascontiguousarray(value) for key, value in (tensors | change).items() if value is not None}
+        save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises(UserError, match=said):
+            load_model(tmp_path)
 
 
 @pytest.mark.slow

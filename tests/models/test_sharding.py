@@ -27,7 +27,7 @@ from tunix_like.data.maze import tokenizer
 from tunix_like.models import quantization
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.fields import YarnScaling
+from tunix_like.models.fields import Experts, YarnScaling
 from tunix_like.models.lora import join_params, split_params
 from tunix_like.models.quantization import quantize_base
 from tunix_like.models.sharding import (
@@ -69,6 +69,14 @@ OTHER_CONFIGS = {
         windows=(4, None), local_rope_theta=1e4, qk_norm=True, joint_qk_norm=True, input_norms=False, post_norms=True
     ),
     "Ministral 3": dict(rope_scaling=YarnScaling(2.0, 8), query_scaling=0.5),
+    "GPT-OSS": dict(
+        windows=(4, None),
+        qkv_bias=True,
+        o_bias=True,
+        sinks=True,
+        activation="clamped_swiglu",
+        experts=Experts(number=4, per_token=2, intermediate_size=24, normalised=True, biases=True),
+    ),
 }
 AXES = ["data", "fsdp", "tp"]
 MESHES = {"8 fsdp": [1, 8, 1], "8 tp": [1, 1, 8], "2 x 4": [1, 2, 4], "2 x 2 x 2": [2, 2, 2]}
@@ -120,12 +128,14 @@ def test_training_on_a_mesh_equals_training_on_one_device(alone, shape):
 
 @pytest.mark.parametrize("name", OTHER_CONFIGS)
 def test_training_of_other_families_on_a_mesh(name):
-    config = dataclasses.replace(CONFIG, qkv_bias=False, **OTHER_CONFIGS[name])
+    config = dataclasses.replace(CONFIG, **{"qkv_bias": False} | OTHER_CONFIGS[name])
     expected, single, said = train(None, config=config)
     row, learner, seen = train(build_mesh(MeshConfig(shape=[2, 2, 2], axis_names=AXES)), config=config)
     assert seen == said and row["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-5)
     for one, many in zip(jax.tree.leaves(single.params), jax.tree.leaves(learner.params), strict=True):
-        np.testing.assert_allclose(np.asarray(one), np.asarray(many), atol=5e-5)
+        # Adam magnifies the rounding of gradients near 0, which experts with few tokens have.
+        np.testing.assert_allclose(np.asarray(one), np.asarray(many), atol=5e-5 if config.experts is None else 1e-3)
+        assert np.abs(np.asarray(one) - np.asarray(many)).mean() < 1e-5
 
 
 @pytest.mark.parametrize("layout", [[8, 1, 1], [2, 1, 4], [1, 8, 1], [1, 2, 4]], ids=str)

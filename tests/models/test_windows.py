@@ -1,5 +1,5 @@
-"""Tests windows, caps, YaRN and queries scaled by position in sampling with a cache that is refilled and grows, and in
-the bins of training."""
+"""Tests windows, caps, sinks, YaRN and queries scaled by position in sampling with a cache that is refilled and grows,
+and in the bins of training."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ CONFIG = DecoderConfig(
     local_rope_theta=30.0,
     attention_cap=1.0,
     logits_cap=2.0,
+    sinks=True,
 )
 RNG = np.random.default_rng(1)
 PROMPTS = [RNG.integers(0, 19, length).tolist() for length in (5, 1, 11, 20, 7)]

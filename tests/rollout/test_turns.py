@@ -52,6 +52,7 @@ WINDOWS = dataclasses.replace(
     rope_scaling=YarnScaling(2.0, 16),
     query_scaling=0.5,
     joint_qk_norm=True,
+    sinks=True,
 )
 
 

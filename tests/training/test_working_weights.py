@@ -1,6 +1,7 @@
 """Tests stacked layers and prepared weights against the plain ones: gradients, log-probabilities, dtypes and
 patterns."""
 
+import dataclasses
 import functools
 
 import jax
@@ -38,6 +39,14 @@ MODELS = {
         joint_qk_norm=True,
         input_norms=False,
         post_norms=True,
+    ),
+    "sinks, experts with biases": dict(
+        num_layers=4,
+        windows=(3, None, 3, None),
+        o_bias=True,
+        sinks=True,
+        activation="clamped_swiglu",
+        experts=dataclasses.replace(EXPERTS, biases=True),
     ),
     "tied embeddings": dict(num_layers=2, tie_embeddings=True),
 }

@@ -2,8 +2,9 @@
 float32.
 
 A part (`attention_parts.Part`) is a set of keys and values with a mask. All completions of a prompt share the part of
-the prompt. This module contains the plain implementation, which materialises the scores, and selects between it, the
-blocked implementation and the library kernels.
+the prompt. A sink is a learned logit per query head that takes part in every softmax without a key (GPT-OSS); it is
+counted once, whatever the number of parts. This module contains the plain implementation, which materialises the
+scores, and selects between it, the blocked implementation and the library kernels.
 """
 
 from __future__ import annotations
@@ -31,21 +32,27 @@ SCORES = 2**24
 implementation if no library kernel is used. With more scores, it uses the blocked implementation. In training, `SCORES`
 scores take 64 MB per layer. Batches for which the blocked implementation is faster usually have more scores."""
 
-_KERNELS = {"cudnn": cudnn_attention, "splash": splash_attention}
 
-
-def resolve_attention(name: str, dtype: Any, head_dim: int, devices: Sequence[Any] | None = None) -> str:
+def resolve_attention(
+    name: str, dtype: Any, head_dim: int, devices: Sequence[Any] | None = None, sinks: bool = False
+) -> str:
     """Returns the attention implementation for `name`. "auto" becomes the attention kernel of the device (cuDNN or
     splash attention), if there is one that supports `dtype` and `head_dim`.
 
     If the result is "auto", each call of `attention` or `group_attention` selects the plain or the blocked
-    implementation by the number of scores.
+    implementation by the number of scores. So does a call with sinks on cuDNN, which only the kernel of decoding then
+    replaces.
     """
     if name not in ATTENTIONS:
         raise UserError(f"model.attention: unknown value '{name}'. {nearest(name, ATTENTIONS)}")
     devices = jax.devices() if devices is None else devices
     splash = None if devices[0].platform == "tpu" else f"a TPU, but this is {devices[0].device_kind}"
     missing = {"cudnn": _cudnn_lacks(devices[0], dtype, head_dim), "splash": splash}
+    if sinks and name == "cudnn":
+        raise UserError(
+            "model.attention: cudnn does not support the attention sinks of this model. They are applied by the"
+            " log-sum-exp, which jax returns rounded to bfloat16 and without a gradient. Set auto or blocked."
+        )
     if name == "auto":
         return next((kernel for kernel, lack in missing.items() if lack is None), "auto")
     if (lack := missing.get(name)) is not None:
@@ -63,44 +70,60 @@ def _cudnn_lacks(device: Any, dtype: Any, head_dim: int) -> str | None:
     return None
 
 
-def _implementation(kind: str, q: Float[Array, "*B H h"], parts: tuple[Part, ...], cap: float | None) -> Any:
+def _implementation(
+    kind: str, q: Float[Array, "*B H h"], parts: tuple[Part, ...], cap: float | None, sinks: Float[Array, "H"] | None
+) -> Any:
     """Selects the attention implementation of one call. Returns None for the plain implementation.
 
     If the mask of one of `parts` is an array, the result is None. (Decoding uses such masks, with one query per
-    completion.) Kernels do not support a cap of the scores, and splash attention does not support windows. If `kind` is
-    a kernel that does not support the call, the number of scores selects the implementation, as for "auto".
+    completion.) Kernels do not support a cap of the scores, splash attention does not support windows, and cuDNN does
+    not support sinks. If `kind` is a kernel that does not support the call, the number of scores selects the
+    implementation, as for "auto".
     """
     if kind == "plain" or not all(part.described for part in parts):
         return None
     if cap is not None:
         kind = "blocked" if kind == "blocked" else "auto"
-    elif kind == "splash" and any(part.windowed for part in parts):
+    elif (kind == "splash" and any(part.windowed for part in parts)) or (kind == "cudnn" and sinks is not None):
         kind = "auto"
-    if kind in _KERNELS:
-        return _KERNELS[kind]
+    if kind == "splash":
+        return functools.partial(splash_attention, sinks=sinks)
+    if kind == "cudnn":
+        return cudnn_attention
     scores = sum(q.size // q.shape[-1] * part.k.shape[-1] for part in parts)
-    return functools.partial(joined_attention, cap=cap) if kind == "blocked" or scores > SCORES else None
+    return functools.partial(joined_attention, cap=cap, sinks=sinks) if kind == "blocked" or scores > SCORES else None
 
 
 def attention(
-    q: Float[Array, "B N H h"], part: Part, kind: str = "auto", cap: float | None = None
+    q: Float[Array, "B N H h"],
+    part: Part,
+    kind: str = "auto",
+    cap: float | None = None,
+    sinks: Float[Array, "H"] | None = None,
 ) -> Float[Array, "B N H h"]:
     """Computes `softmax(q k^T / sqrt(h)) v` with the keys, values and mask of `part`, and head width `h`. Of H query
     heads, head `i` uses key head `i // (H // K)` of K key heads.
 
     `kind` names the implementation, as `resolve_attention` returns it. With `cap`, scores become
-    `cap tanh(scores / cap)` (Gemma 2, arXiv 2408.00118).
+    `cap tanh(scores / cap)` (Gemma 2, arXiv 2408.00118). With `sinks`, `exp(sink)` of the head is added to the sum of
+    the exponentials.
     """
-    if (implementation := _implementation(kind, q, (part,), cap)) is not None:
+    if (implementation := _implementation(kind, q, (part,), cap, sinks)) is not None:
         return implementation(q, (part,))
     scores = _scores(q, part, cap)
-    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
-    total = _unfold(weights.sum(-1, keepdims=True), q.shape[2])
+    top = _top([scores.max(-1, keepdims=True)], sinks)
+    weights = jnp.exp(scores - top)
+    total = _unfold(_with_sinks(weights.sum(-1, keepdims=True), top, sinks), q.shape[2])
     return (_unfold(_values(weights, part), q.shape[2]) / total).astype(q.dtype)
 
 
 def group_attention(
-    q: Float[Array, "P G T H h"], prompt: Part, *own: Part, kind: str = "auto", cap: float | None = None
+    q: Float[Array, "P G T H h"],
+    prompt: Part,
+    *own: Part,
+    kind: str = "auto",
+    cap: float | None = None,
+    sinks: Float[Array, "H"] | None = None,
 ) -> Float[Array, "P G T H h"]:
     """Computes attention of completions over the keys of their prompt and over their own keys, in one softmax.
 
@@ -115,7 +138,7 @@ def group_attention(
     `jax.nn.dot_product_attention` returns is not used for this, because it has no gradient. Gradients flow through all
     keys and values.
     """
-    if (implementation := _implementation(kind, q, (prompt, *own), cap)) is not None:
+    if (implementation := _implementation(kind, q, (prompt, *own), cap, sinks)) is not None:
         return implementation(q, (prompt, *own))
     groups, size, steps, heads, width = q.shape
     by_prompt = q.reshape(groups, size * steps, heads, width)
@@ -131,9 +154,9 @@ def group_attention(
 
     prompt_scores, own_scores = _scores(by_prompt, prompt, cap), [_scores(by_row, part, cap) for part in own]
     tops = [to_rows(prompt_scores.max(-1, keepdims=True)), *(scores.max(-1, keepdims=True) for scores in own_scores)]
-    top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, tops))
+    top = _top(tops, sinks)
     prompt_exp = jnp.exp(prompt_scores - to_prompts(top))
-    total = to_rows(prompt_exp.sum(-1, keepdims=True))
+    total = _with_sinks(to_rows(prompt_exp.sum(-1, keepdims=True)), top, sinks)
     out = _unfold(_values(prompt_exp, prompt), heads).reshape(q.shape)
     for scores, part in zip(own_scores, own, strict=True):
         own_exp = jnp.exp(scores - top)
@@ -142,6 +165,21 @@ def group_attention(
     # The division comes last. It then divides `h` instead of `S + T` values per query, which saves a third of the
     # backward pass on the CPU.
     return (out / _unfold(total, heads).reshape(*q.shape[:4], 1)).astype(q.dtype)
+
+
+def _top(tops: Sequence[Float[Array, "B K R N 1"]], sinks: Float[Array, "H"] | None) -> Float[Array, "B K R N 1"]:
+    """Returns the maximum of scores and sinks, without a gradient. Without the sink in it, `exp(sink - top)` could
+    overflow."""
+    top = functools.reduce(jnp.maximum, tops)
+    if sinks is not None:
+        top = jnp.maximum(top, sinks.reshape(1, *top.shape[1:3], 1, 1))
+    return jax.lax.stop_gradient(top)
+
+
+def _with_sinks(
+    total: Float[Array, "B K R N 1"], top: Float[Array, "B K R N 1"], sinks: Float[Array, "H"] | None
+) -> Float[Array, "B K R N 1"]:
+    return total if sinks is None else total + jnp.exp(sinks.reshape(1, *top.shape[1:3], 1, 1) - top)
 
 
 def _scores(q: Float[Array, "B N H h"], part: Part, cap: float | None) -> Float[Array, "B K R N U"]:

@@ -3,7 +3,8 @@
 
 Several parts (`attention_parts.Part`: keys and values with a mask) share one softmax. In the forward pass, the output
 and log-sum-exp of each part are computed and then combined. The backward pass computes the gradients of each part
-separately, from the output and log-sum-exp over all parts. A mask must be a `Lengths`, `Positions` or `Causal`, not an
+separately, from the output and log-sum-exp over all parts. A sink is one more part, with a log-sum-exp and the output
+0. A mask must be a `Lengths`, `Positions` or `Causal`, not an
 array.
 """
 
@@ -31,7 +32,10 @@ NOTHING = -1e30
 
 
 def joined_attention(
-    q: Float[Array, "*B H h"], parts: Sequence[Part], cap: float | None = None
+    q: Float[Array, "*B H h"],
+    parts: Sequence[Part],
+    cap: float | None = None,
+    sinks: Float[Array, "H"] | None = None,
 ) -> Float[Array, "*B H h"]:
     """Computes attention of the queries over the keys of all parts (keys and values with a mask) in one softmax.
 
@@ -42,11 +46,12 @@ def joined_attention(
       q: queries of H heads of width h, with any leading axes. For a part with `B` batch entries, the queries are
         reshaped to `[B, N, H, h]`: N queries per entry.
       cap: scores become `cap tanh(scores / cap)`, as in Gemma 2.
+      sinks: a further logit per head in the softmax, without a key, as in GPT-OSS.
 
     Returns:
       outputs of the shape and dtype of `q`; 0 for a query without visible keys.
     """
-    return _joined(cap, q, tuple(parts))
+    return _joined(cap, q, tuple(parts), sinks)
 
 
 def capped(scores: Float[Array, "*B"], cap: float | None) -> Float[Array, "*B"]:
@@ -54,27 +59,28 @@ def capped(scores: Float[Array, "*B"], cap: float | None) -> Float[Array, "*B"]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _joined(cap: float | None, q: Array, parts: tuple[Part, ...]) -> Array:
-    return _joined_forward(cap, q, parts)[0]
+def _joined(cap: float | None, q: Array, parts: tuple[Part, ...], sinks: Array | None) -> Array:
+    return _joined_forward(cap, q, parts, sinks)[0]
 
 
-def _joined_forward(cap: float | None, q: Array, parts: tuple[Part, ...]) -> tuple[Array, Any]:
+def _joined_forward(cap: float | None, q: Array, parts: tuple[Part, ...], sinks: Array | None) -> tuple[Array, Any]:
     results = [part_forward(_rows(q, part), part, cap) for part in parts]
     part_lses = [part_lse.reshape(q.shape[:-1]) for _, part_lse in results]
-    lse = functools.reduce(jnp.logaddexp, part_lses)
+    more = [] if sinks is None else [jnp.broadcast_to(sinks, q.shape[:-1])]
+    lse = functools.reduce(jnp.logaddexp, part_lses + more)
     out = jnp.zeros(q.shape, jnp.float32)
     for part_lse, (part_out, _) in zip(part_lses, results, strict=True):
         out += jnp.exp(part_lse - lse)[..., None] * part_out.reshape(q.shape)
-    return out.astype(q.dtype), (q, parts, out.astype(q.dtype), lse)
+    return out.astype(q.dtype), (q, parts, out.astype(q.dtype), lse, sinks)
 
 
-def _joined_backward(cap: float | None, saved: Any, cotangent: Array) -> tuple[Array, tuple[Part, ...]]:
-    """Computes the gradients with respect to queries, keys and values.
+def _joined_backward(cap: float | None, saved: Any, cotangent: Array) -> tuple[Array, tuple[Part, ...], Array | None]:
+    """Computes the gradients with respect to queries, keys, values and sinks.
 
     For scores S with the log-sum-exp `lse`, values V and output O, the attention weights are `P = exp(S - lse)`, and
     the gradient of the scores is `dS = P * (dO V^T - rowsum(dO * O))`. S and P are recomputed for each block.
     """
-    q, parts, out, lse = saved
+    q, parts, out, lse, sinks = saved
     total, gradients = jnp.zeros(q.shape, jnp.float32), []
     for part in parts:
         level = lse.reshape(part.k.shape[0], -1, q.shape[-2])
@@ -82,10 +88,23 @@ def _joined_backward(cap: float | None, saved: Any, cotangent: Array) -> tuple[A
         of_q, of_k, of_v = part_backward(q_rows, cotangent_rows, out_rows, level, part, cap)
         total += of_q.reshape(q.shape)
         gradients.append(Part(of_k.astype(part.k.dtype), of_v.astype(part.v.dtype), None))  # type: ignore[arg-type]
-    return total.astype(q.dtype), tuple(gradients)
+    of_sinks = None if sinks is None else sink_gradient(sinks, lse, out, cotangent)
+    return total.astype(q.dtype), tuple(gradients), of_sinks
 
 
 _joined.defvjp(_joined_forward, _joined_backward)
+
+
+def sink_gradient(
+    sinks: Float[Array, "H"],
+    lse: Float[Array, "*B H"],
+    out: Float[Array, "*B H h"],
+    cotangent: Float[Array, "*B H h"],
+) -> Float[Array, "H"]:
+    """Computes the gradient of the sinks from the log-sum-exp with them: the formula of `_joined_backward` for a score
+    with the weight `exp(sink - lse)` and the value 0."""
+    delta = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    return -(jnp.exp(jnp.broadcast_to(sinks, lse.shape) - lse) * delta).sum(tuple(range(lse.ndim - 1)))
 
 
 def _rows(x: Float[Array, "*B H h"], part: Part) -> Float[Array, "B N H h"]:

@@ -51,7 +51,12 @@ def decoding_kernel(kind: str, head_dim: int) -> str | None:
 
 
 def decoding_attention(
-    q: Float[Array, "P G 1 H h"], prompt: Part, own: Part, device: str, cap: float | None = None
+    q: Float[Array, "P G 1 H h"],
+    prompt: Part,
+    own: Part,
+    device: str,
+    cap: float | None = None,
+    sinks: Float[Array, "H"] | None = None,
 ) -> Float[Array, "P G 1 H h"]:
     """Computes `attention.group_attention` of one query per completion with the kernel for `device`, as
     `decoding_kernel` returns it.
@@ -62,7 +67,7 @@ def decoding_attention(
     keys = tuple((part.k, part.v) for part in (prompt, own))
     masks = _keys_seen(prompt), _keys_seen(own)
 
-    def run(q: Array, keys: Any, masks: Any) -> tuple[Array]:
+    def run(q: Array, keys: Any, masks: Any) -> tuple[Array, Array]:
         scaled = q * q.shape[-1] ** -0.5
         # Own keys are filled one by one, so half of their room is read on average over a completion of full length.
         read = 1.0, 0.5
@@ -71,9 +76,12 @@ def decoding_attention(
             for (k, v), (positions, starts), share in zip(keys, masks, read, strict=True)
         ]
         whole = functools.reduce(jnp.logaddexp, [lse for _, lse in parts])
-        return (functools.reduce(jnp.add, [jnp.exp(lse - whole) * out for out, lse in parts]).astype(q.dtype),)
+        return functools.reduce(jnp.add, [jnp.exp(lse - whole) * out for out, lse in parts]), whole
 
-    return attention_kernels.over_mesh(run, q[:, :, 0], keys, masks, results=("queries",))[0][:, :, None]
+    out, lse = attention_kernels.over_mesh(run, q[:, :, 0], keys, masks, results=("queries", "queries"))
+    if sinks is not None:
+        out, _ = attention_kernels.with_sinks(out, lse[..., 0], sinks)
+    return out.astype(q.dtype)[:, :, None]
 
 
 def _keys_seen(part: Part) -> tuple[Int[Array, "B U"], Int[Array, "B N"]]:

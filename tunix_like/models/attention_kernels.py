@@ -4,7 +4,8 @@ The kernels themselves compute causal attention over one part (`attention_parts.
 its gradient. A token of a completion sees its prompt and its own segment of a bin (a row that holds one or several
 completions), which is not a plain causal mask. For this mask, `cudnn_attention` passes an array to the kernel, and
 `splash_attention` calls the kernel for each part and combines the results. Neither kernel supports caps of the scores,
-and splash attention does not support windows. In these cases, the caller must use another implementation.
+splash attention does not support windows, and cuDNN does not support sinks. In these cases, the caller must use another
+implementation.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Shaped
 
-from tunix_like.models.attention_blocked import joined_attention, padded
+from tunix_like.models.attention_blocked import joined_attention, padded, sink_gradient
 from tunix_like.models.attention_parts import Causal, Lengths, Part, Positions, dense_mask, segment_ids
 from tunix_like.models.sharding import row_axes
 
@@ -63,28 +64,34 @@ def cudnn_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Float
     return call(rows, k, v, mask=mask[:, None])[:, :count].reshape(q.shape)
 
 
-def splash_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Float[Array, "*B H h"]:
+def splash_attention(
+    q: Float[Array, "*B H h"], parts: tuple[Part, ...], sinks: Float[Array, "H"] | None = None
+) -> Float[Array, "*B H h"]:
     """Computes attention over several parts (keys and values with a mask) with the splash attention kernel. The mask of
     every part must be a `Lengths`, `Positions` or `Causal` without windows.
 
     The kernel returns the log-sum-exp in float32, so the outputs and gradients of the parts are computed one by one and
     then combined. The keys and values of a prompt are repeated for each row of queries that uses them. The results of
-    all parts then have the same shape.
+    all parts then have the same shape. Sinks (`joined_attention`) are applied by the log-sum-exp too.
     """
     rows = q.reshape(max(part.k.shape[0] for part in parts), -1, *q.shape[-2:])
     causal = tuple(isinstance(part.mask, Causal) for part in parts)
     keys = tuple((_repeated(part.k, len(rows)), _repeated(part.v, len(rows))) for part in parts)
     ids = tuple(_splash_ids(part, *rows.shape[:2]) for part in parts)
     assert not any(part.windowed for part in parts), "the kernel does not support windows"
-    return _splash(causal, rows, keys, ids).reshape(q.shape)
+    return _splash(causal, rows, keys, ids, sinks).reshape(q.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _splash(causal: tuple[bool, ...], q: Float[Array, "B N H h"], keys: Any, ids: Any) -> Float[Array, "B N H h"]:
-    return _splash_forward(causal, q, keys, ids)[0]
+def _splash(
+    causal: tuple[bool, ...], q: Float[Array, "B N H h"], keys: Any, ids: Any, sinks: Float[Array, "H"] | None
+) -> Float[Array, "B N H h"]:
+    return _splash_forward(causal, q, keys, ids, sinks)[0]
 
 
-def _splash_forward(causal: tuple[bool, ...], q: Float[Array, "B N H h"], keys: Any, ids: Any) -> tuple[Array, Any]:
+def _splash_forward(
+    causal: tuple[bool, ...], q: Float[Array, "B N H h"], keys: Any, ids: Any, sinks: Float[Array, "H"] | None
+) -> tuple[Array, Any]:
     def forward(q: Array, keys: Any, ids: Any) -> tuple[Array, Array, Array]:
         count, q = q.shape[1], _heads_first(q * q.shape[-1] ** -0.5)
         outs, lses = [], []
@@ -98,7 +105,10 @@ def _splash_forward(causal: tuple[bool, ...], q: Float[Array, "B N H h"], keys: 
         return out.swapaxes(1, 2)[:, :count], out, whole
 
     result, out, lse = over_mesh(forward, q, keys, ids, results=("queries", "heads", "heads"))
-    return result, (q, keys, ids, out, lse)
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks[:, None])
+        result = out.swapaxes(1, 2)[:, : q.shape[1]]
+    return result, (q, keys, ids, out, lse, sinks)
 
 
 def _splash_backward(causal: tuple[bool, ...], saved: Any, cotangent: Float[Array, "B N H h"]) -> Any:
@@ -106,7 +116,7 @@ def _splash_backward(causal: tuple[bool, ...], saved: Any, cotangent: Float[Arra
     # backward function accepts any output and log-sum-exp, and is therefore called directly.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-    q, keys, ids, out, lse = saved
+    q, keys, ids, out, lse, sinks = saved
 
     def backward(q: Array, keys: Any, ids: Any, out: Array, lse: Array, cotangent: Array) -> tuple[Array, Any]:
         count, scale = q.shape[1], q.shape[-1] ** -0.5
@@ -127,7 +137,20 @@ def _splash_backward(causal: tuple[bool, ...], saved: Any, cotangent: Float[Arra
         return (total.swapaxes(1, 2)[:, :count] * scale).astype(q.dtype), tuple(gradients)
 
     arrays = q, keys, ids, out, lse, cotangent
-    return *over_mesh(backward, *arrays, results=("queries", "heads")), jax.tree.map(lambda _: None, ids)
+    of_q, of_keys = over_mesh(backward, *arrays, results=("queries", "heads"))
+    of_sinks = None
+    if sinks is not None:
+        count = q.shape[1]
+        of_sinks = sink_gradient(sinks, lse[:, :, :count].swapaxes(1, 2), out[:, :, :count].swapaxes(1, 2), cotangent)
+    return of_q, of_keys, jax.tree.map(lambda _: None, ids), of_sinks
+
+
+def with_sinks(
+    out: Float[Array, "*B h"], lse: Float[Array, "*B"], sinks: Float[Array, "..."]
+) -> tuple[Float[Array, "*B h"], Float[Array, "*B"]]:
+    """Adds sinks, which broadcast to `lse`, to a softmax whose output and log-sum-exp are known."""
+    sinks = jnp.broadcast_to(sinks, lse.shape)
+    return (out * jax.nn.sigmoid(lse - sinks)[..., None]).astype(out.dtype), jnp.logaddexp(lse, sinks)
 
 
 _splash.defvjp(_splash_forward, _splash_backward)

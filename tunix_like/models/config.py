@@ -33,7 +33,7 @@ from tunix_like.models.fields import (
 )
 from tunix_like.runtime.input_files import read_object
 
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +56,17 @@ class DecoderConfig:
         all layers have the same base and scaling.
       norm_eps: number added to the mean square in every RMS norm.
       tie_embeddings: whether the output head is the embedding table.
-      qkv_bias: whether the q, k and v projections have a bias.
+      qkv_bias, o_bias: whether the q, k and v projections, and the output projection of attention, have a bias.
+      sinks: whether each query head has a learned logit that takes part in every softmax of attention, without a key.
       qk_norm: whether each head of q and k has an RMS norm before the rotation.
       joint_qk_norm: whether this is one norm of all heads together instead.
       input_norms, post_norms: whether the inputs, and the outputs before the residual addition, of attention and MLP
         have an RMS norm; one of both is needed.
       norm_offset: whether RMS norms multiply by 1 + weight.
       scale_embeddings: whether embeddings are multiplied by sqrt(D), rounded to the compute dtype.
-      activation: activation of the gated MLP, one of `ACTIVATIONS`.
+      activation: activation of the gated MLP, one of `ACTIVATIONS`. With a gate g and an input u, `clamped_swiglu`
+        (GPT-OSS) is `(u + 1) g sigmoid(1.702 g)`, where g is at most 7 and u is from -7 to 7; the others are
+        `activation(g) u`.
       query_pre_attn_scalar: attention scores are divided by the square root of this number. None: by the square root of
         `head_dim`.
       attention_cap, logits_cap: caps of attention scores and of final logits. A value x becomes `cap * tanh(x / cap)`.
@@ -99,6 +102,8 @@ class DecoderConfig:
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     qkv_bias: bool = False
+    o_bias: bool = False
+    sinks: bool = False
     qk_norm: bool = False
     joint_qk_norm: bool = False
     input_norms: bool = True

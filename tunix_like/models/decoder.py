@@ -61,7 +61,7 @@ class Decoder(nnx.Module):
         param_dtype: Any = jnp.float32,
         attention: str = "auto",
     ):
-        self.attention = resolve_attention(attention, dtype, config.head_dim)
+        self.attention = resolve_attention(attention, dtype, config.head_dim, sinks=config.sinks)
         self.decoding = decoding_kernel(self.attention, config.head_dim)
         kinds = {"rngs": rngs, "dtype": dtype, "param_dtype": param_dtype}
         self.config = config
@@ -106,8 +106,9 @@ class Decoder(nnx.Module):
         ropes = self._ropes(positions)
 
         def run(layer: Layer, x: Array, _: None, index: int) -> tuple[Array, KeyValue]:
-            def attend(q: Array, k: Array, v: Array) -> Array:
-                return attention(q, part_of(k, v, Causal(segments, self.config.window(index))), *self._attention)
+            def attend(q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
+                part = part_of(k, v, Causal(segments, self.config.window(index)))
+                return attention(q, part, *self._attention, sinks)
 
             x, (k, v) = layer(x, ropes[index], attend)
             return x, laid_out(k, v)
@@ -262,7 +263,13 @@ class Decoder(nnx.Module):
             seen = Positions(to_rows(columns), None if starts is None else starts.reshape(-1, 1))
 
             def attend(
-                q: Array, k: Array, v: Array, prompt: Part = of_prompt, own: KeyValue = own, seen: Positions = seen
+                q: Array,
+                k: Array,
+                v: Array,
+                sinks: Array | None,
+                prompt: Part = of_prompt,
+                own: KeyValue = own,
+                seen: Positions = seen,
             ) -> Array:
                 # Without the barrier, XLA computes the keys of a TPU in the layout of their column in the cache, whose
                 # last axis of one element is padded to 128.
@@ -272,8 +279,8 @@ class Decoder(nnx.Module):
                 filled.append((keys, values))
                 parts = prompt, Part(keys, values, seen)
                 if self.decoding is not None:
-                    return decoding_attention(q, *parts, self.decoding, cap=self.config.attention_cap)
-                return group_attention(q, *parts, kind="plain", cap=self.config.attention_cap)
+                    return decoding_attention(q, *parts, self.decoding, self.config.attention_cap, sinks)
+                return group_attention(q, *parts, kind="plain", cap=self.config.attention_cap, sinks=sinks)
 
             x, _ = layer(x, ropes[index], attend)
         return self.norm(x[:, :, 0]), filled
@@ -315,6 +322,7 @@ class Decoder(nnx.Module):
                 q: Array,
                 k: Array,
                 v: Array,
+                sinks: Array | None,
                 of_prompt: Part = of_prompt,
                 old: KeyValue = (keys, values),
                 earlier: Positions = earlier,
@@ -326,7 +334,8 @@ class Decoder(nnx.Module):
                 # Attention reads the updated cache, so the update needs no copy. The mask `earlier` hides the new
                 # columns.
                 own = Part(*filled[-1], earlier)
-                return group_attention(q, of_prompt, own, block, kind="auto", cap=self.config.attention_cap)
+                cap = self.config.attention_cap
+                return group_attention(q, of_prompt, own, block, kind="auto", cap=cap, sinks=sinks)
 
             x, _ = layer(x, ropes[index], attend)
         return self.norm(x[:, :, -1]), filled
@@ -362,10 +371,11 @@ class Decoder(nnx.Module):
             window = self.config.window(index)
             starts = None if window is None else positions.reshape(len(positions), -1) - window + 1
 
-            def attend(q: Array, k: Array, v: Array) -> Array:
+            def attend(q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
                 own = part_of(to_rows(k), to_rows(v), Causal(to_rows(segments), window))
+                of_prompt = Part(*prompt, Lengths(prompt_lengths, starts))
                 kind, cap = self._attention
-                return group_attention(q, Part(*prompt, Lengths(prompt_lengths, starts)), own, kind=kind, cap=cap)
+                return group_attention(q, of_prompt, own, kind=kind, cap=cap, sinks=sinks)
 
             return layer(x, ropes[index], attend)[0], None
 

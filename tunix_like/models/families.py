@@ -51,6 +51,8 @@ class Family:
         effect.
       fixed: maps HF fields to their allowed values in this family. An entry replaces the entry of the same field in
         `_FIXED`, which holds the allowed values for all families.
+      experts: the fields of `Experts` that are equal in all models of the family; empty: its models have none.
+      packed: the `quant_method` in which weights may be stored; they are dequantised when they are read.
     """
 
     architecture: str
@@ -61,6 +63,8 @@ class Family:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fields: frozenset[str] = frozenset()
     fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    packed: str | None = None
 
 
 _GEMMA = {"activation": "gelu_tanh", "post_norms": True, "norm_offset": True, "scale_embeddings": True}
@@ -88,6 +92,25 @@ FAMILIES = {
         named=("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
         fields=EXPERT_FIELDS | {"router_aux_loss_coef"},
         fixed={"output_router_logits": (False,)},
+        experts={"biases": False},
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {"qkv_bias": True, "o_bias": True, "sinks": True, "activation": "clamped_swiglu"},
+        options=frozenset({"rope_scaling", "windows", "experts"}),
+        required=("num_kv_heads", "head_dim", "rope_scaling"),
+        named=("num_experts_per_tok", "sliding_window"),
+        defaults={"rope_theta": 1.5e5, "norm_eps": 1e-5},
+        fields=frozenset({"num_experts", "num_local_experts", "num_experts_per_tok", "experts_per_token"})
+        | {"initial_context_length", "router_aux_loss_coef"},
+        fixed={
+            "attention_bias": (True,),
+            "swiglu_alpha": (1.702,),
+            "swiglu_limit": (7.0,),
+            "output_router_logits": (False,),
+        },
+        experts={"normalised": True, "biases": True},
+        packed="mxfp4",
     ),
     "mistral": Family(
         "MistralForCausalLM",
@@ -139,7 +162,7 @@ FAMILIES = {
         fixed=_GEMMA_FIXED | {"attn_logit_softcapping": ()},
     ),
 }
-_WINDOWED = {"mistral": 0, "ministral3": 0, "olmo3": 4, "gemma2": 2, "gemma3_text": 6}
+_WINDOWED = {"mistral": 0, "ministral3": 0, "olmo3": 4, "gpt_oss": 2, "gemma2": 2, "gemma3_text": 6}
 """Maps families with windows to their default pattern n: every n-th layer has no window. With n = 0, every layer has a
 window. The HF field `layer_types` overrides a pattern n > 0."""
 
@@ -193,7 +216,7 @@ unsloth_version unsloth_fixed
 """
 _KNOWN = frozenset(HF_NAMES.values()) | ROPE_FIELDS | frozenset(_FIXED) | set(_HARMLESS.split()) | {"layer_types"}
 _SPECIAL = frozenset().union(*(family.fields for family in FAMILIES.values())) - {"cache_implementation"}
-_REWRITTEN = {"layer_types", "torch_dtype", "dtype", "hidden_act"}
+_REWRITTEN = {"layer_types", "torch_dtype", "dtype", "hidden_act", "quantization_config"}
 NOT_COPIED = frozenset(HF_NAMES.values()) | ROPE_FIELDS | _SPECIAL | _REWRITTEN
 """HF fields in `DecoderConfig.source` that an export does not copy. Some of these fields are written from the fields of
 `DecoderConfig` instead; the other fields may be outdated."""
@@ -286,7 +309,11 @@ def _layers(fields: Mapping[str, Any], family: Family, name: str, count: int) ->
     if "rotary" in family.options:
         result["rotary"] = rotary_of(fields, count)
     if "experts" in family.options:
-        result |= experts_of(fields, count)
+        # a family without a field for the width of an expert has it in `intermediate_size`
+        width = (
+            {} if "moe_intermediate_size" in family.fields else {"moe_intermediate_size": fields["intermediate_size"]}
+        )
+        result |= experts_of({**fields, **width}, count, family.experts)
     return result
 
 
@@ -296,7 +323,9 @@ def family_of(switches: Mapping[str, Any], options: frozenset[str], preferred: s
     matching = [
         name
         for name, family in FAMILIES.items()
-        if family.adds == dict(switches) and {"rope_scaling"} & set(family.required) <= options <= family.options
+        if family.adds == dict(switches)
+        and {"rope_scaling"} & set(family.required) <= options <= family.options
+        and bool(family.experts) == ("experts" in options)
     ]
     if not matching:
         together = " and ".join([*switches, *sorted(options)])
@@ -316,7 +345,7 @@ def family_fields(
     query_scaling: float | None,
 ) -> dict[str, Any]:
     """Returns the HF fields that are specific to a family; `windows`, `rotary` and `with_experts` must have an entry
-    for every layer. Raises UserError if the family cannot represent the windows."""
+    for every layer. Raises UserError if the family cannot represent the windows or the experts."""
     family = FAMILIES[name]
     gelu = family.adds.get("activation") == "gelu_tanh"
     result: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"} if gelu else {"hidden_act": "silu"}
@@ -342,8 +371,14 @@ def family_fields(
     if "rotary" in family.options:
         result |= nope_fields(rotary)
     if "experts" in family.options and experts is not None:
-        result |= {hf: getattr(experts, ours) for ours, hf in EXPERT_NAMES.items()}
-        result |= {"decoder_sparse_step": 1, "mlp_only_layers": [i for i, has in enumerate(with_experts) if not has]}
+        if any(getattr(experts, ours) != value for ours, value in family.experts.items()):
+            raise UserError(f"model_type {name!r} does not support {experts}; this decoder cannot be exported.")
+        fields = {hf: getattr(experts, ours) for ours, hf in EXPERT_NAMES.items()}
+        fields |= {"decoder_sparse_step": 1, "mlp_only_layers": [i for i, has in enumerate(with_experts) if not has]}
+        if "moe_intermediate_size" not in family.fields:
+            result["intermediate_size"] = fields["moe_intermediate_size"]
+            fields["num_local_experts"] = fields.pop("num_experts")  # as in published files
+        result |= {hf: value for hf, value in fields.items() if hf in family.fields}
     return result
 
 
@@ -356,6 +391,8 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
     fixed = _FIXED | dict(family.fixed)
     for name, value in fields.items():
         if value is None:
+            continue
+        if name == "quantization_config" and family.packed and _quant_method(value) == family.packed:
             continue
         if name not in _KNOWN | family.fields | fixed.keys():
             raise UserError(
@@ -370,6 +407,10 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
     if not isinstance(kinds, list) or any(kind not in allowed for kind in kinds):
         known = " or ".join(f"'{kind}'" for kind in sorted(allowed))
         raise UserError(f"field 'layer_types' = {kinds!r} is not supported; every layer must be {known}.")
+
+
+def _quant_method(value: Any) -> Any:
+    return value.get("quant_method") if isinstance(value, Mapping) else None
 
 
 def _default_head_dim(numbers: Mapping[str, Any]) -> int:

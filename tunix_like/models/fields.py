@@ -57,13 +57,25 @@ EXPERT_NAMES = {
 
 ROPE_FIELDS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 EXPERT_FIELDS = frozenset({*EXPERT_NAMES.values(), "num_local_experts", "decoder_sparse_step", "mlp_only_layers"})
+_SAME = {"num_experts": "num_local_experts", "num_experts_per_tok": "experts_per_token"}
+"""Other names of HF fields of experts."""
 
 LARGEST, MOST = 2**24, {"num_layers": 1000, "rope_theta": LARGEST_FLOAT, "local_rope_theta": LARGEST_FLOAT}
 """The largest allowed value of a field: its entry in `MOST`, or else `LARGEST`. These limits are far above the values
 of published models. They reject a mistyped or corrupted number before memory is allocated."""
 
-SWITCHES = ("qkv_bias", "qk_norm", "joint_qk_norm", "input_norms", "post_norms", "norm_offset", "scale_embeddings")
-_BOOLEANS = frozenset({"tie_embeddings", "normalised", "truncate", *SWITCHES})
+SWITCHES = (
+    "qkv_bias",
+    "o_bias",
+    "sinks",
+    "qk_norm",
+    "joint_qk_norm",
+    "input_norms",
+    "post_norms",
+    "norm_offset",
+    "scale_embeddings",
+)
+_BOOLEANS = frozenset({"tie_embeddings", "normalised", "biases", "truncate", *SWITCHES})
 _INTEGERS = frozenset({"original_max_positions", "truncate"})
 _FLOATS = (
     frozenset({"norm_eps", "rope_theta", "local_rope_theta", "query_scaling", *OPTION_NAMES, *ROPE_NAMES}) - _INTEGERS
@@ -295,15 +307,17 @@ class Experts:
       intermediate_size: width of the gated MLP of one expert.
       normalised: whether the weights of the k selected experts are normalised to a sum of 1. If False, the weights are
         the softmax probabilities over all experts.
+      biases: whether the router and the projections of the experts have biases.
     """
 
     number: int
     per_token: int
     intermediate_size: int
     normalised: bool
+    biases: bool = False
 
     def __post_init__(self) -> None:
-        for name in EXPERT_NAMES:
+        for name in (*EXPERT_NAMES, "biases"):
             checked(name, getattr(self, name), EXPERT_NAMES)
         if self.per_token > self.number:
             raise UserError(
@@ -351,19 +365,23 @@ def nope_fields(rotary: Sequence[bool]) -> dict[str, Any]:
     return {"no_rope_layers": [int(rotates) for rotates in rotary]}
 
 
-def experts_of(fields: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Reads the fields `experts` and `expert_layers` of `DecoderConfig` from the fields of a config.json.
+def experts_of(fields: Mapping[str, Any], count: int, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the fields `experts` and `expert_layers` of `DecoderConfig` from the fields of a config.json. `fixed` has
+    the fields of `Experts` that all models of the family share.
 
     Every `decoder_sparse_step`-th layer has experts, except the layers in `mlp_only_layers`. The number of experts is
     in the field `num_experts`, or in `num_local_experts` if transformers 5 wrote the config.json.
     """
-    names = [name for name in ("num_experts", "num_local_experts") if fields.get(name) is not None]
-    if not names:
+    values = {hf: fields.get(hf) for hf in EXPERT_NAMES.values()}
+    for name, other in _SAME.items():
+        given = [fields[key] for key in (name, other) if fields.get(key) is not None]
+        if len(set(given)) > 1:
+            raise UserError(f"{name} and {other} are both given and differ; keep one of them.")
+        values[name] = given[0] if given else None
+    if values["num_experts"] is None:
         raise UserError("required field(s) missing: num_experts.")
-    if len({fields[name] for name in names}) > 1:
-        raise UserError("num_experts and num_local_experts are both given and differ; keep one of them.")
-    values = {**fields, "num_experts": fields[names[0]]}
-    experts = Experts(**{ours: checked(ours, values[hf], EXPERT_NAMES) for ours, hf in EXPERT_NAMES.items()})
+    read = {ours: checked(ours, values[hf], EXPERT_NAMES) for ours, hf in EXPERT_NAMES.items() if ours not in fixed}
+    experts = Experts(**read, **fixed)
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < count for layer in dense):
         raise UserError(f"mlp_only_layers must be a list of layer numbers from 0 to {count - 1}, not {dense!r}.")

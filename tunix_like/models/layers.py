@@ -20,7 +20,8 @@ from tunix_like.models.fields import Experts, LinearScaling, RopeScaling, Scalin
 from tunix_like.models.quantization import quantized_product
 from tunix_like.models.sharding import per_device, split_batch
 
-Activation = Callable[[Array], Array]
+Gating = Callable[[Array, Array], Array]
+"""`gating(gate, up)`: the product of a gated MLP before its last projection."""
 KeyValue = tuple[Array, Array]
 Tables = tuple[Array, Array]
 
@@ -32,8 +33,9 @@ class Rotation(NamedTuple):
     keys: Tables
 
 
-Attend = Callable[[Array, Array, Array], Array]
-"""`attend(q [... H h], k [... K h], v [... K h]) -> [... H h]`: attention with the caller's mask and cache."""
+Attend = Callable[[Array, Array, Array, Array | None], Array]
+"""`attend(q [... H h], k [... K h], v [... K h], sinks [H] or None) -> [... H h]`: attention with the caller's mask and
+cache."""
 
 
 def rope_tables(head_dim: int, theta: float, scaling: Scaling | None, positions: Int[Array, "..."]) -> Tables:
@@ -81,7 +83,16 @@ def _llama3(frequencies: Float[Array, "f"], scaling: RopeScaling) -> Float[Array
     )
 
 
-_ACTIVATIONS: dict[str, Activation] = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}
+def _clamped_swiglu(gate: Float[Array, "*B"], up: Float[Array, "*B"]) -> Float[Array, "*B"]:
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return (up + 1) * (gate * jax.nn.sigmoid(1.702 * gate))
+
+
+_GATINGS: dict[str, Gating] = {
+    "silu": lambda gate, up: jax.nn.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: jax.nn.gelu(gate) * up,
+    "clamped_swiglu": _clamped_swiglu,
+}
 
 
 def rotate(x: Float[Array, "... N h"], tables: Tables) -> Float[Array, "... N h"]:
@@ -183,7 +194,8 @@ class Attention(nnx.Module):
         self.q_proj = Linear(width, config.num_heads * head, bias=config.qkv_bias, **kinds)
         self.k_proj = Linear(width, config.num_kv_heads * head, bias=config.qkv_bias, **kinds)
         self.v_proj = Linear(width, config.num_kv_heads * head, bias=config.qkv_bias, **kinds)
-        self.o_proj = Linear(config.num_heads * head, width, bias=False, **kinds)
+        self.o_proj = Linear(config.num_heads * head, width, bias=config.o_bias, **kinds)
+        self.sinks = nnx.Param(jnp.zeros(config.num_heads, kinds["param_dtype"])) if config.sinks else None
         joint = config.joint_qk_norm
         self.q_norm = norm_of(config.num_heads * head if joint else head, config, **kinds) if config.qk_norm else None
         self.k_norm = (
@@ -206,7 +218,8 @@ class Attention(nnx.Module):
             q, k = rotate(q, rope.queries), rotate(k, rope.keys)
         if self.query_scale != 1:
             q = q * self.query_scale
-        return self.o_proj(attend(q, k, v).reshape(*x.shape[:-1], -1)), (k, v)
+        sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
+        return self.o_proj(attend(q, k, v, sinks).reshape(*x.shape[:-1], -1)), (k, v)
 
 
 class MLP(nnx.Module):
@@ -214,42 +227,66 @@ class MLP(nnx.Module):
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False, **kinds)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False, **kinds)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False, **kinds)
-        self.activation = _ACTIVATIONS[config.activation]
+        self.gating = _GATINGS[config.activation]
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.gating(self.gate_proj(x), self.up_proj(x)))
 
 
 class Kernel(nnx.Module):
-    """Holds one weight matrix or, if `number` is given, a stack of `number` matrices (one per expert)."""
+    """Holds one weight matrix or, if `number` is given, a stack of `number` matrices (one per expert), with `bias` also
+    a bias of each."""
 
     def __init__(
-        self, inputs: int, outputs: int, number: int | None = None, *, rngs: nnx.Rngs, dtype: Any, param_dtype: Any
+        self,
+        inputs: int,
+        outputs: int,
+        number: int | None = None,
+        *,
+        bias: bool,
+        rngs: nnx.Rngs,
+        dtype: Any,
+        param_dtype: Any,
     ):
-        shape = (inputs, outputs) if number is None else (number, inputs, outputs)
+        stack = () if number is None else (number,)
+        shape = *stack, inputs, outputs
         self.kernel = nnx.Param(inputs**-0.5 * jax.random.normal(rngs.params(), shape, param_dtype))
+        self.bias = nnx.Param(jnp.zeros((*stack, outputs), param_dtype)) if bias else None
         self.dtype = dtype
 
 
 class ExpertMLPs(nnx.Module):
     """The gated MLPs of all experts. For E experts of width i and model width D, the gate and up kernels are
-    `[E, D, i]`, and the down kernel is `[E, i, D]`."""
+    `[E, D, i]`, and the down kernel is `[E, i, D]`. Biases are `[E, i]` and `[E, D]`."""
 
-    def __init__(self, width: int, experts: Experts, activation: Activation, **kinds: Any):
+    def __init__(self, width: int, experts: Experts, gating: Gating, **kinds: Any):
+        kinds |= {"bias": experts.biases}
         self.gate_proj = Kernel(width, experts.intermediate_size, experts.number, **kinds)
         self.up_proj = Kernel(width, experts.intermediate_size, experts.number, **kinds)
         self.down_proj = Kernel(experts.intermediate_size, width, experts.number, **kinds)
-        self.activation = activation
+        self.gating, self.width = gating, experts.intermediate_size
         self.dtype = kinds["dtype"]
 
-    def __call__(self, x: Float[Array, "N D"], sizes: Int[Array, "E"]) -> Float[Array, "N D"]:
-        """Applies the first expert to the first `sizes[0]` rows of `x`, the second expert to the next `sizes[1]` rows,
-        and so on."""
-        gate, up = (self._product(x, projection, sizes) for projection in (self.gate_proj, self.up_proj))
-        return self._product(self.activation(gate) * up, self.down_proj, sizes)
+    def __call__(self, x: Float[Array, "N D"], chosen: Int[Array, "N"]) -> Float[Array, "N D"]:
+        """Applies expert `chosen[i]` to row `i` of `x`. `chosen` is sorted."""
+        gate, up = (self._product(x, projection, chosen) for projection in (self.gate_proj, self.up_proj))
+        # On a mesh with `tp`, a device has a share of the width and `per_device` adds the results up, so each device
+        # adds this share of the bias.
+        share = self.down_proj.kernel.shape[1] / self.width
+        return self._product(self.gating(gate, up), self.down_proj, chosen, share)
 
-    def _product(self, x: Float[Array, "N I"], projection: Kernel, sizes: Int[Array, "E"]) -> Float[Array, "N O"]:
-        return jax.lax.ragged_dot(x, projection.kernel[...].astype(self.dtype), sizes)
+    def _product(
+        self, x: Float[Array, "N I"], projection: Kernel, chosen: Int[Array, "N"], share: float = 1.0
+    ) -> Float[Array, "N O"]:
+        number = projection.kernel.shape[0]
+        sizes = jnp.bincount(chosen, length=number).astype(jnp.int32)
+        out = jax.lax.ragged_dot(x, projection.kernel[...].astype(self.dtype), sizes)
+        if projection.bias is None:
+            return out
+        # A product, because the gradient of a gather would be a scatter to few rows.
+        return out + jax.nn.one_hot(chosen, number, dtype=self.dtype) @ (projection.bias[...] * share).astype(
+            self.dtype
+        )
 
 
 class MixtureOfExperts(nnx.Module):
@@ -257,7 +294,7 @@ class MixtureOfExperts(nnx.Module):
     product processes groups of any size.
 
     Computes `sum over the k selected experts of weight * expert(x)`. The weights come from the router's softmax, in
-    float32 (`route`).
+    float32 (`route`). With `Experts.biases`, router and experts have biases.
 
     On a mesh, each device sorts and multiplies its own tokens (`per_device`). Without `per_device`, the compiler would
     sort the tokens of all devices together. The router matrix is cast to the compute dtype in training and in sampling,
@@ -265,9 +302,9 @@ class MixtureOfExperts(nnx.Module):
     over all experts, with the same result.
     """
 
-    def __init__(self, width: int, experts: Experts, activation: Activation, **kinds: Any):
-        self.gate = Kernel(width, experts.number, **kinds)
-        self.experts = ExpertMLPs(width, experts, activation, **kinds)
+    def __init__(self, width: int, experts: Experts, gating: Gating, **kinds: Any):
+        self.gate = Kernel(width, experts.number, bias=experts.biases, **kinds)
+        self.experts = ExpertMLPs(width, experts, gating, **kinds)
         self.numbers = experts
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
@@ -280,8 +317,7 @@ class MixtureOfExperts(nnx.Module):
         weights, chosen = self.route(flat)
         assigned = chosen.reshape(-1)
         order = jnp.argsort(assigned, stable=True)
-        sizes = jnp.bincount(assigned, length=self.numbers.number).astype(jnp.int32)
-        out = self.experts(flat[order // self.numbers.per_token], sizes)
+        out = self.experts(flat[order // self.numbers.per_token], assigned[order])
         back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]), unique_indices=True)
         out = out[back].reshape(*chosen.shape, -1)  # the k outputs of a token, in the order of `chosen`
         mixed = jnp.einsum("nkd,nk->nd", out, weights.astype(out.dtype), preferred_element_type=jnp.float32)
@@ -290,6 +326,8 @@ class MixtureOfExperts(nnx.Module):
     def route(self, x: Float[Array, "N D"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
         """Returns the weights (float32) and indices of the k selected experts of each token."""
         logits = jnp.matmul(x, self.gate.kernel[...].astype(x.dtype), preferred_element_type=jnp.float32)
+        if self.gate.bias is not None:
+            logits += jnp.broadcast_to(self.gate.bias[...].astype(jnp.float32), logits.shape)
         weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.numbers.per_token)
         if self.numbers.normalised:
             weights /= weights.sum(-1, keepdims=True)
@@ -309,7 +347,7 @@ class Layer(nnx.Module):
         self.pre_feedforward_layernorm = norm_of(width, config, **kinds) if before and post else None
         self.mlp: MLP | MixtureOfExperts
         if config.experts is not None and config.has_experts(index):
-            self.mlp = MixtureOfExperts(width, config.experts, _ACTIVATIONS[config.activation], **kinds)
+            self.mlp = MixtureOfExperts(width, config.experts, _GATINGS[config.activation], **kinds)
         else:
             self.mlp = MLP(config, **kinds)
         self.post_feedforward_layernorm = norm_of(width, config, **kinds) if post else None

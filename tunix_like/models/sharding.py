@@ -32,6 +32,8 @@ PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "experts.gate_proj.kernel": (None, "fsdp", "tp"),
     "experts.up_proj.kernel": (None, "fsdp", "tp"),
     "experts.down_proj.kernel": (None, "tp", "fsdp"),
+    "experts.gate_proj.bias": (None, "tp"),
+    "experts.up_proj.bias": (None, "tp"),
     "q_proj.kernel": ("fsdp", "tp"),
     "k_proj.kernel": ("fsdp", "tp"),
     "v_proj.kernel": ("fsdp", "tp"),

@@ -2,7 +2,9 @@
 
 The modules of the decoder have the attribute names of HF, so the tensor names follow a rule (`hf_name`), and no list
 per family is needed. The experts of a layer are stacked in one array in memory, and are separate tensors in the files.
-Parameter trees are pure dicts, such as `nnx.to_pure_dict` returns. Pickled weights are never opened.
+Experts with biases (GPT-OSS) are fused in the files instead: one tensor for all experts, in which the columns of gate
+and up alternate. It may be packed in MXFP4. Parameter trees are pure dicts, such as `nnx.to_pure_dict` returns. Pickled
+weights are never opened.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,8 +48,14 @@ _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Buffers in old exports. They are ignored, because their values follow from the config.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-_LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
+_LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias", "sinks": "sinks"}
 _EXPERTS = "experts"
+_INTERLEAVED = ("gate_proj", "up_proj")
+"""The projections whose columns alternate in a fused tensor of experts, from the first column on."""
+_PACKED = ("_blocks", "_scales")
+_MX_BLOCK = 32
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_FP4 = np.concatenate([_FP4, -_FP4])
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -63,12 +71,54 @@ def hf_name(path: tuple[Any, ...], expert: int | None = None) -> str:
     if path[-1] not in _LEAVES:
         raise UserError(f"parameter {'.'.join(map(str, path))} has no Hugging Face name; merge adapters first.")
     prefix = () if path[0] in ("lm_head", "score") else ("model",)
-    modules = (part for name in path[:-1] for part in ((name, expert) if name == _EXPERTS else (name,)))
+    modules = (
+        part for name in path[:-1] for part in ((name, expert) if expert is not None and name == _EXPERTS else (name,))
+    )
     return ".".join(map(str, (*prefix, *modules, _LEAVES[path[-1]])))
 
 
-def _names(path: tuple[Any, ...], leaf: Any) -> list[str]:
+def fused_name(path: tuple[Any, ...]) -> str:
+    """Returns the HF name of a parameter of a model with fused experts: of a parameter of experts, without `.weight`
+    and with `_bias` for `.bias`. The tensors of gate and up have the same name."""
+    if _EXPERTS not in path:
+        return hf_name(tuple("router" if name == "gate" else name for name in path))
+    name = hf_name(path).replace(".gate_proj.", ".gate_up_proj.").replace(".up_proj.", ".gate_up_proj.")
+    return name.removesuffix(".weight").replace("_proj.bias", "_proj_bias")
+
+
+def _is_fused(config: DecoderConfig) -> bool:
+    return config.experts is not None and config.experts.biases
+
+
+def _names(path: tuple[Any, ...], leaf: Any, config: DecoderConfig, found: Container[str] = ()) -> list[str]:
+    """Returns the names of the tensors that hold a parameter: of packed tensors, if `found` has these."""
+    if _is_fused(config):
+        name = fused_name(path)
+        packed = [name + end for end in _PACKED]
+        return packed if any(part in found for part in packed) else [name]
     return [hf_name(path, expert) for expert in range(leaf.shape[0])] if _EXPERTS in path else [hf_name(path)]
+
+
+def _all_names(abstract_params: Params, config: DecoderConfig, found: Container[str]) -> set[str]:
+    leaves = flatten_mapping(abstract_params).items()
+    return {name for path, leaf in leaves for name in _names(path, leaf, config, found)}
+
+
+def _source(path: tuple[Any, ...], leaf: Any, config: DecoderConfig, stored: Mapping[str, Stored]) -> Source:
+    tensors = [stored[name] for name in _names(path, leaf, config, stored)]
+    kernel, stacked = path[-1] == "kernel", _EXPERTS in path
+    if not stacked or not _is_fused(config):
+        return Source(tensors, kernel, stacked)
+    columns = slice(_column(path), None, 2 if path[-2] in _INTERLEAVED else 1)
+    if len(tensors) == 1:
+        return Source([OfExpert(tensors[0], expert, columns) for expert in range(leaf.shape[0])], False, True)
+    codes, scales = tensors
+    return Source([Packed(codes, scales, expert, columns) for expert in range(leaf.shape[0])], True, True)
+
+
+def _column(path: tuple[Any, ...]) -> int:
+    """Returns the first column of a fused tensor of experts that belongs to the parameter."""
+    return _INTERLEAVED.index(path[-2]) if path[-2] in _INTERLEAVED else 0
 
 
 def load_weights(
@@ -98,9 +148,8 @@ def load_weights(
             _check_tied(stored)
         params: dict[tuple[Any, ...], jax.Array] = {}
         advance = stack.enter_context(progress.task("loading weights", len(wanted)))
-        for path, leaf, names in wanted:
-            tensors = [stored[name] for name in names]
-            array = place(tensors, leaf, transposed=path[-1] == "kernel", stacked=_EXPERTS in path)
+        for path, leaf, source in wanted:
+            array = place(source, leaf)
             if quantized is not None and _is_projection(path):  # immediately, so at most one kernel is held unquantised
                 for name, part in zip(QUANTIZED_LEAVES, quantize(array, quantized), strict=True):
                     params[*path[:-1], name] = part
@@ -124,30 +173,31 @@ def check_weights(folder: str | Path, abstract_params: Params, config: DecoderCo
             weight_map = index_of(folder)
             files = set(weight_map.values())
             if absent := [name for name in files if not (folder / name).is_file()]:
-                needed = {
-                    name for path, leaf in flatten_mapping(abstract_params).items() for name in _names(path, leaf)
-                }
-                _check_names(folder, needed, set(of_decoder(dict(weight_map))))
+                _check_names(folder, abstract_params, config, set(of_decoder(dict(weight_map))))
                 return f"{len(absent)} of {len(files)} files are missing; the names in the index match"
         elif not any(file.suffix in PICKLES for file in folder.iterdir()):
             return "not present, so not compared"
     with contextlib.ExitStack() as stack:
-        wanted, _ = _compared(folder, abstract_params, config, stack)
-    return f"the headers of all {sum(len(names) for *_, names in wanted)} tensors match; the values were not read"
+        _, stored = _compared(folder, abstract_params, config, stack)
+    count = len(_all_names(abstract_params, config, stored))
+    return f"the headers of all {count} tensors match; the values were not read"
 
 
 def _compared(
     folder: Path, abstract_params: Params, config: DecoderConfig, stack: contextlib.ExitStack
-) -> tuple[list[tuple[tuple[Any, ...], Any, list[str]]], dict[str, Stored]]:
+) -> tuple[list[tuple[tuple[Any, ...], Any, Source]], dict[str, Stored]]:
     """Opens the weight files and checks their headers. Returns for every parameter its path in the tree, its abstract
-    array and the names of its tensors; and all open tensors by name."""
+    array and where it is stored; and all open tensors by name."""
     _check_head(abstract_params, config)
-    wanted = [(path, leaf, _names(path, leaf)) for path, leaf in flatten_mapping(abstract_params).items()]
     stored = open_tensors(folder, stack)
-    _check_names(folder, {name for _, _, names in wanted for name in names}, set(stored))
-    for path, leaf, names in wanted:
-        for name in names:
-            _check_tensor(stored[name], leaf.shape[-2:][::-1] if path[-1] == "kernel" else leaf.shape)
+    _check_names(folder, abstract_params, config, set(stored))
+    wanted = []
+    for path, leaf in flatten_mapping(abstract_params).items():
+        source = _source(path, leaf, config, stored)
+        shape = leaf.shape[1:] if source.stacked else leaf.shape
+        for tensor in source.tensors:
+            _check_tensor(tensor, shape[::-1] if source.transposed else shape)
+        wanted.append((path, leaf, source))
     return wanted, stored
 
 
@@ -165,18 +215,21 @@ def save_weights(
     """
     folder = Path(folder)
     _check_head(params, config)
-    tensors, sizes = {}, {}
+    tensors: dict[str, list[tuple[tuple[Any, ...], Any, int | None]]] = {}
+    sizes: dict[str, int] = {}
     for path, leaf in flatten_mapping(params).items():
-        for expert, name in enumerate(names := _names(path, leaf)):
-            tensors[name] = path, leaf, expert
-            sizes[name] = leaf.nbytes // len(names)
+        names = _names(path, leaf, config)
+        separate = _EXPERTS in path and not _is_fused(config)
+        for expert, name in enumerate(names):
+            tensors.setdefault(name, []).append((path, leaf, expert if separate else None))
+            sizes[name] = sizes.get(name, 0) + leaf.nbytes // len(names)
     files = _plan(sizes, max_file_bytes)
     temporary = {file: f".{file}.{os.getpid()}.tmp" for file in files}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             for file, names in files.items():
-                arrays = {name: _to_host(*tensors[name]) for name in names}
+                arrays = {name: _to_host(tensors[name], _is_fused(config)) for name in names}
                 save_tensors(arrays, folder / temporary[file])
                 del arrays
             _publish(folder, temporary, files, sum(sizes.values()))
@@ -247,7 +300,8 @@ def _check_head(params: Params, config: DecoderConfig) -> None:
         )
 
 
-def _check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
+def _check_names(folder: Path, abstract_params: Params, config: DecoderConfig, found: set[str]) -> None:
+    wanted = _all_names(abstract_params, config, found)
     missing = sorted(wanted - found)
     # The files of a tied model may contain a head; `_check_tied` compares its values.
     unexpected = sorted(name for name in found - wanted - {_HEAD} if not _HARMLESS.search(name))
@@ -261,7 +315,7 @@ def _check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
             )
 
 
-def _check_tensor(tensor: Stored, shape: tuple[int, ...]) -> None:
+def _check_tensor(tensor: Stored | OfExpert | Packed, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
         raise UserError(
             f"{tensor.file}: tensor {tensor.name} has shape {tensor.shape}, but config.json needs {shape}. Weights and"
@@ -282,9 +336,17 @@ def _check_tied(stored: Mapping[str, Stored]) -> None:
         )
 
 
-def _to_host(path: tuple[Any, ...], leaf: Any, expert: int) -> np.ndarray:
-    array = np.asarray(leaf[expert] if _EXPERTS in path else leaf)
-    return np.ascontiguousarray(array.T if path[-1] == "kernel" else array)
+def _to_host(parts: list[tuple[tuple[Any, ...], Any, int | None]], fused: bool) -> np.ndarray:
+    """Returns a tensor for a file, from one parameter (of one expert), or from those of gate and up."""
+    arrays = [
+        np.asarray(leaf if expert is None else leaf[expert])
+        for _, leaf, expert in sorted(parts, key=lambda part: _column(part[0]))
+    ]
+    if len(arrays) > 1:
+        return np.stack(arrays, axis=-1).reshape(*arrays[0].shape[:-1], -1)
+    path = parts[0][0]
+    transposed = path[-1] == "kernel" and not (fused and _EXPERTS in path)
+    return np.ascontiguousarray(arrays[0].T if transposed else arrays[0])
 
 
 Index = tuple[slice, ...]
@@ -310,22 +372,125 @@ class Stored(NamedTuple):
         """Yields the slice `index` in blocks: the range of the block's rows, from the start of the slice, and the
         block."""
         part = self.reader.get_slice(self.name)
-        start, stop, _ = index[0].indices(self.shape[0])
+        rows = slice(*index[0].indices(self.shape[0])[:2])
         width = np.prod([len(range(*i.indices(n))) for i, n in zip(index[1:], self.shape[1:], strict=True)], initial=1)
-        rows = max(1, READ_BYTES // max(8 * int(width), 1))
-        for first in range(start, stop, rows):
-            last = min(first + rows, stop)
-            yield slice(first - start, last - start), part[(slice(first, last), *index[1:])]
+        for within, of_file in _row_blocks(rows, int(width)):
+            yield within, part[(of_file, *index[1:])]
 
 
-def place(tensors: Sequence[Stored], leaf: Any, *, transposed: bool, stacked: bool) -> jax.Array:
-    """Reads one parameter from its tensors, with at most one shard on the host at a time.
+class OfExpert(NamedTuple):
+    """Those columns of one expert in a tensor of all experts that belong to a parameter. It has the interface of
+    `Stored`."""
 
-    Args:
-      leaf: shape, dtype and sharding of the parameter; without a sharding, the default device is used.
+    whole: Stored
+    expert: int
+    columns: slice
+
+    @property
+    def file(self) -> Path:
+        return self.whole.file
+
+    @property
+    def name(self) -> str:
+        return self.whole.name
+
+    @property
+    def kind(self) -> str:
+        return self.whole.kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        _, *inner, columns = self.whole.shape
+        return *inner, columns // self.columns.step
+
+    def blocks(self, index: Index) -> Iterator[tuple[slice, np.ndarray]]:
+        part = self.whole.reader.get_slice(self.name)
+        *rows, columns = (slice(*i.indices(n)[:2]) for i, n in zip(index, self.shape, strict=True))
+        columns = slice(columns.start * self.columns.step, columns.stop * self.columns.step)
+
+        def block(*rows: slice) -> np.ndarray:
+            return part[(slice(self.expert, self.expert + 1), *rows, columns)][0][..., self.columns]
+
+        if not rows:  # a bias
+            yield slice(None), block()
+            return
+        for within, of_file in _row_blocks(rows[0], columns.stop - columns.start):
+            yield within, block(of_file)
+
+
+class Packed(NamedTuple):
+    """The matrix `[outputs, inputs]` of one expert, as `OfExpert`, that is packed in MXFP4 (Open Compute Project,
+    Microscaling Formats 1.0): 32 inputs of an output have one exponent in `scales` `[E, O, I / 32]`, and two of them
+    one byte in `codes` `[E, O, I / 32, 16]`, the first in the low bits. The columns of gate and up, which alternate in
+    `OfExpert`, are rows here."""
+
+    codes: Stored
+    scales: Stored
+    expert: int
+    columns: slice
+
+    @property
+    def file(self) -> Path:
+        return self.codes.file
+
+    @property
+    def name(self) -> str:
+        return self.codes.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, outputs, blocks, size = [*self.codes.shape, 0, 0, 0, 0][:4]
+        if self.scales.shape != (experts, outputs, blocks) or size * 2 != _MX_BLOCK or len(self.codes.shape) != 4:
+            raise UserError(
+                f"{self.file}: tensor {self.name} has shape {self.codes.shape}, and {self.scales.name}"
+                f" {self.scales.shape}; MXFP4 needs [E, O, B, {_MX_BLOCK // 2}] and [E, O, B]. Download the file again."
+            )
+        return outputs // self.columns.step, blocks * _MX_BLOCK
+
+    @property
+    def kind(self) -> str:
+        kinds = [tensor.kind for tensor in (self.codes, self.scales) if tensor.kind != "U8"]
+        return kinds[0] + " instead of bytes of MXFP4" if kinds else _FLOATS[1]
+
+    def blocks(self, index: Index) -> Iterator[tuple[slice, np.ndarray]]:
+        codes, scales = (tensor.reader.get_slice(tensor.name) for tensor in (self.codes, self.scales))
+        rows, columns = (slice(*i.indices(n)[:2]) for i, n in zip(index, self.shape, strict=True))
+        groups = slice(columns.start // _MX_BLOCK, -(-columns.stop // _MX_BLOCK))
+        inner = slice(columns.start - groups.start * _MX_BLOCK, columns.stop - groups.start * _MX_BLOCK)
+        one = slice(self.expert, self.expert + 1)
+        for within, of_file in _row_blocks(rows, (groups.stop - groups.start) * _MX_BLOCK):
+            lines = slice(of_file.start * self.columns.step, of_file.stop * self.columns.step)
+            pairs, exponents = (part[one, lines, groups][0, self.columns] for part in (codes, scales))
+            values = _FP4[np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*exponents.shape, _MX_BLOCK)]
+            with np.errstate(over="ignore", invalid="ignore"):  # the caller refuses infinite values and NaN
+                values = values * np.ldexp(np.float32(1), exponents.astype(np.int32)[..., None] - 127)
+            yield within, values.reshape(len(values), -1)[:, inner]
+
+
+def _row_blocks(rows: slice, width: int) -> Iterator[tuple[slice, slice]]:
+    """Splits rows of `width` numbers into blocks; yields the rows of each from the first one on, and in the file."""
+    size = max(1, READ_BYTES // max(8 * width, 1))
+    for first in range(rows.start, rows.stop, size):
+        last = min(first + size, rows.stop)
+        yield slice(first - rows.start, last - rows.start), slice(first, last)
+
+
+class Source(NamedTuple):
+    """Where a parameter is stored.
+
+    Attributes:
       transposed: whether the last two axes are swapped in the file.
       stacked: whether the first axis of the parameter runs over the tensors.
     """
+
+    tensors: Sequence[Stored | OfExpert | Packed]
+    transposed: bool
+    stacked: bool
+
+
+def place(source: Source, leaf: Any) -> jax.Array:
+    """Reads one parameter, with at most one shard on the host at a time. `leaf` has its shape, dtype and sharding;
+    without a sharding, the default device is used."""
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     holders: dict[Any, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
@@ -333,7 +498,7 @@ def place(tensors: Sequence[Stored], leaf: Any, *, transposed: bool, stacked: bo
         holders.setdefault(tuple((part.start, part.stop) for part in full), []).append(device)
 
     def to_devices(index: Index, devices: list[Any]) -> list[jax.Array]:
-        host = _read(tensors, index, leaf.dtype, transposed, stacked)
+        host = _read(source, index, leaf.dtype)
         return jax.block_until_ready([jax.device_put(host, device) for device in devices])
 
     parts: list[jax.Array] = []
@@ -342,14 +507,14 @@ def place(tensors: Sequence[Stored], leaf: Any, *, transposed: bool, stacked: bo
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
 
 
-def _read(tensors: Sequence[Stored], index: Index, dtype: Any, transposed: bool, stacked: bool) -> np.ndarray:
+def _read(source: Source, index: Index, dtype: Any) -> np.ndarray:
     out = np.empty([part.stop - part.start for part in index], dtype)
-    pairs: Iterable[tuple[Stored, np.ndarray]] = [(tensors[0], out)]
-    if stacked:
-        pairs = zip(tensors[index[0]], list(out), strict=True)
-    within = index[1:] if stacked else index
+    pairs: Iterable[tuple[Stored | OfExpert | Packed, np.ndarray]] = [(source.tensors[0], out)]
+    if source.stacked:
+        pairs = zip(source.tensors[index[0]], list(out), strict=True)
+    within = index[1:] if source.stacked else index
     for tensor, array in pairs:
-        file_index, target = (within[::-1], array.T) if transposed else (within, array)
+        file_index, target = (within[::-1], array.T) if source.transposed else (within, array)
         for rows, block in tensor.blocks(file_index):
             if not _all_finite(block):
                 raise UserError(not_finite(tensor.file, tensor.name))
