@@ -51,12 +51,13 @@ def _size(tree: Any) -> int:
 def parameter_shapes(
     model: DecoderConfig, param_dtype: Any, adapters: Adapters | None, quantized: str | None
 ) -> Params:
-    """Returns the abstract parameters of a decoder. The shapes of two layers differ only if one layer has experts and
-    the other has none, so only one layer of each kind is traced."""
-    trees: dict[bool, Params] = {}
-    for kind in set(map(model.has_experts, range(model.num_layers))):
-        experts = model.experts if kind else None
-        single = dataclasses.replace(model, num_layers=1, windows=(), rotary=(), experts=experts, expert_layers=())
+    """Returns the abstract parameters of a decoder. The shapes of two layers differ only if one layer has experts or is
+    recurrent and the other is not, so only one layer of each kind is traced."""
+    kinds = [(model.has_experts(index), model.is_recurrent(index)) for index in range(model.num_layers)]
+    trees: dict[tuple[bool, bool], Params] = {}
+    for kind in set(kinds):
+        plain = {"num_layers": 1, "windows": (), "rotary": (), "expert_layers": (), "recurrent_layers": kind[1:]}
+        single = dataclasses.replace(model, experts=model.experts if kind[0] else None, **plain)
 
         def make(single: DecoderConfig = single) -> Decoder:
             return quantize_base(Decoder(single, rngs=nnx.Rngs(0), param_dtype=param_dtype), quantized)
@@ -65,8 +66,7 @@ def parameter_shapes(
         if adapters is not None:
             one = add_lora(one, LoraConfig(adapters.rank, adapters.alpha, list(adapters.targets)))
         trees[kind] = nnx.to_pure_dict(nnx.split(one)[1])
-    layers = {index: trees[model.has_experts(index)]["layers"][0] for index in range(model.num_layers)}
-    return trees[model.has_experts(0)] | {"layers": layers}
+    return trees[kinds[0]] | {"layers": {index: trees[kind]["layers"][0] for index, kind in enumerate(kinds)}}
 
 
 class Share(NamedTuple):

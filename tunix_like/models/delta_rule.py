@@ -41,6 +41,13 @@ class Memory(NamedTuple):
     tail: Float[Array, "B w C"]
 
 
+class Past(NamedTuple):
+    """How a block of tokens continues earlier ones: the memory before its sequences, and the offsets of its tokens."""
+
+    memory: Memory
+    offsets: Int[Array, "B T"]
+
+
 def convolve(
     x: Float[Array, "B T C"], weight: Float[Array, "C 1 W"], tail: Float[Array, "B w C"], offsets: Int[Array, "B T"]
 ) -> Float[Array, "B T C"]:
@@ -179,6 +186,22 @@ def _inverse_backward(inverse: Array, cotangent: Array) -> tuple[Array]:
 
 
 _unit_lower_inverse.defvjp(lambda a: (_unit_lower_inverse(a),) * 2, _inverse_backward)
+
+
+def delta_rule(
+    q: Float[Array, "B T K k"],
+    k: Float[Array, "B T K k"],
+    v: Float[Array, "B T H v"],
+    decay: Float[Array, "B T H"],
+    beta: Float[Array, "B T H"],
+    state: Float[Array, "B H k v"],
+    offsets: Int[Array, "B T"],
+) -> tuple[Float[Array, "B T H v"], Float[Array, "B H k v"]]:
+    """Applies the delta rule to blocks of any length; as `chunked_delta_rule`."""
+    if q.shape[1] > 1:
+        return chunked_delta_rule(q, k, v, decay, beta, state, offsets)
+    out, after = delta_rule_step(q[:, 0], k[:, 0], v[:, 0], decay[:, 0], beta[:, 0], state)
+    return out[:, None], jnp.where(offsets[..., None, None] < 0, state, after)
 
 
 def delta_rule_step(

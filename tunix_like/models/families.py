@@ -13,17 +13,22 @@ from typing import Any
 
 from tunix_like.errors import UserError, nearest
 from tunix_like.models.fields import (
+    DELTA_NAMES,
     EXPERT_FIELDS,
     EXPERT_NAMES,
     HF_NAMES,
     OPTION_NAMES,
+    PARTIAL_ROPE_FIELDS,
     ROPE_FIELDS,
+    DeltaRule,
     Experts,
     checked,
     experts_of,
     nope_fields,
+    read_partial_rope,
     read_rope,
     read_two_ropes,
+    recurrent_of,
     rotary_of,
     windows_of,
 )
@@ -68,6 +73,9 @@ _GEMMA_FIXED = {
 _GEMMA_FIELDS = frozenset({"hidden_activation", "cache_implementation", "sliding_window_size", *OPTION_NAMES.values()})
 _GEMMA_REQUIRED = ("num_kv_heads", "head_dim", "query_pre_attn_scalar")
 
+_MTP_FIELDS = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
+"""Fields of the layers that predict several tokens. As in transformers, these layers are not read."""
+
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}, required=("num_kv_heads",)),
@@ -80,6 +88,14 @@ FAMILIES = {
         named=("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
         fields=EXPERT_FIELDS | {"router_aux_loss_coef"},
         fixed={"output_router_logits": (False,)},
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        {"qk_norm": True, "norm_offset": True, "output_gate": True},
+        options=frozenset({"rotary_width", "delta_rule", "recurrent_layers"}),
+        required=("num_kv_heads", "head_dim"),
+        fields=PARTIAL_ROPE_FIELDS | {*DELTA_NAMES.values(), "full_attention_interval"} | _MTP_FIELDS,
+        fixed={"attn_output_gate": (True,), "mlp_only_layers": ([],), "mamba_ssm_dtype": ("float32",)},
     ),
     "mistral": Family(
         "MistralForCausalLM",
@@ -123,7 +139,7 @@ window. The HF field `layer_types` overrides a pattern n > 0."""
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
 
-_MULTIMODAL = {"gemma3": "gemma3_text"}
+_MULTIMODAL = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
 """Maps multimodal families to the family of their `text_config`. The weights of their other parts are not read."""
 
 _TEXT_DEFAULTS = {
@@ -135,7 +151,8 @@ _TEXT_DEFAULTS = {
         "max_position_embeddings": 131072,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
-    }
+    },
+    "qwen3_5_text": {},
 }
 """Defaults of transformers for fields that published `text_config`s omit."""
 
@@ -210,7 +227,8 @@ def numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
     result.setdefault("num_kv_heads", result["num_heads"])
     if "head_dim" not in result:
         result["head_dim"] = _default_head_dim(result)
-    result |= (read_two_ropes if "local_rope_theta" in family.options else read_rope)(fields)
+    read = read_two_ropes if "local_rope_theta" in family.options else read_rope
+    result |= (read_partial_rope if "rotary_width" in family.options else read)(fields)
     return result | _layers(fields, family, name, result["num_layers"])
 
 
@@ -247,6 +265,8 @@ def _layers(fields: Mapping[str, Any], family: Family, name: str, count: int) ->
         result["rotary"] = rotary_of(fields, count)
     if "experts" in family.options:
         result |= experts_of(fields, count)
+    if "delta_rule" in family.options:
+        result |= recurrent_of(fields, count)
     return result
 
 
@@ -268,11 +288,12 @@ def family_fields(
     rotary: tuple[bool, ...],
     experts: Experts | None,
     with_experts: tuple[bool, ...],
+    recurrent: tuple[DeltaRule | None, tuple[bool, ...]],
     options: Mapping[str, Any],
     local_theta: float | None,
 ) -> dict[str, Any]:
-    """Returns the HF fields that are specific to a family; `windows`, `rotary` and `with_experts` must have an entry
-    for every layer. Raises UserError if the family cannot represent the windows."""
+    """Returns the HF fields that are specific to a family; `windows`, `rotary`, `with_experts` and the layers of
+    `recurrent` must have an entry for every layer. Raises UserError if the family cannot represent the windows."""
     family = FAMILIES[name]
     gelu = family.adds.get("activation") == "gelu_tanh"
     result: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"} if gelu else {"hidden_act": "silu"}
@@ -293,6 +314,10 @@ def family_fields(
     if "experts" in family.options and experts is not None:
         result |= {hf: getattr(experts, ours) for ours, hf in EXPERT_NAMES.items()}
         result |= {"decoder_sparse_step": 1, "mlp_only_layers": [i for i, has in enumerate(with_experts) if not has]}
+    rule, layers = recurrent
+    if rule is not None:
+        result |= {hf: getattr(rule, ours) for ours, hf in DELTA_NAMES.items()}
+        result["layer_types"] = ["linear_attention" if one else "full_attention" for one in layers]
     return result
 
 
@@ -311,11 +336,12 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
                 f"field '{name}' = {value!r} is unknown. If it does not change the outputs of the model, remove it from"
                 " config.json; otherwise the model is not supported."
             )
-        if name in fixed and value not in fixed[name]:
+        if name in fixed and name not in family.fields and value not in fixed[name]:
             wanted = json.dumps(fixed[name][0]) if fixed[name] else "no such field"
             raise UserError(f"field '{name}' = {value!r} is not supported; only {wanted} is.")
     kinds = fields.get("layer_types") or []
     allowed = {"full_attention"} | ({"sliding_attention"} if "windows" in family.options else set())
+    allowed |= {"linear_attention"} if "delta_rule" in family.options else set()
     if not isinstance(kinds, list) or any(kind not in allowed for kind in kinds):
         known = " or ".join(f"'{kind}'" for kind in sorted(allowed))
         raise UserError(f"field 'layer_types' = {kinds!r} is not supported; every layer must be {known}.")
