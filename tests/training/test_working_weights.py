@@ -13,7 +13,7 @@ from tests.parameters import others_slow
 from tunix_like.config.schema import LoraConfig
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.fields import Experts
+from tunix_like.models.fields import DeltaRule, Experts
 from tunix_like.models.layer_stack import Segment, segments_of, stack_layers, unstack_layers
 from tunix_like.models.log_probabilities import token_logprobs
 from tunix_like.models.lora import add_lora, split_params
@@ -29,6 +29,9 @@ MODELS = {
     "windows in a pattern": dict(num_layers=5, windows=(3, None, 3, None, 3), local_rope_theta=100.0),
     "experts after a plain layer": dict(num_layers=3, experts=EXPERTS, expert_layers=(False, True, True)),
     "tied embeddings": dict(num_layers=2, tie_embeddings=True),
+    "recurrent layers": dict(
+        num_layers=6, delta_rule=DeltaRule(1, 2, 4, 3, 4), recurrent_layers=(True, True, False) * 2, output_gate=True
+    ),
 }
 
 

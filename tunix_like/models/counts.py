@@ -56,8 +56,8 @@ def parameter_shapes(
     kinds = [(model.has_experts(index), model.is_recurrent(index)) for index in range(model.num_layers)]
     trees: dict[tuple[bool, bool], Params] = {}
     for kind in set(kinds):
-        plain = {"num_layers": 1, "windows": (), "rotary": (), "expert_layers": (), "recurrent_layers": kind[1:]}
-        single = dataclasses.replace(model, experts=model.experts if kind[0] else None, **plain)
+        plain: dict[str, Any] = {"windows": (), "rotary": (), "expert_layers": (), "recurrent_layers": kind[1:]}
+        single = dataclasses.replace(model, num_layers=1, experts=model.experts if kind[0] else None, **plain)
 
         def make(single: DecoderConfig = single) -> Decoder:
             return quantize_base(Decoder(single, rngs=nnx.Rngs(0), param_dtype=param_dtype), quantized)

@@ -354,10 +354,11 @@ class Decoder(nnx.Module):
             ) -> Array:
                 block = part_of(to_rows(k), to_rows(v), Causal(segments, window))
                 write = jax.lax.dynamic_update_slice_in_dim
-                filled.append((write(old[0], block.k, column, 3), write(old[1], block.v, column, 2)))
+                written = write(old[0], block.k, column, 3), write(old[1], block.v, column, 2)
+                filled.append(written)
                 # Attention reads the updated cache, so the update needs no copy. The mask `earlier` hides the new
                 # columns.
-                own = Part(*filled[-1], earlier)
+                own = Part(*written, earlier)
                 return group_attention(q, of_prompt, own, block, kind="auto", cap=self.config.attention_cap)
 
             x, _ = layer(x, ropes[index], attend)

@@ -221,14 +221,14 @@ class GatedDeltaNet(nnx.Module):
         mixed = jax.nn.silu(convolve(inputs, self.conv1d.taps[...], tail, past.offsets))
         ends = [sizes.key_heads * sizes.key_width, 2 * sizes.key_heads * sizes.key_width]
         widths = sizes.key_width, sizes.key_width, sizes.value_width
-        heads = (part.reshape(*rows, -1, n) for part, n in zip(jnp.split(mixed, ends, axis=-1), widths, strict=True))
+        q, k, v = (part.reshape(*rows, -1, n) for part, n in zip(jnp.split(mixed, ends, axis=-1), widths, strict=True))
         step, bias = self.in_proj_a(x).astype(jnp.float32), self.dt_bias[...].astype(jnp.float32)
         step = jax.nn.softplus(step + jnp.broadcast_to(bias, step.shape))
         rate = jnp.exp(self.A_log[...].astype(jnp.float32))
         decay = -step * jnp.broadcast_to(rate, step.shape)
         beta = jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32))
-        gates = (gate.reshape(*rows, -1) for gate in (decay, beta))
-        out, state = delta_rule(*heads, *gates, state, past.offsets)
+        decay, beta = (gate.reshape(*rows, -1) for gate in (decay, beta))
+        out, state = delta_rule(q, k, v, decay, beta, state, past.offsets)
         gate = self.in_proj_z(x).astype(jnp.float32).reshape(out.shape)
         out = (self.norm(out) * jax.nn.silu(gate)).astype(x.dtype)
         return self.out_proj(out.reshape(*x.shape[:-1], -1)), Memory(state, tail_after(inputs, tail, past.offsets))
