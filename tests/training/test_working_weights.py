@@ -30,7 +30,7 @@ MODELS = {
     "experts after a plain layer": dict(num_layers=3, experts=EXPERTS, expert_layers=(False, True, True)),
     "tied embeddings": dict(num_layers=2, tie_embeddings=True),
     "recurrent layers": dict(
-        num_layers=6, delta_rule=DeltaRule(1, 2, 4, 3, 4), recurrent_layers=(True, True, False) * 2, output_gate=True
+        num_layers=4, delta_rule=DeltaRule(1, 2, 8, 8, 4), recurrent_layers=(True, False) * 2, output_gate=True
     ),
 }
 
@@ -48,7 +48,7 @@ def assert_equal_trees(found, expected, tolerance=2e-5):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert one.dtype == other.dtype
-        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * max(1.0, float(jnp.abs(other).max())))
 
 
 @functools.cache

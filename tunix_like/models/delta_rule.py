@@ -105,6 +105,7 @@ def chunked_delta_rule(
       the outputs (float32; undefined for padding) and the states after the last token of the blocks.
     """
     (batch, count, key_heads, width), (heads, value_width) = k.shape, v.shape[2:]
+    chunk = min(chunk, 1 << (count - 1).bit_length())
     steps = -(-count // chunk)
 
     def cut(x: Array, *axes: int) -> Array:  # [B T *axes w] -> [n B *axes c w], chunks of c tokens
