@@ -69,6 +69,14 @@ def parameter_shapes(
     return trees[kinds[0]] | {"layers": {index: trees[kind]["layers"][0] for index, kind in enumerate(kinds)}}
 
 
+def memory_bytes(config: DecoderConfig, dtype: Any) -> int:
+    """Returns the bytes of the memory of one sequence in a recurrent layer (`delta_rule.Memory`)."""
+    rule = config.delta_rule
+    assert rule is not None
+    state = 4 * rule.value_heads * rule.key_width * rule.value_width
+    return state + (rule.taps - 1) * rule.channels * jnp.dtype(dtype).itemsize
+
+
 class Share(NamedTuple):
     """Sizes of the parameters of a model that one device holds.
 
@@ -119,7 +127,8 @@ def forward_operations(
     """Returns the number of multiplications and additions of one forward pass over `P` prompts with `G` completions
     each. Each prompt is computed once.
 
-    The number includes matrix products, attention over the visible tokens, and logits at completion tokens. For a
+    The number includes matrix products, attention over the visible tokens, the recurrence of recurrent layers (one
+    token at a time), and logits at completion tokens. For a
     mixture of experts, the number includes the router, and for each token the experts that process this token. Adapters
     are not counted; adapters take about one percent of the operations. Completions of length 0 and prompts without
     completions are ignored.
@@ -145,13 +154,19 @@ def _operations(
     s = np.where(n.any(axis=1), prompt_lengths, 0).astype(np.float64)
     inputs = np.maximum(n - 1, 0)  # the last token is never an input
     width, head = config.hidden_size, config.head_dim
-    attention = width * head * (2 * config.num_heads + 2 * config.num_kv_heads)
-    layers = range(config.num_layers)
-    matrices = sum(attention + 3 * width * config.active_width(layer) for layer in layers)
+    attention = width * head * ((3 if config.output_gate else 2) * config.num_heads + 2 * config.num_kv_heads)
+    layers, rule = range(config.num_layers), config.delta_rule
+    recurrent = 0 if rule is None else width * (rule.channels + 2 * rule.value_heads * (rule.value_width + 1))
+    mixers = [recurrent if config.is_recurrent(layer) else attention for layer in layers]
+    matrices = sum(mixers) + sum(3 * width * config.active_width(layer) for layer in layers)
     if config.experts is not None:
         matrices += width * config.experts.number * sum(config.has_experts(layer) for layer in layers)
     scores = 0.0
     for layer in layers:
+        if rule is not None and config.is_recurrent(layer):  # two reads of the state and its correction
+            each = 6 * rule.value_heads * rule.key_width * rule.value_width + 2 * rule.taps * rule.channels
+            scores += each * (s.sum() + inputs.sum())
+            continue
         window = config.window(layer)
         whole = _pairs(s[:, None] + inputs, window) - _pairs(s, window)[:, None]
         scores += 4 * config.num_heads * head * (_pairs(s, window).sum() + whole.sum())
