@@ -104,11 +104,13 @@ def chunked_delta_rule(
       state: state before each sequence of the block.
 
     Returns:
-      the outputs (float32; undefined for padding) and the states after the last token of the blocks.
+      the outputs (undefined for padding) and the states after the last token of the blocks.
     """
     (batch, count, key_heads, width), (heads, value_width) = k.shape, v.shape[2:]
     chunk = min(chunk, 1 << (count - 1).bit_length())
     steps = -(-count // chunk)
+
+    dtype = v.dtype
 
     def cut(x: Array, *axes: int) -> Array:  # [B T *axes w] -> [n B *axes c w], chunks of c tokens
         x = jnp.pad(x, ((0, 0), (0, steps * chunk - count), *[(0, 0)] * (x.ndim - 2)))
@@ -158,7 +160,7 @@ def chunked_delta_rule(
         return factor * before + jnp.matmul(left.swapaxes(-1, -2), corrections), (corrections, read)
 
     final, (corrections, read) = jax.lax.scan(step, state, (written, seen, asked, left, *last))
-    out += read + jnp.matmul(scores, corrections)  # [n B K r c v]
+    out = (out + read + jnp.matmul(scores, corrections)).astype(dtype)  # [n B K r c v]
     out = jnp.moveaxis(jnp.moveaxis(out, 0, 1), -2, 2).reshape(batch, steps * chunk, heads, value_width)
     return out[:, :count], final.reshape(batch, heads, width, value_width)
 
@@ -224,4 +226,4 @@ def delta_rule_step(
     known, asked = (factor * (state * x[..., None]).sum(axis=-2) for x in (k, q))
     correction = beta[..., None].astype(jnp.float32) * (v.astype(jnp.float32) - known)
     out = asked + (q * k).sum(-1, keepdims=True) * correction
-    return out, factor[..., None] * state + k[..., None] * correction[..., None, :]
+    return out.astype(v.dtype), factor[..., None] * state + k[..., None] * correction[..., None, :]

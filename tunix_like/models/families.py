@@ -328,6 +328,8 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
             " checkpoint of a supported family without custom code."
         )
     fixed = _FIXED | dict(family.fixed)
+    if "rotary_width" in family.options:
+        del fixed["partial_rotary_factor"]
     for name, value in fields.items():
         if value is None:
             continue
@@ -336,7 +338,7 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
                 f"field '{name}' = {value!r} is unknown. If it does not change the outputs of the model, remove it from"
                 " config.json; otherwise the model is not supported."
             )
-        if name in fixed and name not in family.fields and value not in fixed[name]:
+        if name in fixed and value not in fixed[name]:
             wanted = json.dumps(fixed[name][0]) if fixed[name] else "no such field"
             raise UserError(f"field '{name}' = {value!r} is not supported; only {wanted} is.")
     kinds = fields.get("layer_types") or []

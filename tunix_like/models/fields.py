@@ -286,6 +286,8 @@ def recurrent_of(fields: Mapping[str, Any], count: int) -> dict[str, Any]:
     else:
         interval = checked("full_attention_interval", fields.get("full_attention_interval") or 4)
         layers = tuple(bool((layer + 1) % interval) for layer in range(count))
+    if all(layers):
+        raise UserError("every layer is recurrent ('linear_attention'); at least one must have 'full_attention'.")
     return {"delta_rule": rule, "recurrent_layers": layers}
 
 

@@ -230,7 +230,7 @@ class GatedDeltaNet(nnx.Module):
         decay, beta = (gate.reshape(*rows, -1) for gate in (decay, beta))
         out, state = delta_rule(q, k, v, decay, beta, state, past.offsets)
         gate = self.in_proj_z(x).astype(jnp.float32).reshape(out.shape)
-        out = (self.norm(out) * jax.nn.silu(gate)).astype(x.dtype)
+        out = (self.norm(out.astype(jnp.float32)) * jax.nn.silu(gate)).astype(x.dtype)
         return self.out_proj(out.reshape(*x.shape[:-1], -1)), Memory(state, tail_after(inputs, tail, past.offsets))
 
 

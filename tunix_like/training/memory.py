@@ -50,8 +50,8 @@ WORKING_INNER = 3
 (measured: 3.1 and 2.6)."""
 
 KEPT_RECURRENT = {"chunk": 5.5, "width": 18.0}
-"""Number of float32 values that a recurrent layer saves per token and value head, for each token of a chunk, and for each
-number of a key and of a value. Fitted to compiled updates on the CPU (4 and 8 heads of width 16 and 64)."""
+"""Number of float32 values that a recurrent layer saves per token and value head, for each token of a chunk, and for
+each number of a key and of a value. Fitted to compiled updates on the CPU (4 and 8 heads of width 16 and 64)."""
 
 WORKING_RECURRENT = 4
 """Number of float32 arrays `[tokens, value heads, chunk + key width + value width]` in the backward pass of a recurrent
