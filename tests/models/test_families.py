@@ -22,17 +22,19 @@ from tests.models.published_configs import (
     MISTRAL,
     OLMO3,
     QWEN3_MOE,
+    QWEN35,
     SMOLLM3,
 )
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.counts import forward_operations, parameter_count
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.fields import Experts, LinearScaling, YarnScaling
+from tunix_like.models.fields import DeltaRule, Experts, LinearScaling, YarnScaling
 from tunix_like.models.loading import load_model, save_model
 from tunix_like.models.weights import save_weights
 
-PUBLISHED = (GEMMA2, GEMMA3, MISTRAL, MINISTRAL3, OLMO3, SMOLLM3, QWEN3_MOE, GPT_OSS)
+PARTS = ("vision_tower.x.weight", "model.multi_modal_projector.y")
+PUBLISHED = (GEMMA2, GEMMA3, MISTRAL, MINISTRAL3, OLMO3, SMOLLM3, QWEN3_MOE, GPT_OSS, QWEN35)
 TINY = {
     "vocab_size": 13,
     "hidden_size": 8,
@@ -56,7 +58,13 @@ def tiny(fields, **changes):
     )
     if "num_local_experts" in fields:
         experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_per_token": 2}
-    return fields | {name: None for name in per_layer if name in fields} | TINY | experts | changes
+    recurrent = (
+        {"head_dim": 8, "full_attention_interval": 3, "linear_num_key_heads": 1, "linear_num_value_heads": 2}
+        | {"linear_key_head_dim": 5, "linear_value_head_dim": 3}
+        if "linear_num_key_heads" in fields
+        else {}
+    )
+    return fields | {name: None for name in per_layer if name in fields} | TINY | experts | recurrent | changes
 
 
 def test_gemma2_numbers():
@@ -174,6 +182,20 @@ def test_gpt_oss_numbers():
             dataclasses.replace(config, **changes).to_hf()
 
 
+def test_qwen35_numbers():
+    config = read(QWEN35)
+    assert config.delta_rule == DeltaRule(key_heads=16, value_heads=48, key_width=128, value_width=128, taps=4)
+    assert config.recurrent_layers == (True, True, True, False) * 16
+    assert (config.rotary_width, config.rope_theta, config.head_dim) == (64, 1e7, 256)
+    assert config.output_gate and config.norm_offset and config.qk_norm
+    assert read(QWEN35, layer_types=None) == config
+    old = {"rope_parameters": None, "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    assert read(QWEN35, **old) == config
+    assert parameter_count(config) == pytest.approx(27e9, rel=0.01)  # without images and layers for several tokens
+    outside = {"model_type": "qwen3_5", "text_config": QWEN35, "vision_config": {}, "tie_word_embeddings": False}
+    assert DecoderConfig.from_hf(outside) == config
+
+
 @pytest.mark.parametrize("fields", PUBLISHED, ids=lambda fields: fields["model_type"])
 def test_round_trip(fields):
     config = read(fields)
@@ -182,6 +204,8 @@ def test_round_trip(fields):
     rewritten = {"torch_dtype", "hidden_act", "rope_scaling", "sliding_window_pattern", "no_rope_layer_interval"}
     rewritten |= {"layer_types", "router_aux_loss_coef", "output_router_logits", "attn_logit_softcapping"}
     rewritten |= {"rope_parameters", "dtype", "quantization_config", "experts_per_token", "initial_context_length"}
+    rewritten |= {"rope_parameters", "full_attention_interval", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
+    rewritten |= {"mlp_only_layers"}
     for name in fields.keys() - rewritten:
         assert back[name] == fields[name], name
     alone = dataclasses.replace(config, source=None).to_hf(eos_ids=[5])
@@ -230,6 +254,16 @@ def test_operations_with_windows_and_experts():
     assert found == 2 * matrices * 8 + 3 * 4 * 2 * 4 * sum(range(1, 9)) + 2 * 8 * 13 * 4
 
 
+def test_operations_with_recurrent_layers():
+    """Counts the projections, the convolution and three products of a state and a vector for each of 8 tokens."""
+    found = forward_operations(read(tiny(QWEN35)), np.array([5]), np.array([[4]]))
+    channels, values = 2 * 5 + 2 * 3, 2 * 3
+    recurrent = 8 * (channels + values + 2 + 2) + values * 8
+    matrices = 2 * recurrent + 8 * 8 * (2 * 2 + 1 + 1 + 2) + 3 * 3 * 8 * 12
+    rule = 2 * 8 * (3 * 2 * 2 * 5 * 3 + 2 * 4 * channels)
+    assert found == 2 * matrices * 8 + rule + 4 * 2 * 8 * sum(range(1, 9)) + 2 * 8 * 13 * 4
+
+
 def bad(fields, *said, id):
     return pytest.param(fields, said, id=id)
 
@@ -257,6 +291,11 @@ def without(fields, name):
         bad(GEMMA3 | {"layer_types": ["full_attention"]}, "layer_types", "26 layers", id="too-few-layers"),
         bad(GEMMA3 | {"layer_types": ["chunked_attention"] * 26}, "chunked_attention", id="layer-type"),
         bad(GEMMA3 | {"attention_bias": True}, "attention_bias", id="bias"),
+        bad(QWEN35 | {"attn_output_gate": False}, "attn_output_gate", id="no-gate"),
+        bad(without(QWEN35, "linear_key_head_dim"), "missing: linear_key_head_dim", id="no-key-width"),
+        bad(QWEN35 | {"linear_num_value_heads": 24}, "24", "multiple of linear_num_key_heads", id="value-heads"),
+        bad(QWEN35 | {"layer_types": ["linear_attention"] * 64}, "at least one", id="only-recurrent"),
+        bad(QWEN35 | {"head_dim": 4, "rope_parameters": None}, "partial_rotary_factor", id="odd-rotation"),
         bad(GEMMA3 | {"rope_parameters": {"rope_type": "default"}}, "sliding_attention", id="one-rope"),
         bad(
             GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
@@ -320,10 +359,16 @@ def test_unsupported_configs_raise_an_error(fields, said):
 
 
 @pytest.mark.parametrize(
-    ("decoder", "head"), [("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")]
+    ("family", "fields", "decoder", "head", "parts"),
+    [
+        ("gemma3", GEMMA3, "language_model.model.", "language_model.lm_head.", PARTS),
+        ("gemma3", GEMMA3, "model.language_model.", "lm_head.", PARTS),
+        ("mistral3", MINISTRAL3, "language_model.model.", "language_model.lm_head.", PARTS),
+        ("mistral3", MINISTRAL3, "model.language_model.", "lm_head.", PARTS),
+        ("qwen3_5", QWEN35, "model.language_model.", "lm_head.", ("model.visual.x.weight", "mtp.layers.0.x.weight")),
+    ],
 )
-@pytest.mark.parametrize(("family", "fields"), [("gemma3", GEMMA3), ("mistral3", MINISTRAL3)], ids=["gemma", "mistral"])
-def test_decoder_weights_of_an_image_model(decoder, head, family, fields, tmp_path):
+def test_decoder_weights_of_an_image_model(family, fields, decoder, head, parts, tmp_path):
     """Covers the formats before and since transformers 5. Other parts of the model are not read, and an unknown tensor
     is named."""
     model, _ = load_model(tiny(fields), init="random")
@@ -334,7 +379,7 @@ def test_decoder_weights_of_an_image_model(decoder, head, family, fields, tmp_pa
     tensors = load_file(tmp_path / "model.safetensors")
     renamed = lambda name: name.replace("model.", decoder, 1).replace("lm_head.", head, 1)  # noqa: E731
     tensors = {renamed(name): tensor for name, tensor in tensors.items()}
-    other = {name: np.zeros(3, np.float32) for name in ("vision_tower.x.weight", "model.multi_modal_projector.y")}
+    other = {name: np.zeros(3, np.float32) for name in parts}
     save_file(tensors | other, tmp_path / "model.safetensors")
     again, _ = load_model(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.split(again)[1]), params)

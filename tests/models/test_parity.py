@@ -95,6 +95,20 @@ FAMILIES = {
             "tie_word_embeddings": False,  # with a tied embedding of this size, a token would predict itself
         },
     ),
+    # The convolution and prompts shorter than it, value heads that share key heads, rotation of half of a head.
+    "qwen3.5": (
+        "Qwen3_5",
+        {
+            "head_dim": 8,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
     "mistral": ("Mistral", {"sliding_window": 11, "head_dim": 16}),
     # Queries grow at positions 16, 32, ...
     "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.7}}),
@@ -301,7 +315,10 @@ def test_sampled_tokens_and_their_log_probabilities(reference):
         np.testing.assert_allclose(trained, found.logprobs, rtol=0, atol=1e-4)
 
 
-NEW = ("gemma3", "gemma2", "mistral", "ministral3", "olmo3", "gpt-oss", "smollm3", "qwen3-moe", "qwen3-moe-shares")
+NEW = (
+    *("gemma3", "qwen3.5", "gemma2", "mistral", "ministral3", "olmo3", "gpt-oss", "smollm3", "qwen3-moe"),
+    "qwen3-moe-shares",
+)
 BINS = ((9, 7), (3, 12))  # lengths of completions that share a bin of 20, for prompts of 17 and 3 tokens
 
 

@@ -27,7 +27,7 @@ from tunix_like.data.maze import tokenizer
 from tunix_like.models import quantization
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.fields import Experts, YarnScaling
+from tunix_like.models.fields import DeltaRule, Experts, YarnScaling
 from tunix_like.models.lora import join_params, split_params
 from tunix_like.models.quantization import quantize_base
 from tunix_like.models.sharding import (
@@ -136,6 +136,22 @@ def test_training_of_other_families_on_a_mesh(name):
         # Adam magnifies the rounding of gradients near 0, which experts with few tokens have.
         np.testing.assert_allclose(np.asarray(one), np.asarray(many), atol=5e-5 if config.experts is None else 1e-3)
         assert np.abs(np.asarray(one) - np.asarray(many)).mean() < 1e-5
+
+
+@pytest.mark.parametrize("shape", [[1, 8, 1], [2, 2, 2]], ids=str)
+def test_recurrent_layers_on_a_mesh_equal_those_on_one_device(monkeypatch, shape):
+    rule = DeltaRule(key_heads=2, value_heads=4, key_width=8, value_width=8, taps=4)
+    changes = {"delta_rule": rule, "recurrent_layers": (True, False), "output_gate": True, "rotary_width": 2}
+    monkeypatch.setitem(globals(), "CONFIG", dataclasses.replace(CONFIG, **changes))
+    expected, single, said = train(None)
+    row, learner, seen = train(build_mesh(MeshConfig(shape=shape, axis_names=AXES)))
+    assert seen == said
+    assert row["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-5)
+    for one, many in zip(jax.tree.leaves(single.params), jax.tree.leaves(learner.params), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(many), atol=1e-3)  # of 3e-2, Adam's steps
+    kernel = learner.params["layers"][0]["linear_attn"]["in_proj_qkv"]["kernel"]
+    assert kernel.addressable_shards[0].data.shape == (16 // shape[1], 64 // shape[2])
+    assert row["train/perf/update_programs"] == 1 and row["train/perf/programs_compiled"] == 0
 
 
 @pytest.mark.parametrize("layout", [[8, 1, 1], [2, 1, 4], [1, 8, 1], [1, 2, 4]], ids=str)

@@ -21,7 +21,7 @@ from tunix_like.config.schema import MeshConfig
 from tunix_like.models import attention
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.fields import YarnScaling
+from tunix_like.models.fields import DeltaRule, YarnScaling
 from tunix_like.models.sharding import AXES, build_mesh, place_params
 from tunix_like.rollout import decoding, schedule, turns
 from tunix_like.rollout.sampler import Sampler
@@ -54,6 +54,10 @@ WINDOWS = dataclasses.replace(
     joint_qk_norm=True,
     sinks=True,
 )
+RULE = DeltaRule(key_heads=2, value_heads=4, key_width=8, value_width=6, taps=4)
+RECURRENT = dataclasses.replace(
+    PLAIN, delta_rule=RULE, recurrent_layers=(True, False), output_gate=True, norm_offset=True, rotary_width=4
+)
 
 
 def make_model(config: DecoderConfig) -> tuple:
@@ -63,7 +67,7 @@ def make_model(config: DecoderConfig) -> tuple:
     return graphdef, jax.tree.map(spread, nnx.to_pure_dict(state))
 
 
-MODELS = {"plain": make_model(PLAIN), "windows": make_model(WINDOWS)}
+MODELS = {"plain": make_model(PLAIN), "windows": make_model(WINDOWS), "recurrent": make_model(RECURRENT)}
 
 
 class Scripted:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.serving.served import random_model
 from tunix_like.config.schema import MeshConfig
+from tunix_like.models.fields import DeltaRule
 from tunix_like.models.sharding import build_mesh, place_params
 from tunix_like.rollout import decoding
 from tunix_like.rollout.requests import collect
@@ -27,10 +28,10 @@ GRAPHDEF, PARAMS = random_model(VOCABULARY)
 class Run:
     """A batcher and the completions that it returns."""
 
-    def __init__(self, rows=6, longest=200, eos_ids=(EOS,), mesh=None):
-        params = place_params(PARAMS, mesh)
+    def __init__(self, rows=6, longest=200, eos_ids=(EOS,), mesh=None, model=(GRAPHDEF, PARAMS)):
+        params = place_params(model[1], mesh)
         self.parts = queue.Queue()
-        self.runner = Runner(Weights(GRAPHDEF, params, eos_ids, mesh), rows, longest)
+        self.runner = Runner(Weights(model[0], params, eos_ids, mesh), rows, longest)
         self.batcher = Batcher(self.runner, lambda parts: [self.parts.put(part) for part in parts])
         self.batcher.start()
 
@@ -75,18 +76,18 @@ def many_jobs(count, rng, longest_prompt=150):
         yield Job(prompt, int(rng.integers(1, 5)), sampling)
 
 
-def alone(job: Job, eos_ids=(EOS,)):
+def alone(job: Job, eos_ids=(EOS,), model=(GRAPHDEF, PARAMS)):
     """Returns the completions of a job from the sampler of the trainer."""
     sampling = job.sampling
-    made = Sampler(GRAPHDEF, eos_ids, max_prompt_length=200, max_tokens=sampling.max_tokens)
+    made = Sampler(model[0], eos_ids, max_prompt_length=600, max_tokens=sampling.max_tokens)
     warm = SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k)
     requests = [Request(job.prompt, job.number, job.count)]
-    return collect(made.generate(PARAMS, requests, jax.random.key(sampling.seed), warm), requests)
+    return collect(made.generate(model[1], requests, jax.random.key(sampling.seed), warm), requests)
 
 
-def check(found, jobs):
+def check(found, jobs, **model):
     for job in jobs:
-        expected = alone(job)
+        expected = alone(job, **model)
         for sample in range(job.count):
             tokens, logprobs, reason = found[job, sample]
             length = expected.lengths[0, sample]
@@ -115,6 +116,18 @@ def test_rows_of_a_mesh_are_those_of_one_device(run):
     mesh = build_mesh(MeshConfig(shape=[2, 2]), jax.devices()[:4])
     jobs = list(many_jobs(4, np.random.default_rng(5), 40))
     check(run(rows=4, longest=200, mesh=mesh).finish(jobs), jobs)
+
+
+@pytest.mark.slow
+def test_recurrent_layers(run):
+    """Rows that are used again start from the memory of their new prompt. A long prompt that begins like an earlier one
+    is computed whole, because a recurrent layer keeps no memory of the middle of a prompt."""
+    model = random_model(VOCABULARY, delta_rule=DeltaRule(1, 2, 8, 8, 4), recurrent_layers=(True, False))
+    rng = np.random.default_rng(3)
+    jobs, first = list(many_jobs(6, rng, 40)), rng.integers(0, VOCABULARY, 500).tolist()
+    jobs += [Job(first[:count], 2, JobSampling(8, temperature=1.0, seed=4)) for count in (500, 499, 300)]
+    made = run(rows=3, longest=600, model=model)
+    check(made.finish(jobs[:7]) | made.finish(jobs[7:]), jobs, model=model)
 
 
 def test_a_prompt_is_computed_once_for_its_completions(run, monkeypatch):

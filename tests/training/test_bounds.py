@@ -15,7 +15,7 @@ from tunix_like.compile.programs import Program
 from tunix_like.config.load import load
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.fields import Experts
+from tunix_like.models.fields import DeltaRule, Experts
 from tunix_like.models.quantization import quantize_base
 from tunix_like.models.sharding import place_params
 from tunix_like.rollout.decoding import cast_params
@@ -62,6 +62,24 @@ def of_decoding(model, weights, row, rounds=1, parts=1, tp=1):
             own = sum(p >= WIDTH for p in seen) + 1  # one is written
             total += one * (PROMPTS * GROUP * own + PROMPTS * (len(seen) - own + 1)) / parts
     return total
+
+
+def test_bytes_of_recurrent_layers():
+    """The oracle is the memory that a prefill returns: it is written once per prompt. In an iteration, each completion
+    reads and writes its own, except that the first one reads that of the prompt."""
+    rule = DeltaRule(key_heads=1, value_heads=2, key_width=8, value_width=4, taps=4)
+    model, plain = model_of(delta_rule=rule, recurrent_layers=(True, False)), model_of(num_layers=1)
+    tokens, lengths = jnp.zeros((PROMPTS, WIDTH), jnp.int32), jnp.full(PROMPTS, WIDTH)
+    _, cache = nnx.eval_shape(lambda model: model.prefill(tokens, lengths), model)
+    memory = sum(x.size * x.dtype.itemsize for x in cache[0])
+    given, rows = (None, (PROMPTS, GROUP), (WIDTH, STEPS), 1), PROMPTS * GROUP
+    more = STEPS * (weight_bytes(model, None, rows) - weight_bytes(plain, None, rows))
+    of_decoding = decode_bytes(model, *given) - decode_bytes(plain, *given) - more
+    assert of_decoding == memory / PROMPTS * (rows * (2 * STEPS - 1) + PROMPTS)
+    more = weight_bytes(model, None, PROMPTS * WIDTH, False) - weight_bytes(plain, None, PROMPTS * WIDTH, False)
+    assert (
+        prefill_bytes(model, None, PROMPTS, WIDTH, 1) == prefill_bytes(plain, None, PROMPTS, WIDTH, 1) + more + memory
+    )
 
 
 def test_bytes_of_a_tiny_model_by_hand():

@@ -18,6 +18,7 @@ from tests.parameters import others_slow
 from tunix_like.algorithms.losses import TokenInputs
 from tunix_like.config.schema import LOSS_AGG_MODES
 from tunix_like.models.decoder import Decoder
+from tunix_like.models.fields import DeltaRule
 from tunix_like.training.forward import batch_logprobs
 from tunix_like.types import GroupBatch
 
@@ -143,6 +144,7 @@ CONFIG = nnx.merge(GRAPHDEF, PARAMS).config
 MODELS = {
     "plain": (GRAPHDEF, PARAMS),
     "windows": make_model(windows=(3, None)),
+    "recurrent": make_model(delta_rule=DeltaRule(1, 2, 8, 8, 4), recurrent_layers=(True, False)),
     "blocked": (nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0), attention="blocked"))[0], PARAMS),
 }
 

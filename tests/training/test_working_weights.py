@@ -14,7 +14,7 @@ from tests.parameters import others_slow
 from tunix_like.config.schema import LoraConfig
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.fields import Experts, YarnScaling
+from tunix_like.models.fields import DeltaRule, Experts, YarnScaling
 from tunix_like.models.layer_stack import Segment, segments_of, stack_layers, unstack_layers
 from tunix_like.models.log_probabilities import token_logprobs
 from tunix_like.models.lora import add_lora, split_params
@@ -49,6 +49,9 @@ MODELS = {
         experts=dataclasses.replace(EXPERTS, biases=True),
     ),
     "tied embeddings": dict(num_layers=2, tie_embeddings=True),
+    "recurrent layers": dict(
+        num_layers=4, delta_rule=DeltaRule(1, 2, 8, 8, 4), recurrent_layers=(True, False) * 2, output_gate=True
+    ),
 }
 
 
@@ -65,7 +68,7 @@ def assert_equal_trees(found, expected, tolerance=2e-5):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert one.dtype == other.dtype
-        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * max(1.0, float(jnp.abs(other).max())))
 
 
 @functools.cache

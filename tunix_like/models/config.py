@@ -24,6 +24,7 @@ from tunix_like.models.fields import (
     HF_NAMES,
     OPTION_NAMES,
     SWITCHES,
+    DeltaRule,
     Experts,
     RopeScaling,
     Scaling,
@@ -54,6 +55,7 @@ class DecoderConfig:
         with n = `rope_scaling.original_max_positions`. None: no factor.
       local_rope_theta: base of the rotary wavelengths in layers with a window; these layers then have no scaling. None:
         all layers have the same base and scaling.
+      rotary_width: number of entries of a head, from the first on, that are rotated; None: all.
       norm_eps: number added to the mean square in every RMS norm.
       tie_embeddings: whether the output head is the embedding table.
       qkv_bias, o_bias: whether the q, k and v projections, and the output projection of attention, have a bias.
@@ -63,6 +65,7 @@ class DecoderConfig:
       input_norms, post_norms: whether the inputs, and the outputs before the residual addition, of attention and MLP
         have an RMS norm; one of both is needed.
       norm_offset: whether RMS norms multiply by 1 + weight.
+      output_gate: whether the outputs of attention are multiplied by a sigmoid gate, which `q_proj` computes too.
       scale_embeddings: whether embeddings are multiplied by sqrt(D), rounded to the compute dtype.
       activation: activation of the gated MLP, one of `ACTIVATIONS`. With a gate g and an input u, `clamped_swiglu`
         (GPT-OSS) is `(u + 1) g sigmoid(1.702 g)`, where g is at most 7 and u is from -7 to 7; the others are
@@ -75,14 +78,16 @@ class DecoderConfig:
       rotary: per layer, whether queries and keys are rotated.
       experts: the mixture of experts of the MLPs, or None.
       expert_layers: per layer, whether its MLP is a mixture of experts.
+      delta_rule: the sizes of recurrent layers, or None.
+      recurrent_layers: per layer, whether it is recurrent (gated delta rule) instead of having attention.
       max_positions: maximum sequence length of the model, in tokens.
       scalar_head: whether the model has, instead of the output matrix, a head that maps a hidden state to one number
         (HF: `...ForSequenceClassification` with one label), as reward models do.
       source: the HF mapping from which this config was read. An export copies the fields that do not define the model.
         The mapping is not compared or hashed, and no field that defines the model is read from the mapping again.
 
-    `windows`, `rotary` and `expert_layers` are empty if all layers have the default: no window, rotated queries and
-    keys, and experts if the model has experts. Entries beyond the last layer are dropped.
+    `windows`, `rotary`, `expert_layers` and `recurrent_layers` are empty if all layers have the default: no window,
+    rotated queries and keys, experts if the model has experts, attention. Entries beyond the last layer are dropped.
 
     Raises:
       UserError: a value is invalid.
@@ -99,6 +104,7 @@ class DecoderConfig:
     rope_scaling: Scaling | None = None
     query_scaling: float | None = None
     local_rope_theta: float | None = None
+    rotary_width: int | None = None
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     qkv_bias: bool = False
@@ -110,6 +116,7 @@ class DecoderConfig:
     post_norms: bool = False
     norm_offset: bool = False
     scale_embeddings: bool = False
+    output_gate: bool = False
     activation: str = "silu"
     query_pre_attn_scalar: float | None = None
     attention_cap: float | None = None
@@ -118,6 +125,8 @@ class DecoderConfig:
     rotary: tuple[bool, ...] = ()
     experts: Experts | None = None
     expert_layers: tuple[bool, ...] = ()
+    delta_rule: DeltaRule | None = None
+    recurrent_layers: tuple[bool, ...] = ()
     max_positions: int = 32768
     scalar_head: bool = False
     source: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -125,7 +134,7 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for name in (*HF_NAMES, *SWITCHES, "rope_theta"):
             checked(name, getattr(self, name))
-        for name in (*OPTION_NAMES, "local_rope_theta", "query_scaling"):
+        for name in (*OPTION_NAMES, "local_rope_theta", "query_scaling", "rotary_width"):
             if getattr(self, name) is not None:
                 checked(name, getattr(self, name))
         if self.activation not in ACTIVATIONS:
@@ -145,10 +154,15 @@ class DecoderConfig:
             raise UserError("joint_qk_norm needs qk_norm.")
         if not self.input_norms and not self.post_norms:
             raise UserError("input_norms and post_norms are both false; a layer needs norms.")
+        if self.rotary_width is not None and (self.rotary_width % 2 or self.rotary_width > self.head_dim):
+            raise UserError(
+                f"partial_rotary_factor gives {self.rotary_width} rotated entries of a head of {self.head_dim}; the"
+                " number must be even, and at most that of the head."
+            )
         for window in self.windows:
             if window is not None:
                 checked("sliding_window", window)
-        for name, plain in (("windows", None), ("rotary", True), ("expert_layers", True)):
+        for name, plain in (("windows", None), ("rotary", True), ("expert_layers", True), ("recurrent_layers", False)):
             entries = getattr(self, name)[: self.num_layers]
             if entries and len(entries) < self.num_layers:
                 raise UserError(f"{name} has {len(entries)} entries for {self.num_layers} layers.")
@@ -165,6 +179,9 @@ class DecoderConfig:
         if self.local_rope_theta is not None and self.window(layer) is not None:
             return self.local_rope_theta, None
         return self.rope_theta, self.rope_scaling
+
+    def is_recurrent(self, layer: int) -> bool:
+        return bool(self.recurrent_layers) and self.recurrent_layers[layer]
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and (not self.expert_layers or self.expert_layers[layer])
@@ -206,11 +223,14 @@ class DecoderConfig:
             rotary=tuple(self.rope(layer) is not None for layer in layers),
             experts=self.experts,
             with_experts=tuple(map(self.has_experts, layers)),
+            recurrent=(self.delta_rule, tuple(map(self.is_recurrent, layers))),
             options={name: getattr(self, name) for name in OPTION_NAMES} | self._scalar(),
             rope=(self.rope_theta, self.rope_scaling),
             local_theta=self.rope_theta if self.local_rope_theta is None else self.local_rope_theta,
             query_scaling=self.query_scaling,
         )
+        if self.rotary_width is not None:
+            result["partial_rotary_factor"] = self.rotary_width / self.head_dim
         eos = None if not eos_ids else eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)
         for name, value in (("eos_token_id", eos), ("bos_token_id", bos_id), ("pad_token_id", pad_id)):
             # Written even if null: transformers replaces an absent id by a default of the family.
@@ -228,6 +248,7 @@ class DecoderConfig:
         switches = {name: value for name, value in changed.items() if name in (*SWITCHES, "activation")}
         options = {*OPTION_NAMES, "rope_scaling", "query_scaling", "local_rope_theta"}
         options |= {"windows", "rotary", "experts", "expert_layers"}
+        options |= {"rotary_width", "delta_rule", "recurrent_layers"}
         return family_of(switches, frozenset(options & changed.keys()), preferred)
 
 

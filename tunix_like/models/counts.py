@@ -51,12 +51,13 @@ def _size(tree: Any) -> int:
 def parameter_shapes(
     model: DecoderConfig, param_dtype: Any, adapters: Adapters | None, quantized: str | None
 ) -> Params:
-    """Returns the abstract parameters of a decoder. The shapes of two layers differ only if one layer has experts and
-    the other has none, so only one layer of each kind is traced."""
-    trees: dict[bool, Params] = {}
-    for kind in set(map(model.has_experts, range(model.num_layers))):
-        experts = model.experts if kind else None
-        single = dataclasses.replace(model, num_layers=1, windows=(), rotary=(), experts=experts, expert_layers=())
+    """Returns the abstract parameters of a decoder. The shapes of two layers differ only if one layer has experts or is
+    recurrent and the other is not, so only one layer of each kind is traced."""
+    kinds = [(model.has_experts(index), model.is_recurrent(index)) for index in range(model.num_layers)]
+    trees: dict[tuple[bool, bool], Params] = {}
+    for kind in set(kinds):
+        plain: dict[str, Any] = {"windows": (), "rotary": (), "expert_layers": (), "recurrent_layers": kind[1:]}
+        single = dataclasses.replace(model, num_layers=1, experts=model.experts if kind[0] else None, **plain)
 
         def make(single: DecoderConfig = single) -> Decoder:
             return quantize_base(Decoder(single, rngs=nnx.Rngs(0), param_dtype=param_dtype), quantized)
@@ -65,8 +66,15 @@ def parameter_shapes(
         if adapters is not None:
             one = add_lora(one, LoraConfig(adapters.rank, adapters.alpha, list(adapters.targets)))
         trees[kind] = nnx.to_pure_dict(nnx.split(one)[1])
-    layers = {index: trees[model.has_experts(index)]["layers"][0] for index in range(model.num_layers)}
-    return trees[model.has_experts(0)] | {"layers": layers}
+    return trees[kinds[0]] | {"layers": {index: trees[kind]["layers"][0] for index, kind in enumerate(kinds)}}
+
+
+def memory_bytes(config: DecoderConfig, dtype: Any) -> int:
+    """Returns the bytes of the memory of one sequence in a recurrent layer (`delta_rule.Memory`)."""
+    rule = config.delta_rule
+    assert rule is not None
+    state = 4 * rule.value_heads * rule.key_width * rule.value_width
+    return state + (rule.taps - 1) * rule.channels * jnp.dtype(dtype).itemsize
 
 
 class Share(NamedTuple):
@@ -119,7 +127,8 @@ def forward_operations(
     """Returns the number of multiplications and additions of one forward pass over `P` prompts with `G` completions
     each. Each prompt is computed once.
 
-    The number includes matrix products, attention over the visible tokens, and logits at completion tokens. For a
+    The number includes matrix products, attention over the visible tokens, the recurrence of recurrent layers (one
+    token at a time), and logits at completion tokens. For a
     mixture of experts, the number includes the router, and for each token the experts that process this token. Adapters
     are not counted; adapters take about one percent of the operations. Completions of length 0 and prompts without
     completions are ignored.
@@ -145,13 +154,19 @@ def _operations(
     s = np.where(n.any(axis=1), prompt_lengths, 0).astype(np.float64)
     inputs = np.maximum(n - 1, 0)  # the last token is never an input
     width, head = config.hidden_size, config.head_dim
-    attention = width * head * (2 * config.num_heads + 2 * config.num_kv_heads)
-    layers = range(config.num_layers)
-    matrices = sum(attention + 3 * width * config.active_width(layer) for layer in layers)
+    attention = width * head * ((3 if config.output_gate else 2) * config.num_heads + 2 * config.num_kv_heads)
+    layers, rule = range(config.num_layers), config.delta_rule
+    recurrent = 0 if rule is None else width * (rule.channels + 2 * rule.value_heads * (rule.value_width + 1))
+    mixers = [recurrent if config.is_recurrent(layer) else attention for layer in layers]
+    matrices = sum(mixers) + sum(3 * width * config.active_width(layer) for layer in layers)
     if config.experts is not None:
         matrices += width * config.experts.number * sum(config.has_experts(layer) for layer in layers)
     scores = 0.0
     for layer in layers:
+        if rule is not None and config.is_recurrent(layer):  # two reads of the state and its correction
+            each = 6 * rule.value_heads * rule.key_width * rule.value_width + 2 * rule.taps * rule.channels
+            scores += each * (s.sum() + inputs.sum())
+            continue
         window = config.window(layer)
         whole = _pairs(s[:, None] + inputs, window) - _pairs(s, window)[:, None]
         scores += 4 * config.num_heads * head * (_pairs(s, window).sum() + whole.sum())

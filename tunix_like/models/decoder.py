@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from tunix_like.config.schema import LORA_TARGETS
 from tunix_like.errors import UserError, check_type
@@ -23,9 +23,13 @@ from tunix_like.models.attention_blocked import capped
 from tunix_like.models.attention_decoding import decoding_attention, decoding_kernel
 from tunix_like.models.attention_parts import Causal, Lengths, Part, Positions, laid_out, part_of
 from tunix_like.models.config import Adapters, DecoderConfig
+from tunix_like.models.delta_rule import Memory, Past
 from tunix_like.models.layer_stack import Segment
 from tunix_like.models.layers import Embedding, KeyValue, Layer, Linear, Rotation, norm_of, rotation
 from tunix_like.models.sharding import gather_layer
+
+Kept = KeyValue | Memory
+"""What later tokens need of a layer: keys and values, or the memory of a recurrent layer."""
 
 
 class Decoder(nnx.Module):
@@ -87,25 +91,31 @@ class Decoder(nnx.Module):
         """
         if attention_mask is None:
             positions, segments = jnp.arange(tokens.shape[1])[None], None
+            offsets = jnp.broadcast_to(positions, tokens.shape)
         else:
             real = attention_mask.astype(bool)
             positions = jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
-            segments = jnp.where(real, 0, -1)
-        hidden, _ = self._causal(tokens, positions, segments)
+            segments, offsets = jnp.where(real, 0, -1), jnp.where(real, positions, -1)
+        hidden, _ = self._causal(tokens, positions, offsets, segments)
         return self.logits(self.norm(hidden))
 
     def _causal(
         self,
         tokens: Int[Array, "B L"],
         positions: Int[Array, "#B L"],
+        offsets: Int[Array, "B L"],
         segments: Int[Array, "B L"] | None = None,
         remat: bool = False,
-    ) -> tuple[Float[Array, "B L D"], list[KeyValue]]:
-        """Runs all layers with causal attention; returns the hidden states, and the keys and values of every layer. The
-        real tokens of a sequence must be contiguous, because windows count columns of `tokens` instead of positions."""
+    ) -> tuple[Float[Array, "B L D"], list[Kept]]:
+        """Runs all layers with causal attention; returns the hidden states, and what later tokens need of every layer.
+        `offsets` are the positions, and -1 at padding. The real tokens of a sequence must be contiguous, because
+        windows count columns of `tokens` instead of positions."""
         ropes = self._ropes(positions)
 
-        def run(layer: Layer, x: Array, _: None, index: int) -> tuple[Array, KeyValue]:
+        def run(layer: Layer, x: Array, _: None, index: int) -> tuple[Array, Kept]:
+            if self.config.is_recurrent(index):
+                return layer.recur(x, Past(self._no_memory(len(tokens)), offsets))
+
             def attend(q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
                 part = part_of(k, v, Causal(segments, self.config.window(index)))
                 return attention(q, part, *self._attention, sinks)
@@ -161,6 +171,12 @@ class Decoder(nnx.Module):
             outputs += made
         return x, outputs
 
+    def _no_memory(self, rows: int) -> Memory:
+        rule = self.config.delta_rule
+        assert rule is not None
+        state = rows, rule.value_heads, rule.key_width, rule.value_width
+        return Memory(jnp.zeros(state), jnp.zeros((rows, rule.taps - 1, rule.channels), self.dtype))
+
     def _ropes(self, positions: Int[Array, "..."]) -> list[Rotation | None]:
         tables: dict[Any, Rotation | None] = {None: None}
         kinds = [self.config.rope(index) for index in range(self.config.num_layers)]
@@ -209,7 +225,7 @@ class Decoder(nnx.Module):
         parts = {
             f"layers.{index}.{name}": module
             for index, layer in enumerate(self.layers)
-            for name, module in (("self_attn", layer.self_attn), ("mlp", layer.mlp))
+            for name, module in (("self_attn", layer.self_attn), ("linear_attn", layer.linear_attn), ("mlp", layer.mlp))
         }
         modules = {
             f"{part}.{name}": getattr(module, name, None) for part, module in parts.items() for name in LORA_TARGETS
@@ -218,12 +234,14 @@ class Decoder(nnx.Module):
 
     def prefill(
         self, tokens: Int[Array, "P S"], lengths: Int[Array, "P"], remat: bool = False
-    ) -> tuple[Float[Array, "P D"], list[KeyValue]]:
+    ) -> tuple[Float[Array, "P D"], list[Kept]]:
         """Processes prompts, which are padded on the right. Returns the normalised hidden state of the last token of
         each prompt, and the keys `[P K h S]` and values `[P K S h]` of every layer: P prompts of S tokens, K key heads
-        of width h. With `remat`, each layer is recomputed in the backward pass."""
+        of width h. A recurrent layer has a `Memory` instead. With `remat`, each layer is recomputed in the backward
+        pass."""
+        places = jnp.arange(tokens.shape[1])[None]
         # Padding is on the right, so causal attention needs no other mask.
-        hidden, cache = self._causal(tokens, jnp.arange(tokens.shape[1])[None], remat=remat)
+        hidden, cache = self._causal(tokens, places, jnp.where(places < lengths[:, None], places, -1), remat=remat)
         return self.norm(hidden[jnp.arange(tokens.shape[0]), lengths - 1]), cache
 
     def decode(
@@ -231,19 +249,20 @@ class Decoder(nnx.Module):
         tokens: Int[Array, "P G"],
         positions: Int[Array, "P G"],
         prompt_lengths: Int[Array, "P"],
-        prompt_cache: list[KeyValue],
-        cache: list[KeyValue],
+        prompt_cache: list[Kept],
+        cache: list[Kept],
         column: Int[Array, ""],
         columns: Int[Array, "P G U"],
-    ) -> tuple[Float[Array, "P G D"], list[KeyValue]]:
+    ) -> tuple[Float[Array, "P G D"], list[Kept]]:
         """Runs one decoding step, which processes one new token of every completion.
 
         Args:
           positions: position of each token in its sequence, which begins with the prompt. The result of a completion
             with position -1 is undefined.
           prompt_lengths: number of tokens of each prompt.
-          prompt_cache: the keys and values that `prefill` returned, which all completions of a prompt share.
-          cache: keys `[R K h U]` and values `[R K U h]` per layer: R completions, K key heads of width h, U columns.
+          prompt_cache: what `prefill` returned, which all completions of a prompt share.
+          cache: keys `[R K h U]` and values `[R K U h]` per layer: R completions, K key heads of width h, U columns. A
+            recurrent layer has a `Memory` of R rows. It is read from the second token of a completion on.
           column: index of the column to which the keys and values of the new token are written; the same for all
             completions.
           columns: for each column of the cache, the position of the token in this column. The entry at index `column`
@@ -255,8 +274,14 @@ class Decoder(nnx.Module):
         """
         ropes = self._ropes(positions[:, :, None])
         x = self.embed_tokens(tokens[:, :, None])
-        filled: list[KeyValue] = []
+        filled: list[Kept] = []
+        offsets = jnp.where(positions >= 0, 0, -1)[..., None]
+        first = positions == prompt_lengths[:, None]
         for index, (layer, prompt, own) in enumerate(zip(self.layers, prompt_cache, cache, strict=True)):
+            if isinstance(prompt, Memory) and isinstance(own, Memory):
+                x, memory = layer.recur(x, Past(_memory_before(prompt, own, first), to_rows(offsets)))
+                filled.append(memory)
+                continue
             window = self.config.window(index)
             starts = None if window is None else jnp.maximum(positions - window + 1, 0)
             of_prompt = Part(*prompt, Lengths(prompt_lengths, starts))
@@ -268,7 +293,7 @@ class Decoder(nnx.Module):
                 v: Array,
                 sinks: Array | None,
                 prompt: Part = of_prompt,
-                own: KeyValue = own,
+                own: Any = own,
                 seen: Positions = seen,
             ) -> Array:
                 # Without the barrier, XLA computes the keys of a TPU in the layout of their column in the cache, whose
@@ -290,11 +315,11 @@ class Decoder(nnx.Module):
         tokens: Int[Array, "P G N"],
         positions: Int[Array, "P G N"],
         prompt_lengths: Int[Array, "P"],
-        prompt_cache: list[KeyValue],
-        cache: list[KeyValue],
+        prompt_cache: list[Kept],
+        cache: list[Kept],
         column: Int[Array, ""],
         columns: Int[Array, "P G U"],
-    ) -> tuple[Float[Array, "P G D"], list[KeyValue]]:
+    ) -> tuple[Float[Array, "P G D"], list[Kept]]:
         """Runs the model on several new tokens of every completion, given the keys and values of the earlier tokens.
 
         Args: (others as in `decode`)
@@ -310,8 +335,15 @@ class Decoder(nnx.Module):
         segments = to_rows(jnp.where(positions >= 0, 0, -1))
         ropes = self._ropes(positions)
         x = self.embed_tokens(tokens)
-        filled: list[KeyValue] = []
-        for index, (layer, prompt, (keys, values)) in enumerate(zip(self.layers, prompt_cache, cache, strict=True)):
+        filled: list[Kept] = []
+        real = positions >= 0
+        offsets = jnp.where(real, jnp.cumsum(real, axis=2) - 1, -1)
+        first = (positions == prompt_lengths[:, None, None]).any(axis=2)
+        for index, (layer, prompt, own) in enumerate(zip(self.layers, prompt_cache, cache, strict=True)):
+            if isinstance(prompt, Memory) and isinstance(own, Memory):
+                x, memory = layer.recur(x, Past(_memory_before(prompt, own, first), to_rows(offsets)))
+                filled.append(memory)
+                continue
             window = self.config.window(index)
             starts = None if window is None else jnp.maximum(positions - window + 1, 0)
             by_prompt = None if starts is None else starts.reshape(len(starts), -1)
@@ -324,16 +356,17 @@ class Decoder(nnx.Module):
                 v: Array,
                 sinks: Array | None,
                 of_prompt: Part = of_prompt,
-                old: KeyValue = (keys, values),
+                old: Any = own,
                 earlier: Positions = earlier,
                 window: Any = window,
             ) -> Array:
                 block = part_of(to_rows(k), to_rows(v), Causal(segments, window))
                 write = jax.lax.dynamic_update_slice_in_dim
-                filled.append((write(old[0], block.k, column, 3), write(old[1], block.v, column, 2)))
+                written = write(old[0], block.k, column, 3), write(old[1], block.v, column, 2)
+                filled.append(written)
                 # Attention reads the updated cache, so the update needs no copy. The mask `earlier` hides the new
                 # columns.
-                own = Part(*filled[-1], earlier)
+                own = Part(*written, earlier)
                 cap = self.config.attention_cap
                 return group_attention(q, of_prompt, own, block, kind="auto", cap=cap, sinks=sinks)
 
@@ -343,7 +376,7 @@ class Decoder(nnx.Module):
     def completion_hidden(
         self,
         first: Float[Array, "A D"],
-        prompt_cache: list[KeyValue],
+        prompt_cache: list[Kept],
         prompt_lengths: Int[Array, "A"],
         tokens: Int[Array, "A b T"],
         offsets: Int[Array, "A b T"],
@@ -367,7 +400,12 @@ class Decoder(nnx.Module):
         positions = prompt_lengths[:, None, None] + offsets
         ropes = self._ropes(positions)
 
-        def run(layer: Layer, x: Array, prompt: KeyValue, index: int) -> tuple[Array, None]:
+        in_sequence = to_rows(jnp.where(segments >= 0, offsets, -1))
+
+        def run(layer: Layer, x: Array, prompt: Kept, index: int) -> tuple[Array, None]:
+            if isinstance(prompt, Memory):
+                before = Memory(*(jnp.repeat(part, tokens.shape[1], axis=0) for part in prompt))
+                return layer.recur(x, Past(before, in_sequence))[0], None
             window = self.config.window(index)
             starts = None if window is None else positions.reshape(len(positions), -1) - window + 1
 
@@ -387,6 +425,17 @@ class Decoder(nnx.Module):
 def _split(layer: Layer) -> tuple[Any, dict[Any, Any]]:
     graph, state = nnx.split(layer)
     return graph, nnx.to_pure_dict(state)
+
+
+def _memory_before(prompt: Memory, own: Memory, first: Bool[Array, "P G"]) -> Memory:
+    """Returns the memory before the next tokens of completions: that of the prompt if they are the `first` ones."""
+
+    def chosen(of_prompt: Array, of_row: Array) -> Array:
+        rows = of_row.reshape(*first.shape, *of_row.shape[1:])
+        here = first.reshape(*first.shape, *[1] * (of_row.ndim - 1))
+        return to_rows(jnp.where(here, of_prompt[:, None], rows))
+
+    return jax.tree.map(chosen, prompt, own)
 
 
 def check_decoder(name: str, value: Any) -> None:

@@ -13,19 +13,24 @@ from typing import Any
 
 from tunix_like.errors import UserError, nearest
 from tunix_like.models.fields import (
+    DELTA_NAMES,
     EXPERT_FIELDS,
     EXPERT_NAMES,
     HF_NAMES,
     OPTION_NAMES,
+    PARTIAL_ROPE_FIELDS,
     QUERY_SCALING,
     ROPE_FIELDS,
+    DeltaRule,
     Experts,
     Scaling,
     checked,
     experts_of,
     nope_fields,
+    read_partial_rope,
     read_rope,
     read_two_ropes,
+    recurrent_of,
     rope_fields,
     rotary_of,
     windows_of,
@@ -79,6 +84,8 @@ _GEMMA_REQUIRED = ("num_kv_heads", "head_dim", "query_pre_attn_scalar")
 OLMO3_THETA = 5e5
 """The theta of layers with a window in transformers 5, unless `rope_parameters` has another one. There, the field
 `rope_theta` is that of the other layers; in transformers 4, that of all layers."""
+_MTP_FIELDS = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
+"""Fields of the layers that predict several tokens. As in transformers, these layers are not read."""
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
@@ -111,6 +118,14 @@ FAMILIES = {
         },
         experts={"normalised": True, "biases": True},
         packed="mxfp4",
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        {"qk_norm": True, "norm_offset": True, "output_gate": True},
+        options=frozenset({"rotary_width", "delta_rule", "recurrent_layers"}),
+        required=("num_kv_heads", "head_dim"),
+        fields=PARTIAL_ROPE_FIELDS | {*DELTA_NAMES.values(), "full_attention_interval"} | _MTP_FIELDS,
+        fixed={"attn_output_gate": (True,), "mlp_only_layers": ([],), "mamba_ssm_dtype": ("float32",)},
     ),
     "mistral": Family(
         "MistralForCausalLM",
@@ -168,7 +183,7 @@ window. The HF field `layer_types` overrides a pattern n > 0."""
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
 
-_MULTIMODAL = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}
+_MULTIMODAL = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"), "qwen3_5": ("qwen3_5_text",)}
 """Maps multimodal families to the families of their `text_config`, first the default. The weights of their other parts
 are not read."""
 
@@ -181,7 +196,8 @@ _TEXT_DEFAULTS = {
         "max_position_embeddings": 131072,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
-    }
+    },
+    "qwen3_5_text": {},
 }
 """Defaults of transformers for fields that published `text_config`s omit."""
 
@@ -264,6 +280,8 @@ def numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _ropes(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     options = FAMILIES[name].options
+    if "rotary_width" in options:
+        return read_partial_rope(fields) if fields.get("head_dim") is not None else {}
     if "local_rope_theta" not in options:
         return read_rope(fields, "query_scaling" in options)
     result = read_two_ropes(fields)
@@ -314,6 +332,8 @@ def _layers(fields: Mapping[str, Any], family: Family, name: str, count: int) ->
             {} if "moe_intermediate_size" in family.fields else {"moe_intermediate_size": fields["intermediate_size"]}
         )
         result |= experts_of({**fields, **width}, count, family.experts)
+    if "delta_rule" in family.options:
+        result |= recurrent_of(fields, count)
     return result
 
 
@@ -339,13 +359,15 @@ def family_fields(
     rotary: tuple[bool, ...],
     experts: Experts | None,
     with_experts: tuple[bool, ...],
+    recurrent: tuple[DeltaRule | None, tuple[bool, ...]],
     options: Mapping[str, Any],
     rope: tuple[float, Scaling | None],
     local_theta: float,
     query_scaling: float | None,
 ) -> dict[str, Any]:
-    """Returns the HF fields that are specific to a family; `windows`, `rotary` and `with_experts` must have an entry
-    for every layer. Raises UserError if the family cannot represent the windows or the experts."""
+    """Returns the HF fields that are specific to a family; `windows`, `rotary`, `with_experts` and the layers of
+    `recurrent` must have an entry for every layer. Raises UserError if the family cannot represent the windows or the
+    experts."""
     family = FAMILIES[name]
     gelu = family.adds.get("activation") == "gelu_tanh"
     result: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"} if gelu else {"hidden_act": "silu"}
@@ -379,6 +401,10 @@ def family_fields(
             result["intermediate_size"] = fields["moe_intermediate_size"]
             fields["num_local_experts"] = fields.pop("num_experts")  # as in published files
         result |= {hf: value for hf, value in fields.items() if hf in family.fields}
+    rule, layers = recurrent
+    if rule is not None:
+        result |= {hf: getattr(rule, ours) for ours, hf in DELTA_NAMES.items()}
+        result["layer_types"] = ["linear_attention" if one else "full_attention" for one in layers]
     return result
 
 
@@ -389,6 +415,8 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
             " checkpoint of a supported family without custom code."
         )
     fixed = _FIXED | dict(family.fixed)
+    if "rotary_width" in family.options:
+        del fixed["partial_rotary_factor"]
     for name, value in fields.items():
         if value is None:
             continue
@@ -404,6 +432,7 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
             raise UserError(f"field '{name}' = {value!r} is not supported; only {wanted} is.")
     kinds = fields.get("layer_types") or []
     allowed = {"full_attention"} | ({"sliding_attention"} if "windows" in family.options else set())
+    allowed |= {"linear_attention"} if "delta_rule" in family.options else set()
     if not isinstance(kinds, list) or any(kind not in allowed for kind in kinds):
         known = " or ".join(f"'{kind}'" for kind in sorted(allowed))
         raise UserError(f"field 'layer_types' = {kinds!r} is not supported; every layer must be {known}.")

@@ -55,7 +55,16 @@ EXPERT_NAMES = {
     "normalised": "norm_topk_prob",
 }
 
+DELTA_NAMES = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_width": "linear_key_head_dim",
+    "value_width": "linear_value_head_dim",
+    "taps": "linear_conv_kernel_dim",
+}
+
 ROPE_FIELDS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
+PARTIAL_ROPE_FIELDS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
 EXPERT_FIELDS = frozenset({*EXPERT_NAMES.values(), "num_local_experts", "decoder_sparse_step", "mlp_only_layers"})
 _SAME = {"num_experts": "num_local_experts", "num_experts_per_tok": "experts_per_token"}
 """Other names of HF fields of experts."""
@@ -74,11 +83,19 @@ SWITCHES = (
     "post_norms",
     "norm_offset",
     "scale_embeddings",
+    "output_gate",
 )
 _BOOLEANS = frozenset({"tie_embeddings", "normalised", "biases", "truncate", *SWITCHES})
 _INTEGERS = frozenset({"original_max_positions", "truncate"})
 _FLOATS = (
-    frozenset({"norm_eps", "rope_theta", "local_rope_theta", "query_scaling", *OPTION_NAMES, *ROPE_NAMES}) - _INTEGERS
+    frozenset(
+        {
+            *("norm_eps", "rope_theta", "local_rope_theta", "partial_rotary_factor", "query_scaling"),
+            *OPTION_NAMES,
+            *ROPE_NAMES,
+        }
+    )
+    - _INTEGERS
 )
 # every other field is a positive integer
 
@@ -262,6 +279,18 @@ def read_rope(fields: Mapping[str, Any], query_scaling: bool = False) -> dict[st
     return result
 
 
+def read_partial_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the rotary fields of a family in which only the first `rotary_width` entries of a head are rotated: a share
+    `partial_rotary_factor` of the head, by default a quarter. Fields of multimodal positions have no effect on text."""
+    rope = fields.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise UserError(f"rope_parameters must be a mapping, not {rope!r}.")
+    plain = {name: value for name, value in rope.items() if name not in PARTIAL_ROPE_FIELDS}
+    share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 0.25))
+    width = checked("head_dim", fields.get("head_dim")) * checked("partial_rotary_factor", share)
+    return read_rope({**fields, "rope_parameters": plain}) | {"rotary_width": int(width)}
+
+
 def read_two_ropes(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the rotary fields of a family in which layers with a window have their own theta.
 
@@ -323,6 +352,59 @@ class Experts:
             raise UserError(
                 f"{spelt('per_token', EXPERT_NAMES)} is {self.per_token}, but there are {self.number} experts."
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaRule:
+    """The sizes of recurrent layers with the gated delta rule (`delta_rule.py`).
+
+    Attributes:
+      key_heads: heads of queries and keys, K.
+      value_heads: heads of values and states, H; a multiple of K.
+      key_width, value_width: width of one head of keys and of values.
+      taps: width of the convolution, in tokens.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    taps: int
+
+    def __post_init__(self) -> None:
+        for name in DELTA_NAMES:
+            checked(name, getattr(self, name), DELTA_NAMES)
+        if self.value_heads % self.key_heads:
+            raise UserError(
+                f"linear_num_value_heads is {self.value_heads}, which is not a multiple of linear_num_key_heads ="
+                f" {self.key_heads}."
+            )
+        if self.taps < 2:
+            raise UserError(f"linear_conv_kernel_dim is {self.taps}; a convolution over one token is not supported.")
+
+    @property
+    def channels(self) -> int:
+        """Number of channels of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
+
+
+def recurrent_of(fields: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Reads the fields `delta_rule` and `recurrent_layers` of `DecoderConfig` from the fields of a config.json.
+
+    In `layer_types`, recurrent layers are 'linear_attention'. Without this field, every `full_attention_interval`-th
+    layer (by default every fourth) has attention.
+    """
+    if missing := [hf for hf in DELTA_NAMES.values() if fields.get(hf) is None]:
+        raise UserError(f"required field(s) missing: {', '.join(missing)}.")
+    rule = DeltaRule(**{ours: checked(ours, fields[hf], DELTA_NAMES) for ours, hf in DELTA_NAMES.items()})
+    if kinds := fields.get("layer_types"):
+        layers = tuple(kind == "linear_attention" for kind in _per_layer("layer_types", kinds, count))
+    else:
+        interval = checked("full_attention_interval", fields.get("full_attention_interval") or 4)
+        layers = tuple(bool((layer + 1) % interval) for layer in range(count))
+    if all(layers):
+        raise UserError("every layer is recurrent ('linear_attention'); at least one must have 'full_attention'.")
+    return {"delta_rule": rule, "recurrent_layers": layers}
 
 
 def windows_of(fields: Mapping[str, Any], count: int, pattern: int) -> tuple[int | None, ...]:

@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from tunix_like.models.config import DecoderConfig
+from tunix_like.models.delta_rule import Memory, Past, convolve, delta_rule, tail_after
 from tunix_like.models.fields import Experts, LinearScaling, RopeScaling, Scaling, YarnScaling
 from tunix_like.models.quantization import quantized_product
 from tunix_like.models.sharding import per_device, split_batch
@@ -48,7 +49,7 @@ def rope_tables(head_dim: int, theta: float, scaling: Scaling | None, positions:
 
 def rotation(config: DecoderConfig, theta: float, scaling: Scaling | None, positions: Int[Array, "..."]) -> Rotation:
     """Returns the tables of `positions`; those of the queries contain the factor of `DecoderConfig.query_scaling`."""
-    cosine, sine = tables = rope_tables(config.head_dim, theta, scaling, positions)
+    cosine, sine = tables = rope_tables(config.rotary_width or config.head_dim, theta, scaling, positions)
     if config.query_scaling is None:
         return Rotation(tables, tables)
     assert isinstance(config.rope_scaling, RopeScaling | YarnScaling)
@@ -97,8 +98,11 @@ _GATINGS: dict[str, Gating] = {
 
 def rotate(x: Float[Array, "... N h"], tables: Tables) -> Float[Array, "... N h"]:
     """Applies the rotary embedding (Su et al., arXiv 2104.09864). As in Hugging Face, entry `i` of the first half of a
-    head is rotated with entry `i` of the second half."""
-    return jax.lax.platform_dependent(x, *tables, tpu=_rotate_by_product, default=_rotate)
+    head is rotated with entry `i` of the second half. If the tables are for narrower heads, only the first entries of a
+    head are rotated."""
+    x, rest = jnp.split(x, [2 * tables[0].shape[-1]], axis=-1)
+    rotated = jax.lax.platform_dependent(x, *tables, tpu=_rotate_by_product, default=_rotate)
+    return jnp.concatenate([rotated, rest], axis=-1) if rest.size else rotated
 
 
 def _rotate_by_product(
@@ -191,7 +195,9 @@ class Embedding(nnx.Module):
 class Attention(nnx.Module):
     def __init__(self, config: DecoderConfig, **kinds: Any):
         width, head = config.hidden_size, config.head_dim
-        self.q_proj = Linear(width, config.num_heads * head, bias=config.qkv_bias, **kinds)
+        self.output_gate = config.output_gate
+        queries = config.num_heads * head * (2 if config.output_gate else 1)
+        self.q_proj = Linear(width, queries, bias=config.qkv_bias, **kinds)
         self.k_proj = Linear(width, config.num_kv_heads * head, bias=config.qkv_bias, **kinds)
         self.v_proj = Linear(width, config.num_kv_heads * head, bias=config.qkv_bias, **kinds)
         self.o_proj = Linear(config.num_heads * head, width, bias=config.o_bias, **kinds)
@@ -209,6 +215,9 @@ class Attention(nnx.Module):
     def __call__(self, x: Float[Array, "... D"], rope: Rotation | None, attend: Attend) -> tuple[Array, KeyValue]:
         heads = (*x.shape[:-1], -1, self.head_dim)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        gate = None
+        if self.output_gate:  # each head has its queries first, and then its gate
+            q, gate = jnp.split(q.reshape(*x.shape[:-1], -1, 2 * self.head_dim), 2, axis=-1)
         if self.joint_norms:
             q, k = normed(self.q_norm, q), normed(self.k_norm, k)
         q, k, v = (y.reshape(heads) for y in (q, k, v))
@@ -219,7 +228,56 @@ class Attention(nnx.Module):
         if self.query_scale != 1:
             q = q * self.query_scale
         sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
-        return self.o_proj(attend(q, k, v, sinks).reshape(*x.shape[:-1], -1)), (k, v)
+        out = attend(q, k, v, sinks)
+        if gate is not None:
+            out = out * jax.nn.sigmoid(gate)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1)), (k, v)
+
+
+class Convolution(nnx.Module):
+    """Holds the weights of a causal convolution of each channel, in the layout of Hugging Face."""
+
+    def __init__(self, channels: int, taps: int, *, rngs: nnx.Rngs, param_dtype: Any, **_: Any):
+        self.taps = nnx.Param(taps**-0.5 * jax.random.normal(rngs.params(), (channels, 1, taps), param_dtype))
+
+
+class GatedDeltaNet(nnx.Module):
+    """A recurrent layer with the gated delta rule (`delta_rule.py`)."""
+
+    def __init__(self, config: DecoderConfig, **kinds: Any):
+        assert config.delta_rule is not None
+        self.sizes = sizes = config.delta_rule
+        width, values = config.hidden_size, sizes.value_heads * sizes.value_width
+        self.in_proj_qkv = Linear(width, sizes.channels, bias=False, **kinds)
+        self.in_proj_z = Linear(width, values, bias=False, **kinds)
+        self.in_proj_b = Linear(width, sizes.value_heads, bias=False, **kinds)
+        self.in_proj_a = Linear(width, sizes.value_heads, bias=False, **kinds)
+        self.conv1d = Convolution(sizes.channels, sizes.taps, **kinds)
+        # As in transformers, A is uniform between 0.01 and 16.
+        rate = jax.random.uniform(kinds["rngs"].params(), (sizes.value_heads,), minval=0.01, maxval=16.0)
+        self.A_log = nnx.Param(jnp.log(rate).astype(kinds["param_dtype"]))
+        self.dt_bias = nnx.Param(jnp.ones(sizes.value_heads, kinds["param_dtype"]))
+        self.norm = RMSNorm(sizes.value_width, config.norm_eps, offset=False, param_dtype=kinds["param_dtype"])
+        self.out_proj = Linear(values, width, bias=False, **kinds)
+
+    def __call__(self, x: Float[Array, "... D"], past: Past) -> tuple[Float[Array, "... D"], Memory]:
+        """Returns the outputs, and the memory after the last token of each row of `past`."""
+        rows, sizes, (state, tail) = past.offsets.shape, self.sizes, past.memory
+        inputs = self.in_proj_qkv(x).reshape(*rows, sizes.channels)
+        mixed = jax.nn.silu(convolve(inputs, self.conv1d.taps[...], tail, past.offsets))
+        ends = [sizes.key_heads * sizes.key_width, 2 * sizes.key_heads * sizes.key_width]
+        widths = sizes.key_width, sizes.key_width, sizes.value_width
+        q, k, v = (part.reshape(*rows, -1, n) for part, n in zip(jnp.split(mixed, ends, axis=-1), widths, strict=True))
+        step, bias = self.in_proj_a(x).astype(jnp.float32), self.dt_bias[...].astype(jnp.float32)
+        step = jax.nn.softplus(step + jnp.broadcast_to(bias, step.shape))
+        rate = jnp.exp(self.A_log[...].astype(jnp.float32))
+        decay = -step * jnp.broadcast_to(rate, step.shape)
+        beta = jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32))
+        decay, beta = (gate.reshape(*rows, -1) for gate in (decay, beta))
+        out, state = delta_rule(q, k, v, decay, beta, state, past.offsets)
+        gate = self.in_proj_z(x).astype(jnp.float32).reshape(out.shape)
+        out = (self.norm(out.astype(jnp.float32)) * jax.nn.silu(gate)).astype(x.dtype)
+        return self.out_proj(out.reshape(*x.shape[:-1], -1)), Memory(state, tail_after(inputs, tail, past.offsets))
 
 
 class MLP(nnx.Module):
@@ -337,12 +395,14 @@ class MixtureOfExperts(nnx.Module):
 class Layer(nnx.Module):
     """A decoder layer with norms of the inputs of attention and MLP (`DecoderConfig.input_norms`), of their outputs
     (`post_norms`) or of both. With `post_norms`, `post_attention_layernorm` is the norm of the attention output, not of
-    the MLP input."""
+    the MLP input. A recurrent layer has `linear_attn` instead of attention."""
 
     def __init__(self, config: DecoderConfig, index: int, **kinds: Any):
         width, before, post = config.hidden_size, config.input_norms, config.post_norms
         self.input_layernorm = norm_of(width, config, **kinds) if before else None
-        self.self_attn = Attention(config, **kinds)
+        recurrent = config.is_recurrent(index)
+        self.self_attn = None if recurrent else Attention(config, **kinds)
+        self.linear_attn = GatedDeltaNet(config, **kinds) if recurrent else None
         self.post_attention_layernorm = norm_of(width, config, **kinds)
         self.pre_feedforward_layernorm = norm_of(width, config, **kinds) if before and post else None
         self.mlp: MLP | MixtureOfExperts
@@ -354,12 +414,22 @@ class Layer(nnx.Module):
 
     def __call__(self, x: Float[Array, "... D"], rope: Rotation | None, attend: Attend) -> tuple[Array, KeyValue]:
         """Returns the output of the layer, and its (rotated) keys and values."""
+        assert self.self_attn is not None
         mixed, key_value = self.self_attn(normed(self.input_layernorm, x), rope, attend)
+        return self._finish(x, mixed), key_value
+
+    def recur(self, x: Float[Array, "... D"], past: Past) -> tuple[Float[Array, "... D"], Memory]:
+        """Returns the output of a recurrent layer, and its memory after the last token of each row of `past`."""
+        assert self.linear_attn is not None
+        mixed, memory = self.linear_attn(normed(self.input_layernorm, x), past)
+        return self._finish(x, mixed), memory
+
+    def _finish(self, x: Float[Array, "... D"], mixed: Float[Array, "... D"]) -> Float[Array, "... D"]:
         if self.post_feedforward_layernorm is None:
             x = x + mixed
-            return x + self.mlp(self.post_attention_layernorm(x)), key_value
+            return x + self.mlp(self.post_attention_layernorm(x))
         x = x + self.post_attention_layernorm(mixed)
-        return x + self.post_feedforward_layernorm(self.mlp(normed(self.pre_feedforward_layernorm, x))), key_value
+        return x + self.post_feedforward_layernorm(self.mlp(normed(self.pre_feedforward_layernorm, x)))
 
 
 def normed(norm: RMSNorm | None, x: Float[Array, "... D"]) -> Float[Array, "... D"]:

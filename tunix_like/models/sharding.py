@@ -42,6 +42,11 @@ PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "up_proj.kernel": ("fsdp", "tp"),
     "down_proj.kernel": ("tp", "fsdp"),
     "lm_head.kernel": ("fsdp", "tp"),
+    "in_proj_qkv.kernel": ("fsdp", "tp"),
+    "in_proj_z.kernel": ("fsdp", "tp"),
+    "in_proj_b.kernel": ("fsdp", None),
+    "in_proj_a.kernel": ("fsdp", None),
+    "out_proj.kernel": ("tp", "fsdp"),
 }
 """Maps the suffix of a parameter's dotted name to the mesh axis of each dimension. The first matching suffix applies. A
 parameter without a matching suffix is replicated."""

@@ -43,12 +43,14 @@ READ_BYTES = 4 * 1024**2
 """Maximum number of bytes of a file that are read to the host at once. The array to which these bytes are copied takes
 memory in addition."""
 _DECODER = "language_model."  # in the tensor names of the text decoder of a multimodal model, before or after `model.`
-_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.|mtp\.")
+"""Vision encoders, and layers that predict several tokens."""
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Buffers in old exports. They are ignored, because their values follow from the config.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias", "sinks": "sinks"}
+_LEAVES |= {"taps": "weight", "A_log": "A_log", "dt_bias": "dt_bias"}  # of recurrent layers
 _EXPERTS = "experts"
 _INTERLEAVED = ("gate_proj", "up_proj")
 """The projections whose columns alternate in a fused tensor of experts, from the first column on."""
@@ -562,8 +564,6 @@ def open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, Stored]
 
 def of_decoder(tensors: dict[str, Any]) -> dict[str, Any]:
     """Selects the tensors of the text decoder and renames them to the names that a text-only model uses."""
-    if not any(_DECODER in name for name in tensors):
-        return tensors
     decoder = {name: tensor for name, tensor in tensors.items() if not _OTHER_PARTS.match(name)}
     return {name.replace(_DECODER, "", 1): tensor for name, tensor in decoder.items()}
 

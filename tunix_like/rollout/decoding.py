@@ -25,7 +25,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from tunix_like.models.decoder import Decoder, KeyValue, to_rows
+from tunix_like.models.decoder import Decoder, Kept, KeyValue, to_rows
+from tunix_like.models.delta_rule import Memory
 from tunix_like.models.quantization import LEAVES as QUANTIZED_LEAVES
 from tunix_like.models.sharding import constrain_slots
 from tunix_like.rollout.logits import SamplingParams, choose, in_blocks, uniform_number
@@ -40,7 +41,7 @@ class Prompts(NamedTuple):
 
     lengths: Int[Array, "A"]
     hidden: Float[Array, "A D"]
-    cache: list[KeyValue]
+    cache: list[Kept]
 
 
 class Rows(NamedTuple):
@@ -77,12 +78,12 @@ class Rows(NamedTuple):
     hidden: Float[Array, "A g D"]
     tokens: Int[Array, "A g T"]
     logprobs: Float[Array, "A g T"]
-    cache: list[KeyValue]
+    cache: list[Kept]
 
     @property
     def room(self) -> int:
         """Number of tokens per completion for which the cache has space."""
-        return self.cache[0][1].shape[2]
+        return self.positions.shape[2]
 
     @property
     def cached(self) -> Int[Array, "A g"]:
@@ -141,13 +142,17 @@ def empty_rows(prompts: Prompts, size: int, max_tokens: int, room: int, key_word
         hidden=jnp.zeros((*shape, prompts.hidden.shape[-1]), prompts.hidden.dtype),
         tokens=jnp.zeros((*shape, max_tokens), jnp.int32),
         logprobs=jnp.zeros((*shape, max_tokens), jnp.float32),
-        cache=[
-            (
-                jnp.zeros((count, *k.shape[1:3], room), k.dtype),
-                jnp.zeros((count, v.shape[1], room, v.shape[3]), v.dtype),
-            )
-            for k, v in prompts.cache
-        ],
+        cache=[_empty_layer(layer, count, room) for layer in prompts.cache],
+    )
+
+
+def _empty_layer(of_prompts: Kept, count: int, room: int) -> Kept:
+    if isinstance(of_prompts, Memory):
+        return Memory(*(jnp.zeros((count, *x.shape[1:]), x.dtype) for x in of_prompts))
+    k, v = of_prompts
+    return (
+        jnp.zeros((count, *k.shape[1:3], room), k.dtype),
+        jnp.zeros((count, v.shape[1], room, v.shape[3]), v.dtype),
     )
 
 
@@ -290,7 +295,7 @@ def compact_columns(rows: Rows) -> Rows:
     single program for all layers would need memory for a second cache.
     """
     positions, order = _order(rows.positions)
-    cache = [_moved_layer(k, v, order) for k, v in rows.cache]
+    cache = [layer if isinstance(layer, Memory) else _moved_layer(*layer, order) for layer in rows.cache]
     return rows._replace(column=jnp.zeros_like(rows.column), positions=positions, span=rows.cached, cache=cache)
 
 
@@ -315,12 +320,14 @@ def _row_index(rows: Rows) -> tuple[Int[Array, "A 1"], Int[Array, "1 g"]]:
 def grow(rows: Rows, room: int) -> Rows:
     """Enlarges the cache of keys and values, a ring buffer, to `room` columns: moves the oldest column to the front and
     appends empty columns. The cache arrays of `rows` are deleted."""
-    cache = _by_layer(lambda layer: _grown_layer(*layer, rows.column, room), rows.cache)
+    wide = [index for index, layer in enumerate(rows.cache) if not isinstance(layer, Memory)]
+    grown = _by_layer(lambda layer: _grown_layer(*layer, rows.column, room), [rows.cache[index] for index in wide])
+    cache = [dict(zip(wide, grown, strict=True)).get(index, layer) for index, layer in enumerate(rows.cache)]
     positions = _wider(rows.positions, rows.column, room, axis=2, empty=-1)
     return rows._replace(column=jnp.full_like(rows.column, rows.room), positions=positions, cache=cache)
 
 
-def _by_layer(change: Callable[[KeyValue], KeyValue], cache: list[KeyValue]) -> list[KeyValue]:
+def _by_layer(change: Callable[[Any], Kept], cache: list[Kept]) -> list[Kept]:
     """Replaces the arrays of each layer and deletes the old ones, so that memory never holds two caches."""
     changed = []
     for layer in cache:

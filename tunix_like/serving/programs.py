@@ -9,6 +9,7 @@ widths that `widths_of` returns, so there are few array shapes.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -16,7 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from tunix_like.models.decoder import KeyValue
+from tunix_like.models.decoder import Kept
+from tunix_like.models.delta_rule import Memory
 from tunix_like.rollout.decoding import TOKENS, Prompts, Rows, decode, empty_rows, prefill, without_columns
 from tunix_like.rollout.logits import RowSampling, choose_each, in_blocks, most_likely, uniform_number
 
@@ -58,7 +60,7 @@ class State(NamedTuple):
     @property
     def prompt_width(self) -> int:
         """Number of tokens per prompt for which the cache has space."""
-        return self.prompts.cache[0][1].shape[2]
+        return _columns(self.prompts.cache)
 
 
 class Starts(NamedTuple):
@@ -119,13 +121,17 @@ def continue_prompt(
     The caches must have `begin + N` columns or more."""
     count, width = tokens.shape
     positions = jnp.broadcast_to(begin + jnp.arange(width), (count, 1, width))
-    column = jnp.arange(prompts.cache[0][1].shape[2])
+    column = jnp.arange(_columns(prompts.cache))
     columns = jnp.broadcast_to(jnp.where(column < begin, column, -1), (count, 1, len(column)))
     # To `extend` they are the tokens of a completion whose prompt has no tokens.
     nothing = [(k[..., :1], v[:, :, :1]) for k, v in prompts.cache]
     given = jnp.zeros(count, jnp.int32), nothing, prompts.cache, begin, columns
     hidden, cache = nnx.merge(graphdef, params).extend(tokens[:, None], positions, *given)
     return Prompts(jnp.full(count, begin + width), hidden[:, 0], cache)
+
+
+def _columns(cache: list[Kept]) -> int:
+    return next(layer[1].shape[2] for layer in cache if not isinstance(layer, Memory))
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "count", "width"))
@@ -158,17 +164,21 @@ def start(state: State, fresh: Prompts, starts: Starts) -> State:
 
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
-def _place(
-    cache: list[KeyValue], fresh: list[KeyValue], take: Bool[Array, "A"], source: Int[Array, "A"]
-) -> list[KeyValue]:
-    """Writes keys and values of prompt `source[a]` to the first columns of each row `a` with `take[a]`."""
+def _place(cache: list[Kept], fresh: list[Kept], take: Bool[Array, "A"], source: Int[Array, "A"]) -> list[Kept]:
+    """Writes keys and values of prompt `source[a]` to the first columns of each row `a` with `take[a]`, and its memory
+    of recurrent layers to the row."""
 
     def placed(old: Array, new: Array, axis: int) -> Array:
         here = take.reshape(-1, *(1,) * (old.ndim - 1))
         kept = jax.lax.slice_in_dim(old, 0, new.shape[axis], axis=axis)
         return jax.lax.dynamic_update_slice_in_dim(old, jnp.where(here, new[source], kept), 0, axis=axis)
 
-    return [(placed(k, new_k, 3), placed(v, new_v, 2)) for (k, v), (new_k, new_v) in zip(cache, fresh, strict=True)]
+    def of_layer(old: Kept, new: Kept) -> Kept:
+        if isinstance(old, Memory):
+            return Memory(*(placed(x, y, 1) for x, y in zip(old, new, strict=True)))
+        return placed(old[0], new[0], 3), placed(old[1], new[1], 2)
+
+    return [of_layer(old, new) for old, new in zip(cache, fresh, strict=True)]
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
@@ -279,14 +289,19 @@ def resized(state: State, prompt_width: int, width: int) -> State:
 
 
 @functools.partial(jax.jit, static_argnames=("width",))
-def resized_prompts(cache: list[KeyValue], width: int) -> list[KeyValue]:
+def resized_prompts(cache: list[Kept], width: int) -> list[Kept]:
     """Changes the caches of prompts to `width` columns."""
-    return [(_fitted(k, 3, width), _fitted(v, 2, width)) for k, v in cache]
+    return _by_axis(cache, lambda x, axis: _fitted(x, axis, width))
+
+
+def _by_axis(cache: list[Kept], change: Callable[[Array, int], Array]) -> list[Kept]:
+    """Changes the keys and values of each layer, given the axis of their columns. Recurrent layers have no columns."""
+    return [layer if isinstance(layer, Memory) else (change(layer[0], 3), change(layer[1], 2)) for layer in cache]
 
 
 @functools.partial(jax.jit, static_argnames=("width",))
 def _resized_rows(
-    cache: list[KeyValue], positions: Int[Array, "A 1 U"], column: Int[Array, ""], width: int
+    cache: list[Kept], positions: Int[Array, "A 1 U"], column: Int[Array, ""], width: int
 ) -> dict[str, Any]:
     """Changes the cache of completions, a ring buffer, to `width` columns: moves the oldest column to the front, then
     drops the oldest columns or appends empty columns. Returns the fields of `Rows` that change."""
@@ -297,7 +312,7 @@ def _resized_rows(
         return _fitted(jax.lax.slice_in_dim(x, max(old - width, 0), old, axis=axis), axis, width, empty)
 
     return {
-        "cache": [(unrolled(k, 3), unrolled(v, 2)) for k, v in cache],
+        "cache": _by_axis(cache, unrolled),
         "positions": unrolled(positions, 2, empty=-1),
         "column": jnp.int32(old if width > old else 0),
     }

@@ -113,6 +113,7 @@ class Runner:
     """The arrays of `rows` completions on the device. Prompt and completion together have at most `longest` tokens.
 
     Attributes:
+      continues: whether a prompt can be continued from a prefix that it has in common with an earlier one.
       prefixes: recent prompts, padding included at most a quarter of the tokens of the prompts of a device's rows.
     """
 
@@ -124,7 +125,10 @@ class Runner:
         self.widths, self.prompt_widths = programs.widths_of(longest), programs.prompt_widths_of(longest)
         # Not jitted, because a jitted function would copy weights that already have the compute dtype.
         self.params = jax.tree.map(jnp.asarray, decoding.cast_params(weights.graphdef, weights.params))
-        self.head = nnx.merge(self.graphdef, self.params).head()
+        model = nnx.merge(self.graphdef, self.params)
+        self.head = model.head()
+        # A recurrent layer keeps no memory of the middle of an earlier prompt.
+        self.continues = not model.config.recurrent_layers
         # Each device holds whole prompts, but only its part of the rows.
         self.prefixes = Prefixes[Prefilled](longest * max(1, rows // (4 * prompt_parts(self.mesh))))
         self.pace = 0.0
@@ -182,7 +186,7 @@ class Runner:
             made = [self._continue(prompts[0], self.prefixes.use(earlier), missing, width)]
         else:
             made = self._prefill(prompts, width)
-        if len(prompts) == 1 and 2 * programs.chunk_of(width) <= width:  # shorter prompts are not continued
+        if self.continues and len(prompts) == 1 and 2 * programs.chunk_of(width) <= width:  # not of shorter prompts
             self.prefixes.add(prompts[0], made[0], width)
         return made
 
@@ -290,7 +294,8 @@ class Runner:
         ]
         pairs = [(prompt, width) for width in self.widths for prompt in self.widths if prompt <= width]
         with scope(self.mesh), progress.task("compiling", len(shapes) + len(pairs)) as advance:
-            fresh, chunks = {}, [width for width in self.prompt_widths if 2 * programs.chunk_of(width) <= width]
+            continued = self.prompt_widths if self.continues else ()
+            fresh, chunks = {}, [width for width in continued if 2 * programs.chunk_of(width) <= width]
             for width, count in shapes:
                 fresh[width, count] = self._prefill([(0,)] * count, width)[0].prompts
                 advance(1, f"prompts of {width} tokens")
@@ -300,7 +305,7 @@ class Runner:
                     self._continue((0,) * width, earlier, programs.chunk_of(width), width)
             # The memory must also suffice for the earlier prompts.
             longest = self.prompt_widths[-1]
-            for index in range(self.prefixes.room // longest):
+            for index in range(self.prefixes.room // longest if self.continues else 0):
                 self.prefixes.add((index,), self._prefill([(0,)], longest)[0], longest)
             for columns, width in pairs:
                 self._resize(columns, width)

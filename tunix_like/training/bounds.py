@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from tunix_like.models.counts import parameter_shapes
+from tunix_like.models.counts import memory_bytes, parameter_shapes
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.sharding import param_shapes, prompt_parts
 from tunix_like.rollout.decoding import cast_params
@@ -58,10 +58,12 @@ def weight_bytes(model: Decoder, mesh: Mesh | None, tokens: float, head: bool = 
 
 def prefill_bytes(model: Decoder, mesh: Mesh | None, prompts: int, width: int, calls: int) -> float:
     """Returns the needed bytes of the prefill of `prompts` prompts of `width` tokens in `calls` calls: the weights in
-    each call, and the written keys and values."""
+    each call, and the written keys and values, and memories of recurrent layers."""
     tokens = prompts * width / prompt_parts(mesh)
     weights = calls * weight_bytes(model, mesh, tokens / calls, head=False)
-    return weights + tokens * model.config.num_layers * _position_bytes(model, mesh)
+    recurrent = _recurrent_layers(model)
+    written = tokens * (model.config.num_layers - recurrent) * _position_bytes(model, mesh)
+    return weights + written + prompts / prompt_parts(mesh) * recurrent * _memory_bytes(model, mesh)
 
 
 def decode_bytes(
@@ -74,16 +76,21 @@ def decode_bytes(
 
     `k` is the bytes of the keys and values of a position in one of `L` layers. In iteration `t`, a completion reads the
     `t` positions that are filled (on average about half of its room) and writes one. The completions of a group read
-    their prompt together. In a layer with a window, only the positions in the window are read.
+    their prompt together. In a layer with a window, only the positions in the window are read. In a recurrent layer,
+    every iteration reads and writes the memory of a completion; the first one reads that of the prompt instead.
     """
     (prompts, size), (width, steps), parts = group, widths, prompt_parts(mesh)
     weights = rounds * steps * weight_bytes(model, mesh, prompts * size / parts / rounds)
     filled, own, of_prompt = np.arange(steps), 0.0, 0.0
     for layer in range(model.config.num_layers):
+        if model.config.is_recurrent(layer):
+            continue
         window = model.config.window(layer) or width + steps
         own += np.minimum(filled, window - 1).sum() + steps
         of_prompt += np.clip(window - 1 - filled, 0, width).sum()
-    return float(weights + _position_bytes(model, mesh) * (prompts * size * own + prompts * of_prompt) / parts)
+    cache = _position_bytes(model, mesh) * (prompts * size * own + prompts * of_prompt)
+    memories = prompts * size * (2 * steps - 1) + prompts
+    return float(weights + (cache + _recurrent_layers(model) * _memory_bytes(model, mesh) * memories) / parts)
 
 
 def update_bytes(model: Decoder, mesh: Mesh | None, tokens: int, state: Any) -> float:
@@ -96,6 +103,21 @@ def _position_bytes(model: Decoder, mesh: Mesh | None) -> float:
     """Returns the bytes of the keys and values of one position in one layer; `tp` splits the key heads."""
     tp = 1 if mesh is None else mesh.shape.get("tp", 1)
     return 2 * model.config.num_kv_heads * model.config.head_dim * jnp.dtype(model.dtype).itemsize / tp
+
+
+def _recurrent_layers(model: Decoder) -> int:
+    return sum(map(model.config.is_recurrent, range(model.config.num_layers)))
+
+
+def _memory_bytes(model: Decoder, mesh: Mesh | None) -> float:
+    """Returns the bytes of the memory of a sequence in a recurrent layer. `tp` splits the heads of the state, if it
+    divides them."""
+    if (rule := model.config.delta_rule) is None:
+        return 0.0
+    tp = 1 if mesh is None else mesh.shape.get("tp", 1)
+    whole = memory_bytes(model.config, model.dtype)
+    state = 4 * rule.value_heads * rule.key_width * rule.value_width
+    return whole - state + state / (1 if rule.value_heads % tp else tp)
 
 
 def bound_seconds(operations: float, needed: float, kind: Accelerator, shares: tuple[float, float] = PEAK) -> float:

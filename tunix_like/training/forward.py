@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix_like.models.decoder import KeyValue
+from tunix_like.models.decoder import Kept
 from tunix_like.models.divergence import Outputs, token_divergence
 from tunix_like.models.log_probabilities import token_logprobs, token_score_norms
 from tunix_like.models.sharding import place_prompts, place_replicated, prompt_shapes, replicated_shapes
@@ -52,11 +52,11 @@ class PromptStates(NamedTuple):
 
     Attributes:
       hidden: the hidden state from which the first token of a completion is predicted.
-      cache: keys and values of each layer, or of each stack of layers if layers are stacked.
+      cache: what `prefill` returned of each layer, or of each stack of layers if layers are stacked.
     """
 
     hidden: Float[Array, "p D"]
-    cache: list[KeyValue]
+    cache: list[Kept]
 
 
 class Chunk(NamedTuple):

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from tunix_like.models.attention import SCORES
 from tunix_like.models.attention_blocked import BLOCK
 from tunix_like.models.config import Adapters, DecoderConfig
-from tunix_like.models.counts import Share, layer_count
+from tunix_like.models.counts import Share, layer_count, memory_bytes
+from tunix_like.models.delta_rule import CHUNK
 from tunix_like.models.layer_stack import longest_period
 from tunix_like.rollout.shapes import FIRST_CACHE
 from tunix_like.training.packing import Layout, choose_layout
@@ -47,6 +48,14 @@ LANE_COPIES = 4
 WORKING_INNER = 3
 """Number of temporary arrays of the MLP's width, and also of the model's width, in the backward pass of one layer
 (measured: 3.1 and 2.6)."""
+
+KEPT_RECURRENT = {"chunk": 5.5, "width": 18.0}
+"""Number of float32 values that a recurrent layer saves per token and value head, for each token of a chunk, and for
+each number of a key and of a value. Fitted to compiled updates on the CPU (4 and 8 heads of width 16 and 64)."""
+
+WORKING_RECURRENT = 4
+"""Number of float32 arrays `[tokens, value heads, chunk + key width + value width]` in the backward pass of a recurrent
+layer, before the factor `ALLOCATED`. Measured by compiling a layer of Qwen3.5-4B's shapes for v5e: 3.4."""
 
 ROUTED_COPIES = 8
 """Number of temporary arrays in the backward pass of one layer with experts. Each array has the model's width, and one
@@ -261,6 +270,10 @@ class Work:
         """Total width of the query heads."""
         return self.model.num_heads * self.model.head_dim
 
+    @property
+    def recurrent_layers(self) -> int:
+        return sum(map(self.model.is_recurrent, range(self.model.num_layers)))
+
 
 def update_phases(work: Work, micro_batch: int) -> list[Phase]:
     """Estimates the two peaks of an optimizer update: a backward pass, and the optimizer step. With a critic, also the
@@ -286,7 +299,7 @@ def _update_phases(work: Work, micro_batch: int, held: dict[str, int]) -> list[P
     tokens, prompt_tokens = lanes * layout.bins * width, prompts * prompt_width
     heads = work.model.num_heads
     scores = lanes * layout.bins * width * heads * (prompt_width + width)
-    copies = LANE_COPIES * lanes * _key_values(work, prompt_width) * work.model.num_layers
+    copies = LANE_COPIES * lanes * _cache(work, prompt_width)
     temporaries = {
         "gradients": GRADIENT_COPIES * work.trained + _output_gradient(work),
         "cast weights": _cast_weights(work) + _dequantized(work, backward=True),
@@ -316,7 +329,7 @@ def _teacher_forward(work: Work, teacher: TeacherWork, layout: Layout) -> dict[s
     own = dataclasses.replace(work, model=teacher.model, widths=(teacher.prompt_width, work.widths[1]))
     lanes, prompts = -(-layout.lanes // work.parts), -(-layout.prompts // work.parts)
     tokens = lanes * layout.bins * work.widths[1]
-    states = (prompts + (0 if layout.own_lanes else lanes)) * _key_values(own, teacher.prompt_width)
+    states = (prompts + (0 if layout.own_lanes else lanes)) * _cache(own, teacher.prompt_width)
     layer = WORKING_INNER * tokens * (own.inner + teacher.model.hidden_size) * work.size
     layer = max(layer, _scores_bytes(own, lanes * layout.bins, work.widths[1], sum(own.widths)))
     layer = max(layer, _scores_bytes(own, prompts, teacher.prompt_width, teacher.prompt_width))
@@ -327,7 +340,7 @@ def _teacher_forward(work: Work, teacher: TeacherWork, layout: Layout) -> dict[s
         stacked = 0 if work.backend == "cpu" else _in_compute_dtype(own, teacher.share)
         working = max(_cast_weights(own), stacked) + _dequantized(own, backward=False)
     return {
-        "teacher's prompts": teacher.model.num_layers * states,
+        "teacher's prompts": states,
         "teacher's layer": layer,
         "teacher's cast weights": working,
     }
@@ -373,7 +386,8 @@ def _layer_working(work: Work, tokens: int) -> int:
     gathered = layer * work.size * (1 if work.adapters else 2)
     # XLA:GPU recomputes layers of a pattern early, during collectives (measured: half of the six layers of Gemma 3).
     layers = max(1, longest_period(model) // 2) if work.backend == "gpu" and parts > 1 else 1
-    return layers * (tokens * (WORKING_INNER * widths + routed) * work.size + gathered)
+    each = (WORKING_INNER * widths + routed) * work.size + _recurrent(work, WORKING_RECURRENT, WORKING_RECURRENT)
+    return layers * (tokens * each + gathered)
 
 
 def rollout_phase(
@@ -392,8 +406,8 @@ def rollout_phase(
     parts, tp = work.rollout_parts or (work.parts, 1)
     rows, slots = -(-rows // parts), -(-slots // parts)
     model, (prompt_width, width) = work.model, work.widths
-    cache = rows * _key_values(work, width) * model.num_layers // tp
-    prompt_cache = slots * _key_values(work, prompt_width) * model.num_layers // tp
+    cache = rows * _cache(work, width) // tp
+    prompt_cache = slots * _cache(work, prompt_width) // tp
     logits = SAMPLED_LOGITS_COPIES[work.filtered] * rows * model.vocab_size * 4 // tp
     scores = rows * model.num_heads * (prompt_width + width) * 4 // tp
     copy = 0 if work.rollout_share is None else _in_compute_dtype(work, work.rollout_share)
@@ -435,9 +449,13 @@ def _held(work: Work) -> dict[str, int]:
     return held | ({"teacher": work.teacher.weights} if work.teacher is not None else {})
 
 
-def _key_values(work: Work, width: int) -> int:
-    """Returns the bytes of the keys and values of one completion of `width` tokens in one layer."""
-    return 2 * work.model.num_kv_heads * work.model.head_dim * width * work.size
+def _cache(work: Work, width: int) -> int:
+    """Returns the bytes of the keys and values of one completion of `width` tokens, and of its memories of recurrent
+    layers, in all layers."""
+    model, recurrent = work.model, work.recurrent_layers
+    position = 2 * model.num_kv_heads * model.head_dim * work.size
+    memories = recurrent * memory_bytes(model, work.dtype) if recurrent else 0
+    return (model.num_layers - recurrent) * position * width + memories
 
 
 def _cast_weights(work: Work) -> int:
@@ -480,7 +498,17 @@ def _kept(work: Work, tokens: int, scores: int) -> int:
     widths = {"inner": work.inner, "hidden": model.hidden_size, "query": work.query, "key": key}
     per_token = KEPT_WITH_REMAT if work.remat else KEPT_PER_TOKEN
     token = sum(per_token[name] * width for name, width in widths.items()) * work.size
-    return model.num_layers * (tokens * token + int(KEPT_SCORES[_attention_kind(work, scores)] * scores * 4))
+    recurrent = work.recurrent_layers
+    plain = (model.num_layers - recurrent) * int(KEPT_SCORES[_attention_kind(work, scores)] * scores * 4)
+    return model.num_layers * tokens * token + plain + recurrent * tokens * _recurrent(work, **KEPT_RECURRENT)
+
+
+def _recurrent(work: Work, chunk: float, width: float) -> int:
+    """Returns the bytes per token of `chunk` float32 values per token of a chunk, and of `width` float32 values per
+    number of a key and a value, of all value heads of a recurrent layer."""
+    if not work.recurrent_layers or (rule := work.model.delta_rule) is None:
+        return 0
+    return int(4 * rule.value_heads * (chunk * CHUNK + width * (rule.key_width + rule.value_width)))
 
 
 def _attention_kind(work: Work, scores: int) -> str:
