@@ -16,7 +16,7 @@ from tunix_like.models.sharding import build_mesh, place_slots, scope
 
 P, G, H, K, WIDTH = 2, 3, 4, 2, 16
 LENGTHS = np.array([70, 3], np.int32)
-SINKS = np.array([-0.5, 1.5, 0.3, 30.0], np.float32)
+SINKS = jnp.asarray([-0.5, 1.5, 0.3, 30.0], jnp.float32)
 
 
 @pytest.fixture(params=["tpu", "gpu"])

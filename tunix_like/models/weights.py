@@ -111,6 +111,11 @@ def _source(path: tuple[Any, ...], leaf: Any, config: DecoderConfig, stored: Map
     kernel, stacked = path[-1] == "kernel", _EXPERTS in path
     if not stacked or not _is_fused(config):
         return Source(tensors, kernel, stacked)
+    if len(found := tensors[0].shape) < 2 or found[0] != leaf.shape[0]:
+        raise UserError(
+            f"{tensors[0].file}: tensor {tensors[0].name} has shape {found}, but config.json needs {leaf.shape[0]}"
+            " experts. Weights and config are of different models; use the files of one model."
+        )
     columns = slice(_column(path), None, 2 if path[-2] in _INTERLEAVED else 1)
     if len(tensors) == 1:
         return Source([OfExpert(tensors[0], expert, columns) for expert in range(leaf.shape[0])], False, True)
