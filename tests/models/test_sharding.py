@@ -139,12 +139,12 @@ def test_training_of_other_families_on_a_mesh(name):
 
 
 @pytest.mark.parametrize("shape", [[1, 8, 1], [2, 2, 2]], ids=str)
-def test_recurrent_layers_on_a_mesh_equal_those_on_one_device(monkeypatch, shape):
+def test_recurrent_layers_on_a_mesh_equal_those_on_one_device(shape):
     rule = DeltaRule(key_heads=2, value_heads=4, key_width=8, value_width=8, taps=4)
     changes = {"delta_rule": rule, "recurrent_layers": (True, False), "output_gate": True, "rotary_width": 2}
-    monkeypatch.setitem(globals(), "CONFIG", dataclasses.replace(CONFIG, **changes))
-    expected, single, said = train(None)
-    row, learner, seen = train(build_mesh(MeshConfig(shape=shape, axis_names=AXES)))
+    config = dataclasses.replace(CONFIG, **changes)
+    expected, single, said = train(None, config=config)
+    row, learner, seen = train(build_mesh(MeshConfig(shape=shape, axis_names=AXES)), config=config)
     assert seen == said
     assert row["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-5)
     for one, many in zip(jax.tree.leaves(single.params), jax.tree.leaves(learner.params), strict=True):
