@@ -383,7 +383,7 @@ def train_step(
     return state, metrics, advantages
 
 
-def loss_weights(objective: StepObjective, batch: GroupBatch, in_update: Bool[Array, "P"]) -> Float[Array, "P G"]:
+def loss_weights(objective: Any, batch: GroupBatch, in_update: Bool[Array, "P"]) -> Float[Array, "P G"]:
     """Returns the weight of each completion's tokens in the loss of an update."""
     assert batch.trained is not None and batch.estimator_ids is not None
     lengths, ids = batch.sampled_lengths, batch.estimator_ids
