@@ -116,6 +116,7 @@ def test_training_on_a_mesh_equals_training_on_one_device(alone, shape):
 def test_recurrent_layers_on_a_mesh_equal_those_on_one_device(monkeypatch, shape):
     rule = DeltaRule(key_heads=2, value_heads=4, key_width=8, value_width=8, taps=4)
     changes = {"delta_rule": rule, "recurrent_layers": (True, False), "output_gate": True, "rotary_width": 2}
+    changes["qkv_bias"] = False  # the gradient of a bias of keys that are not rotated is rounding, which Adam enlarges
     monkeypatch.setitem(globals(), "CONFIG", dataclasses.replace(CONFIG, **changes))
     expected, single, said = train(None)
     row, learner, seen = train(build_mesh(MeshConfig(shape=shape, axis_names=AXES)))
