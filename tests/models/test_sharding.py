@@ -142,6 +142,7 @@ def test_training_of_other_families_on_a_mesh(name):
 def test_recurrent_layers_on_a_mesh_equal_those_on_one_device(shape):
     rule = DeltaRule(key_heads=2, value_heads=4, key_width=8, value_width=8, taps=4)
     changes = {"delta_rule": rule, "recurrent_layers": (True, False), "output_gate": True, "rotary_width": 2}
+    # the gradient of a bias of keys that are not rotated is rounding, which Adam enlarges
     config = dataclasses.replace(CONFIG, qkv_bias=False, **changes)
     expected, single, said = train(None, config=config)
     row, learner, seen = train(build_mesh(MeshConfig(shape=shape, axis_names=AXES)), config=config)

@@ -225,7 +225,7 @@ class Decoder(nnx.Module):
         parts = {
             f"layers.{index}.{name}": module
             for index, layer in enumerate(self.layers)
-            for name, module in (("self_attn", layer.self_attn), ("linear_attn", layer.linear_attn), ("mlp", layer.mlp))
+            for name, module in (("self_attn", layer.self_attn), ("mlp", layer.mlp))
         }
         modules = {
             f"{part}.{name}": getattr(module, name, None) for part, module in parts.items() for name in LORA_TARGETS
