@@ -51,7 +51,8 @@ def parse_devices(text: str) -> tuple[Accelerator | None, int, int]:
       UserError: the text has another form, the kind is unknown, or this number of devices is not available.
     """
     match = re.fullmatch(
-        r"(?:(?:(?P<slices>\d+)x)?(?P<kind>[a-z]\w*)-(?P<last>\d+)|(?P<first>\d+)(?:x(?P<other>[a-z]\w*))?)", text.lower()
+        r"(?:(?:(?P<slices>\d+)x)?(?P<kind>[a-z]\w*)-(?P<last>\d+)|(?P<first>\d+)(?:x(?P<other>[a-z]\w*))?)",
+        text.lower(),
     )
     if match is None:
         raise UserError(
