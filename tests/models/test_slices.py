@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-import types
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,6 @@ class Chip:
     core_on_chip: int = 0
     platform: str = "tpu"
     device_kind: str = "TPU v5 lite"
-    client: Any = dataclasses.field(default=types.SimpleNamespace(runtime_type="stand-in"), compare=False)
 
 
 def chips(slices: int) -> list[Any]:
@@ -42,7 +41,7 @@ def chips(slices: int) -> list[Any]:
 
 def slices_along(devices: np.ndarray, axis: int) -> list[set[int]]:
     """Returns the slices of the devices at each index of an axis."""
-    return [{chip.slice_index for chip in part.flat} for part in np.moveaxis(devices, axis, 0)]
+    return [{chip.slice_index for chip in np.ravel(part)} for part in np.moveaxis(devices, axis, 0)]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,9 @@ def test_a_mesh_that_splits_a_slice_is_refused(config, devices, said):
 
 def test_hosts_of_gpus_are_no_slices():
     assert count_slices(chips(3)) == 3
-    assert count_slices([dataclasses.replace(chip, device_kind="NVIDIA H100", platform="gpu") for chip in chips(3)]) == 1
+    assert (
+        count_slices([dataclasses.replace(chip, device_kind="NVIDIA H100", platform="gpu") for chip in chips(3)]) == 1
+    )
 
 
 def test_sampling_stays_inside_a_slice():
@@ -131,6 +132,6 @@ def test_tpu_compiler_sends_only_the_sharded_gradient_between_slices(tmp_path):
     done = python("-c", COMPILED, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     collectives, _, network = done.stdout.splitlines()[-1].rpartition(" ")
-    found = eval(collectives)
+    found = ast.literal_eval(collectives)
     assert found.pop("all-reduce between slices") == 2048 * 1024 * 2 / 4
     assert found["all-gather"] == 2048 * 1024 * 2 * 3 / 4 and sum(found.values()) == float(network)
