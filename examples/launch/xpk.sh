@@ -6,8 +6,9 @@
 #
 # Replace: REGISTRY below (by the environment variable); STORAGE: a storage of the cluster (`xpk storage create`) that is
 # mounted at /runs, on a file system (Filestore; not a mounted bucket, which has no locks).
-# Run: both commands with xpk 1.16 and `--dry-run --skip-validation --output-manifest-file`, which needs no cluster; hosts
-# and chips of the manifests were checked, with the schema. Not run: on a cluster.
+# Run: both commands with xpk 1.16 and `--dry-run --skip-validation --output-manifest-file`, which needs no cluster. The
+# manifest for Pathways follows the schema of JobSet 0.12; the other has empty fields and a rule without a name, as XPK
+# writes them. Not run: on a cluster.
 set -euo pipefail
 cluster=$1 project=$2 zone=$3 slices=$4
 train="tunix-like train examples/gsm8k/qwen3_1.7b.yaml training.output_dir=/runs/qwen3_1.7b"
