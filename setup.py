@@ -35,6 +35,7 @@ EXTRAS = {
     "cuda12": ["jax[cuda12]>=0.10.2"],  # NVIDIA GPUs, CUDA 12
     "cuda13": ["jax[cuda13]>=0.10.2"],  # NVIDIA GPUs, CUDA 13
     "tpu": ["jax[tpu]>=0.10.2"],  # Cloud TPUs
+    "pathways": ["pathwaysutils>=0.1.13"],  # Cloud TPUs through Pathways
     "hub": [
         "huggingface_hub>=2.4.0",  # models by hub id
         "datasets>=4.0",  # data sets by hub id

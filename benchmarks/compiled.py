@@ -64,7 +64,7 @@ class Work:
     @property
     def target(self) -> tuple[Accelerator, int]:
         """The kind and the number of the devices."""
-        kind, number = parse_devices(self.devices)
+        kind, number, _ = parse_devices(self.devices)
         assert kind is not None, f"{self.devices} has no kind"
         return kind, number
 

@@ -296,7 +296,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from tunix_like.compile.costs import Counter
 
-kind, number = devices.parse_devices("v5e-8")
+kind, number, _ = devices.parse_devices("v5e-8")
 mesh = Mesh(np.array(devices.described_devices(kind, number)), ("fsdp",))
 
 def f(n, x, stack):
@@ -344,7 +344,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import SingleDeviceSharding
 from tunix_like.compile.costs import Counter
 
-kind, number = devices.parse_devices("v5e-1")
+kind, number, _ = devices.parse_devices("v5e-1")
 on_device = SingleDeviceSharding(devices.described_devices(kind, number)[0])
 block = pl.BlockSpec((512, 512), lambda i: (i, 0))
 
@@ -382,7 +382,7 @@ import jax, jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 from tunix_like.compile.costs import Counter
 
-kind, number = devices.parse_devices("v5e-1")
+kind, number, _ = devices.parse_devices("v5e-1")
 on_device = SingleDeviceSharding(devices.described_devices(kind, number)[0])
 
 def f(n, x, stack):

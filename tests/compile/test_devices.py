@@ -20,7 +20,11 @@ from tunix_like.runtime.accelerators import KINDS
      ("8xH200", "h200", 8), ("h100-3", "h100", 3), ("16xa100", "a100", 16), ("4", None, 4)],
 )  # fmt: skip
 def test_devices_are_parsed(text, kind, number):
-    assert parse_devices(text) == (kind and KINDS[kind], number)
+    assert parse_devices(text) == (kind and KINDS[kind], number, 1)
+
+
+def test_slices_are_parsed():
+    assert parse_devices("2xv5e-16") == (KINDS["v5e"], 32, 2)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +39,10 @@ def test_devices_are_parsed(text, kind, number):
         ("v5e-100000", "no v5e slice of 100000 chips; the sizes are 1, 4, 8, 16, 32, 64, 128, 256"),
         ("v5p-3", "no v5p slice of 3 chips"),
         ("12xh100", "above 8 in whole nodes of 8"),
+        ("2xh100-8", "TPU slices"),
+        ("2xv5e-1", "at least 4 chips"),
+        ("0xv5e-8", "1 to 16 TPU slices"),
+        ("17xv5e-8", "1 to 16 TPU slices"),
     ],
 )
 def test_invalid_devices_are_rejected(text, said):

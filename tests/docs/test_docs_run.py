@@ -97,7 +97,6 @@ NOT_RUN = {
     "engines.md: pip install 'tunix-like[serve]'": "changes the environment that the tests run in",
     "engines.md: curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' -d "
     '\'{"prompt": "GRID_START WALL", "max_tokens": 16, "temperature": 0}\'': "tests/serving/test_server.py",
-    "distributed.md: srun --kill-on-bad-exit=1": "needs SLURM; tests/runtime/test_processes.py starts them",
 } | {
     f"studies.md: python examples/maxrl_paper/{script}": "takes minutes; tests/test_maxrl_*.py run it small"
     for script in (

@@ -31,7 +31,9 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 GSM8K = Path(os.environ.get("TUNIX_LIKE_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))
 SCRIPT = str(Path(sys.executable).with_name("tunix-like"))
-YAMLS = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.yaml"))
+YAMLS = sorted(
+    path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.yaml") if path.parent.name != "launch"
+)
 
 
 def call(*argv, cwd, **environment):

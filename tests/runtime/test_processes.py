@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -148,6 +149,7 @@ told["parts"] = [list(shard.data.shape) for shard in kernel.addressable_shards]
 told["whole"] = fetch(kernel, mesh).tolist()
 
 import time
+import types
 from pathlib import Path
 from tests.training.test_loop import Counting, run
 from tunix_like.training import loop
@@ -392,11 +394,14 @@ def test_connection_waits_for_a_late_coordinator():
         ({"SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "a1"}, False),
         ({"TPU_WORKER_HOSTNAMES": "host-0"}, False),
         ({"TPU_WORKER_HOSTNAMES": "host-0,host-1"}, True),
+        ({"TPU_WORKER_HOSTNAMES": "host-0", "MEGASCALE_NUM_SLICES": "2"}, True),
+        ({"TPU_WORKER_HOSTNAMES": "host-0", "MEGASCALE_NUM_SLICES": "1"}, False),
     ],
 )
 def test_options_from_a_scheduler(monkeypatch, environment, several):
     for name in ("SLURM_NTASKS", "SLURM_STEP_NODELIST", "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("MEGASCALE_NUM_SLICES", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     joined = []
@@ -404,3 +409,15 @@ def test_options_from_a_scheduler(monkeypatch, environment, several):
     monkeypatch.setattr(processes, "leave_refused", lambda status: None)  # jax would end the process of the tests
     assert cli.main(["eval", "no-such-folder", "data.name=maze"]) == 2
     assert joined == ([(None, None, None)] if several else [])
+
+
+def test_pathways_is_registered_before_jax_is_used(monkeypatch, capsys):
+    """`JAX_PLATFORMS` is read by jax at its import, so here it is only the sign for the command."""
+    monkeypatch.setenv("JAX_PLATFORMS", "proxy")
+    monkeypatch.setitem(sys.modules, "pathwaysutils", None)
+    assert cli.main(["eval", "no-such-folder"]) == 2
+    assert "pip install 'tunix-like[pathways]'" in capsys.readouterr().err
+    called = []
+    monkeypatch.setitem(sys.modules, "pathwaysutils", types.SimpleNamespace(initialize=lambda: called.append(True)))
+    assert cli.main(["eval", "no-such-folder"]) == 2
+    assert called == [True] and "no-such-folder" in capsys.readouterr().err

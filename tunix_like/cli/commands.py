@@ -231,7 +231,7 @@ def _add_checks(command: AddCommand) -> None:
         "doctor --config examples/gsm8k/qwen3_1.7b.yaml --devices v5e-8",
     )
     doctor.add_argument("--config", help="a YAML file whose programs are compiled from shapes, without weights")
-    doctor.add_argument("--devices", help="KIND-N, NxKIND or N: v5e-8, 8xh100, 8")
+    doctor.add_argument("--devices", help="KIND-N, SxKIND-N (slices), NxKIND or N: v5e-8, 2xv5e-16, 8xh100, 8")
     doctor.add_argument("--json", metavar="FILE", help="with --config: also write the report as JSON")
     for sub in (rewards, doctor):
         sub.add_argument("overrides", nargs="*", help=OVERRIDES)

@@ -34,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     joined = False
     try:
+        if "proxy" in os.environ.get("JAX_PLATFORMS", ""):
+            from tunix_like.runtime import processes
+
+            processes.start_pathways()
         joined = _join(arguments)
         output.set_continue_on_error(joined or _trains(arguments))
         if arguments.command in ON_CPU:
@@ -90,6 +94,8 @@ def _join(arguments: argparse.Namespace) -> bool:
 
 
 def _started_by_scheduler() -> bool:
+    if int(os.environ.get("MEGASCALE_NUM_SLICES") or 1) > 1:  # several TPU slices, each possibly of one host
+        return True
     if "SLURM_STEP_NODELIST" in os.environ:
         return int(os.environ.get("SLURM_NTASKS", "1")) > 1
     return "," in (os.environ.get("TPU_WORKER_HOSTNAMES") or os.environ.get("TPU_PROCESS_ADDRESSES") or "")

@@ -21,6 +21,9 @@ from tunix_like.compile.hlo import Computation, Instruction, Module, Shape
 from tunix_like.runtime.accelerators import Accelerator
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+BETWEEN_SLICES = " between slices"
+"""End of the kinds of collectives between TPU slices, which the compiler turns into sends and receives of the hosts."""
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
 Trips = Mapping[str, float | Callable[[float], float]]
 """Maps the name of the `jax.named_scope` of a loop to the number of iterations of the loop. The value can also be a
@@ -72,7 +75,8 @@ class Costs:
 
     @property
     def network_bytes(self) -> float:
-        return sum(self.collectives.values())
+        """Bytes received from other devices, without those from other TPU slices, whose network has another rate."""
+        return sum(value for kind, value in self.collectives.items() if not kind.endswith(BETWEEN_SLICES))
 
     def add(self, other: Costs, times: float = 1.0) -> None:
         """Adds the costs `other`, multiplied by `times`, to these costs."""
@@ -164,6 +168,9 @@ class Counter:
         if kind in COLLECTIVES and channel not in channels:
             channels.add(channel)
             costs.add(Costs(collectives={kind: _received(computation, instruction, kind)}, numbers={kind: 1.0}))
+        if instruction.opcode == "recv" and (transfer := _TRANSFER.search(instruction.attributes)):
+            kind = transfer[1].lower().replace("_", "-") + BETWEEN_SLICES
+            costs.add(Costs(collectives={kind: instruction.shapes[0].bytes}, numbers={kind: 1.0}))
         if instruction.opcode == "fusion":
             for name in instruction.called:
                 for inner in self.module[name].values():

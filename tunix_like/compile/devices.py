@@ -17,6 +17,9 @@ from tunix_like.runtime.accelerators import KINDS, NODE, Accelerator
 MOST_DEVICES = 256
 """Maximum number of devices: the size of the largest v5e slice."""
 
+MOST_SLICES = 16
+"""Maximum number of TPU slices."""
+
 PLUGINS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin", "jax-cuda13-plugin")}
 """The packages that contain the compiler of each jax backend; one installed package is enough."""
 
@@ -39,17 +42,24 @@ device_description_str: "NVIDIA {name}"
 """Template of the description of a GPU for XLA, a `GpuTargetConfigProto` in text format."""
 
 
-def parse_devices(text: str) -> tuple[Accelerator | None, int]:
-    """Parses `v5e-8`, `8xh100` or `8` to an accelerator kind and a number of devices. A number without a kind means
-    CPU devices of this host; the returned kind is then None.
+def parse_devices(text: str) -> tuple[Accelerator | None, int, int]:
+    """Parses `v5e-8`, `2xv5e-16`, `8xh100` or `8` to an accelerator kind, a number of devices and a number of equal
+    slices of these devices (1 for GPUs). A number without a kind means CPU devices of this host; the returned kind is
+    then None.
 
     Raises:
       UserError: the text has another form, the kind is unknown, or this number of devices is not available.
     """
-    match = re.fullmatch(r"(?:(?P<kind>[a-z]\w*)-(?P<last>\d+)|(?P<first>\d+)(?:x(?P<other>[a-z]\w*))?)", text.lower())
+    match = re.fullmatch(
+        r"(?:(?:(?P<slices>\d+)x)?(?P<kind>[a-z]\w*)-(?P<last>\d+)|(?P<first>\d+)(?:x(?P<other>[a-z]\w*))?)",
+        text.lower(),
+    )
     if match is None:
-        raise UserError(f"--devices: expected KIND-N, NxKIND or N (v5e-8, 8xh100, 8), got '{text}'.")
+        raise UserError(
+            f"--devices: expected KIND-N, SxKIND-N, NxKIND or N (v5e-8, 2xv5e-16, 8xh100, 8), got '{text}'."
+        )
     name, number = match["kind"] or match["other"], int(match["last"] or match["first"])
+    slices = int(match["slices"] or 1)
     if name is not None and name not in KINDS:
         raise UserError(f"--devices: unknown kind '{name}'. {nearest(name, KINDS)}")
     kind = None if name is None else KINDS[name]
@@ -59,7 +69,9 @@ def parse_devices(text: str) -> tuple[Accelerator | None, int]:
     if not 1 <= number <= MOST_DEVICES or (kind is not None and number not in _numbers(kind)):
         gpus = "" if kind is None else f", above {NODE} in whole nodes of {NODE}"
         raise UserError(f"--devices: {number} devices; give a number from 1 to {MOST_DEVICES}{gpus}.")
-    return kind, number
+    if not 1 <= slices <= MOST_SLICES or (slices > 1 and (kind is None or number not in kind.slices)):
+        raise UserError(f"--devices: '{text}'; give 1 to {MOST_SLICES} TPU slices of at least 4 chips (2xv5e-16).")
+    return kind, slices * number, slices
 
 
 def _numbers(kind: Accelerator) -> Sequence[int]:
@@ -98,8 +110,9 @@ def compiler_of(kind: Accelerator) -> str | None:
     return None
 
 
-def described_devices(kind: Accelerator, number: int) -> Sequence[Any]:
-    """Returns `number` jax devices of an accelerator kind for compilation only: they cannot hold arrays.
+def described_devices(kind: Accelerator, number: int, slices: int = 1) -> Sequence[Any]:
+    """Returns `number` jax devices of an accelerator kind, in equal slices, for compilation only: they cannot hold
+    arrays.
 
     One TPU chip is returned as a part of the smallest slice, because jax has no topology of one chip.
 
@@ -109,8 +122,9 @@ def described_devices(kind: Accelerator, number: int) -> Sequence[Any]:
     from jax.experimental import topologies
 
     if kind.slices:
-        name = f"{kind.name}:{kind.slices[max(number, min(kind.slices))]}"
-        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices[:number]
+        name = f"{kind.name}:{kind.slices[max(number // slices, min(kind.slices))]}"
+        several = {} if slices == 1 else {"num_slices": slices}
+        return topologies.get_topology_desc(platform="tpu", topology_name=name, **several).devices[:number]
     rates = {"memory": kind.memory, "memory_bytes": kind.memory_bytes}
     target = _TARGET.format(name=kind.name.upper(), **rates, **kind.description)
     shape = f"1x{math.ceil(number / NODE)}x{min(number, NODE)}"

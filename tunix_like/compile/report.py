@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from tunix_like.compile.costs import KERNEL_BANDWIDTH, Costs, Counter, Times, times
+from tunix_like.compile.costs import BETWEEN_SLICES, KERNEL_BANDWIDTH, Costs, Counter, Times, times
 from tunix_like.compile.devices import EXTRAS, at_least, compiler_of, described_devices, parse_devices
 from tunix_like.compile.programs import Plan, Program, make_plan, programs_of
 from tunix_like.config.schema import Config
@@ -132,14 +132,19 @@ def find_target(text: str) -> Target:
     Raises:
       UserError: `text` is invalid, or jax already runs with another number of CPU devices.
     """
-    kind, number = parse_devices(text)
+    kind, number, slices = parse_devices(text)
     if kind is not None:
         name, reason = compiler_of(kind), "it is not installed"
         if name is not None:
             try:
-                return Target(text, kind, number, described_devices(kind, number), name)
+                return Target(text, kind, number, described_devices(kind, number, slices), name)
             except Exception as error:  # a plugin that does not suit this machine or jax can raise anything
                 reason = one_line(error)
+        if slices > 1:
+            raise UserError(
+                f"--devices {text}: the compiler of {kind.name} cannot be used ({reason}), and simulated CPU devices "
+                f"have no slices; install it with pip install {EXTRAS[kind.backend]}."
+            )
         console.print_text(
             f"the compiler of {kind.name} cannot be used ({reason}); install it with "
             f"pip install {EXTRAS[kind.backend]}. The programs are compiled for simulated CPU devices."
@@ -306,6 +311,11 @@ def notes_of(done: Sequence[Compiled], target: Target, config: Config) -> list[s
         "of a prompt once per group. Update: its weights twice, and the trained weights with their moments in and out. "
         "Activations and logits are not counted.",
     ]
+    if any(kind.endswith(BETWEEN_SLICES) for each in done for kind in each.costs.collectives):
+        lines.append(
+            "collectives between slices: the bytes that a device receives over the network of the hosts; the predicted "
+            "times do not contain them."
+        )
     seconds = _sum(found and found.predicted for found in (each.times(target) for each in done))
     if (steps := config.training.max_steps) is not None and seconds is not None:
         lines.append(

@@ -580,7 +580,9 @@ class RLTrainingConfig(Checked):
 @dataclasses.dataclass(frozen=True)
 class MeshConfig(Checked):
     section = "mesh"
-    shape: list[int] | str = key("auto", doc="devices along each axis; auto: all along the first")
+    shape: list[int] | str = key(
+        "auto", doc="devices along each axis; auto: all along the first, TPU slices along data"
+    )
     axis_names: list[str] = key(
         ["fsdp", "tp"],
         doc="of data (prompts), fsdp (prompts and weights), tp (heads and features)",

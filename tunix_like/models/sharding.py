@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tunix_like.config.schema import LORA_TARGETS, MeshConfig
@@ -60,19 +62,28 @@ for _name in LORA_TARGETS:  # entries for adapters and for the arrays of a quant
 def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh | None:
     """Builds the mesh that a config defines over all devices; returns None if there is only one device.
 
+    The axis `data` goes over the slices of several TPU slices, the other axes stay inside a slice. The network between
+    slices is much slower, and only `data` does not gather weights.
+
     Args:
       devices: descriptions of devices (`compile/devices.py`), used instead of `jax.devices()`. A single described
         device gets a mesh too, because a program is compiled for the devices in the shardings of its inputs.
 
     Raises:
-      UserError: an axis name is unknown, the shape does not use every device, or there are several processes that are
-        not connected yet.
+      UserError: an axis name is unknown, the shape does not use every device or needs another axis than `data` to go
+        over several slices, or there are several processes that are not connected yet.
     """
     unknown = [name for name in config.axis_names if name not in AXES]
     if unknown or not config.axis_names or len(set(config.axis_names)) != len(config.axis_names):
         raise UserError(f"mesh.axis_names: expected distinct names out of {', '.join(AXES)}, not {config.axis_names}.")
     here = devices is None
     devices = jax.devices() if devices is None else devices
+    names, slices = list(config.axis_names), count_slices(devices)
+    if slices > 1 and len(set(Counter(d.slice_index for d in devices).values())) > 1:
+        raise UserError(
+            f"the {len(devices)} devices are no equal parts of the {slices} TPU slices; reserve whole slices with "
+            "rollout.devices."
+        )
     if jax.process_count() > 1 and not jax.distributed.is_initialized():
         raise UserError(
             f"the devices belong to {jax.process_count()} processes that are not connected yet; add --distributed to "
@@ -81,11 +92,14 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
     if isinstance(config.shape, str):
         if config.shape != "auto":
             raise UserError(f"mesh.shape: expected auto or a list of numbers, got '{config.shape}'.")
-        shape = [len(devices)] + [1] * (len(config.axis_names) - 1)
+        shape = [len(devices)] + [1] * (len(names) - 1)
+        if slices > 1 and names != ["data"]:
+            names = ["data", *(name for name in names if name != "data")]
+            shape = [slices, len(devices) // slices] + [1] * (len(names) - 2)
     else:
         shape = list(config.shape)
-    if len(shape) != len(config.axis_names) or min(shape) < 1:
-        raise UserError(f"mesh.shape: {shape} must give one positive number per axis of {config.axis_names}.")
+    if len(shape) != len(names) or min(shape) < 1:
+        raise UserError(f"mesh.shape: {shape} must give one positive number per axis of {names}.")
     if math.prod(shape) != len(devices):
         raise UserError(
             f"mesh.shape: {shape} needs {math.prod(shape)} devices, but there are {len(devices)}; set auto, or numbers "
@@ -93,12 +107,36 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
         )
     if len(devices) == 1 and here:
         return None
-    return jax.make_mesh(shape, config.axis_names, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
+    types = (AxisType.Auto,) * len(shape)
+    if slices == 1:
+        return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+    check_slices("mesh.shape", dict(zip(names, shape, strict=True)), devices)
+    between = [slices if name == "data" else 1 for name in names]
+    inside = [size // parts for size, parts in zip(shape, between, strict=True)]
+    arranged = mesh_utils.create_hybrid_device_mesh(inside, between, devices, allow_split_physical_axes=True)
+    return Mesh(arranged, names, axis_types=types)
+
+
+def count_slices(devices: Iterable[Any]) -> int:
+    """Returns the number of TPU slices of the devices; 1 for other devices: jax counts a host of GPUs as a slice."""
+    return len({getattr(d, "slice_index", 0) if d.device_kind.startswith("TPU") else 0 for d in devices})
+
+
+def check_slices(key: str, sizes: Mapping[str, int], devices: Iterable[Any]) -> None:
+    """Raises UserError if axes of `sizes` other than `data` would go over several TPU slices."""
+    slices, data = count_slices(devices), sizes.get("data", 1)
+    if data % slices:
+        raise UserError(
+            f"{key}: {data} devices along 'data', but there are {slices} TPU slices, and only 'data' may go over the "
+            f"network between them; set a multiple of {slices} for 'data', or auto."
+        )
 
 
 def layout_mesh(mesh: Mesh, shape: Sequence[int]) -> Mesh:
-    """Returns a mesh of the devices of `mesh` in the same order; `shape` has the sizes of `data`, `fsdp` and `tp`."""
-    return Mesh(mesh.devices.reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    """Returns a mesh of the devices of `mesh` with the sizes `shape` of `data`, `fsdp` and `tp`. The devices keep their
+    order, except that `data` becomes the first axis, so that each of several slices stays whole."""
+    devices = np.moveaxis(mesh.devices, mesh.axis_names.index("data"), 0) if "data" in mesh.shape else mesh.devices
+    return Mesh(devices.reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def parameter_shardings(params: Any, mesh: Mesh) -> Any:

@@ -70,6 +70,18 @@ def start(coordinator: str | None = None, count: int | None = None, index: int |
             logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def start_pathways() -> None:
+    """Registers the jax backend of Pathways, through which this single process drives all chips of all slices."""
+    try:
+        import pathwaysutils
+    except ImportError as error:
+        raise UserError(
+            "JAX_PLATFORMS=proxy is the backend of Pathways, which needs pip install 'tunix-like[pathways]'; unset the "
+            "variable elsewhere."
+        ) from error
+    pathwaysutils.initialize()
+
+
 def check_port(address: str) -> None:
     """Raises UserError if process 0 cannot listen on the port of `address` (`host:port`). The service of jax
     would crash with a segmentation fault."""

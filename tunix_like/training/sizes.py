@@ -29,7 +29,7 @@ from tunix_like.config.schema import SELF, Config, OptimizerConfig, RLTrainingCo
 from tunix_like.errors import UserError
 from tunix_like.models.counts import Share, parameter_shapes, share_of
 from tunix_like.models.loading import load_config
-from tunix_like.models.sharding import AXES, check_model, layout_mesh, prompt_parts
+from tunix_like.models.sharding import AXES, check_model, check_slices, count_slices, layout_mesh, prompt_parts
 from tunix_like.rollout.engines.registry import find_engine
 from tunix_like.rollout.shapes import slot_shape
 from tunix_like.runtime.accelerators import Accelerator, find_kind
@@ -342,8 +342,8 @@ def rollout_layout(
       teacher, critic: the teacher and the critic that are held in memory, or None.
 
     Raises:
-      UserError: `rollout.mesh` does not use every device, or heads or weights of the model are not divisible by the
-        axis sizes of `rollout.mesh`.
+      UserError: `rollout.mesh` does not use every device, heads or weights of the model are not divisible by the axis
+        sizes of `rollout.mesh`, or its `data` is no multiple of the TPU slices.
     """
     if rollout.devices is not None:
         own = np.array(jax.devices()[-rollout.devices :]).reshape(rollout.devices, 1, 1)
@@ -357,13 +357,15 @@ def rollout_layout(
                 f"rollout.mesh: got {rollout.mesh}; give the numbers of devices along data, fsdp and tp, whose product "
                 f"must be {size}, e.g. [{size}, 1, 1], or set auto."
             )
+        check_slices("rollout.mesh", dict(zip(AXES, rollout.mesh, strict=True)), mesh.devices.flat)
         try:
             return SamplingLayout(_dividing(mesh, rollout.mesh, model), "as set")
         except UserError as error:
             raise UserError(str(error).replace("mesh.shape", "rollout.mesh", 1)) from None
     device = device or this_device()
     processes = [d.process_index for d in mesh.devices.flat]  # also of absent devices
-    per_process = processes.count(processes[0])
+    slices = count_slices(mesh.devices.flat)
+    per_process = math.gcd(processes.count(processes[0]), size // slices)
     splits = [tp for tp in range(1, per_process + 1) if per_process % tp == 0]
     possible = [layout for tp in splits if (layout := _possible(mesh, (size // tp, 1, tp), model)) is not None]
     works = [_rollout_work(model, rollout, mesh, layout, device, (reference, teacher, critic)) for layout in possible]
@@ -372,7 +374,8 @@ def rollout_layout(
     fitting = [i for i, work in enumerate(works) if _sampling(work, least, USUAL_GROUP, least).bytes <= device.usable]
     if not fitting:
         tp = possible[-1].shape["tp"]
-        return SamplingLayout(_possible(mesh, (1, size // tp, tp), model) or mesh, "the weights fit for no tp alone")
+        split = _possible(mesh, (slices, size // slices // tp, tp), model)
+        return SamplingLayout(split or mesh, "the weights fit for no tp alone")
     if (kind := device.kind) is None:
         return SamplingLayout(possible[fitting[0]], "the smallest tp that fits")
     widths = rollout.max_prompt_length, rollout.max_tokens_to_generate
