@@ -40,6 +40,8 @@ EXTRAS = {
         "huggingface_hub>=2.4.0",  # models by hub id
         "datasets>=4.0",  # data sets by hub id
     ],
+    "gcs": ["gcsfs>=2026.9"],  # models, data and exports in gs://
+    "s3": ["s3fs>=2026.9"],  # the same in s3://
     "vllm": ["aiohttp>=3.14"],  # concurrent requests to the servers of rollout.engine: vllm
     # Sessions of OpenEnv servers. The package openenv is for servers: about 100 packages, gradio and pandas among them.
     "openenv": ["websockets>=15.0.1"],
@@ -69,6 +71,7 @@ EXTRAS = {
         "openai>=3.54.0",  # the client that the tests of `serve` use
         "anthropic>=2.14.0",  # the client that the tests of its protocol use
         "httpx>=0.28.1",  # plain requests to it
+        "fsspec>=2026.1",  # what the extras gcs and s3 are implementations of
         "pandas>=3.1.1",  # reads rollouts and metrics as the documentation says
         "torch==2.13.0",  # what that reference runs on; never imported outside the tests
     ],

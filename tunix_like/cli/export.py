@@ -9,14 +9,14 @@ from tunix_like.models.loading import export_model
 from tunix_like.models.lora import save_adapter
 from tunix_like.runs.trained import open_trained
 from tunix_like.runtime import console
-from tunix_like.storage.output_folder import check_folder
+from tunix_like.storage.output_folder import check_target
 
 
 def export(arguments: argparse.Namespace) -> None:
     """Writes the model, with adapters merged into the weights, to a new folder. With `--adapter`, writes only the
     adapters."""
     # Checked before the weights are read, because reading takes minutes.
-    check_folder(arguments.out, arguments.overwrite, arguments.source)
+    check_target(arguments.out, arguments.overwrite, arguments.source)
     overrides = [*arguments.overrides, "model.attention=auto"]  # the attention kernel of the run can need other devices
     trained = open_trained(chosen_source(arguments.source, arguments.best), overrides, mesh=None)
     if arguments.adapter:

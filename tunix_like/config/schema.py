@@ -30,7 +30,7 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(Checked):
     section = "model"
-    path: str | None = key(doc="folder or hub id of a Hugging Face model")
+    path: str | None = key(doc="folder, hub id or address (gs://, s3://) of a Hugging Face model")
     tokenizer: str | None = key(doc="folder or hub id; unset: that of the data source, else of path")
     init: str = key(
         "pretrained",
@@ -91,7 +91,9 @@ class DataConfig(Checked):
         doc="of a mix: each has name, the data keys of its source and, optionally, label, weight, "
         "advantage_estimator and its parameters"
     )
-    path: str | None = key(doc="file, folder or hub id; verifiers: id of the environment or FILE.py")
+    path: str | None = key(
+        doc="file, folder, address (gs://, s3://) or hub id; verifiers: id of the environment or FILE.py"
+    )
     arguments: dict[str, Any] | None = key(
         doc="verifiers: configuration of the environment, e.g. {taskset: {split: train}}"
     )

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunix_like.data.jsonl import split_folder, split_hub
+from tunix_like.data.jsonl import local_path, split_folder, split_hub
 from tunix_like.data.source import DataSource, PromptFormat, Record
 from tunix_like.errors import UserError
 from tunix_like.rewards.numbers import parse_number
@@ -42,8 +42,8 @@ def load(config: DataConfig) -> DataSource:
     """Loads GSM8K from a folder or the hub. A row has the columns `prompt`, `question`, `answer` (the full solution,
     for SFT) and `gold` (the final answer)."""
     rows = _Rows(PromptFormat.of(config, template="{question}"))
-    if config.path is not None and Path(config.path).is_dir():
-        return split_folder(config, Path(config.path), rows.check, rows, reward="gsm8k")
+    if config.path is not None and (folder := local_path(config.path)).is_dir():
+        return split_folder(config, folder, rows.check, rows, reward="gsm8k")
     path = HUB_ID if config.path is None else config.path
     if Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise UserError(f"data.path={path} must be a folder with train.jsonl and test.jsonl, or a hub id (owner/name).")

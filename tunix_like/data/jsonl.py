@@ -21,6 +21,7 @@ from tunix_like.data.source import DataSource, MappedRows, PromptFormat, Record,
 from tunix_like.errors import UserError, one_line
 from tunix_like.runtime import progress
 from tunix_like.runtime.input_files import file_problem
+from tunix_like.runtime.object_storage import is_remote, local_copy
 
 if TYPE_CHECKING:
     from tunix_like.config.schema import DataConfig
@@ -146,7 +147,7 @@ def load(config: DataConfig) -> DataSource:
     out: `data.eval_size`, or a tenth of the rows, but at most 256."""
     if config.path is None:
         raise UserError("data.path is required with data.name=jsonl; set it to a JSON-lines file or a folder of them.")
-    path, format = Path(config.path), PromptFormat.of(config, template=None)
+    path, format = local_path(config.path), PromptFormat.of(config, template=None)
     if path.is_dir():
         return split_folder(config, path, format.check, format, reward="exact_match")
     for key, unset in (("split", "train"), ("eval_split", "test")):
@@ -160,6 +161,11 @@ def load(config: DataConfig) -> DataSource:
     train = take(RowRange(rows, 0, first), config.train_size, "data.train_size")
     evaluation = RowRange(rows, first, len(rows))
     return DataSource(MappedRows(train, format), MappedRows(evaluation, format), None, reward="exact_match")
+
+
+def local_path(path: str) -> Path:
+    """Returns the path of data files; those in object storage are copied."""
+    return local_copy(path, "data.path", ("*.jsonl",)) if is_remote(path) else Path(path)
 
 
 def split_folder(

@@ -30,6 +30,7 @@ from tunix_like.models.sharding import check_model, param_shapes, place_params
 from tunix_like.models.weights import Params, check_weights, load_weights, save_weights, write_json
 from tunix_like.runtime import progress
 from tunix_like.runtime.input_files import read_object
+from tunix_like.runtime.object_storage import is_remote, local_copy
 from tunix_like.storage.output_folder import written_whole
 
 _INITS = ("pretrained", "random")
@@ -275,9 +276,12 @@ def _eos_ids(folder: Path, config: DecoderConfig, tokenizer: Tokenizer) -> Seque
 
 
 def _find(path_or_hub_id: str | Path, *, with_weights: bool, key: str = "model.path") -> Path:
-    """Returns the local folder of a model, which is downloaded if `path_or_hub_id` is a hub id."""
+    """Returns the local folder of a model, which is downloaded if `path_or_hub_id` is a hub id or in object storage."""
     cure = "give a model folder, a hub id like 'Qwen/Qwen2.5-0.5B-Instruct', or with init='random' a config"
     check_type("load_model", path_or_hub_id, (str, Path), cure)
+    wanted = [pattern for pattern in _HUB_FILES if with_weights or pattern != "*.safetensors"]
+    if is_remote(path_or_hub_id):
+        return local_copy(str(path_or_hub_id), key, wanted)
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
         return path
@@ -287,7 +291,6 @@ def _find(path_or_hub_id: str | Path, *, with_weights: bool, key: str = "model.p
         raise UserError(
             f"{path}: no such folder. Give a model folder, or a hub id like 'Qwen/Qwen2.5-0.5B-Instruct', as {key}."
         )
-    wanted = [pattern for pattern in _HUB_FILES if with_weights or pattern != "*.safetensors"]
     by_hand = (
         f"There is no local folder {path} either. Download {', '.join(wanted)} from https://huggingface.co/{path} into"
         " a folder and give its path instead"

@@ -6,10 +6,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from tunix_like.errors import UserError
+from tunix_like.runtime import object_storage
+from tunix_like.runtime.object_storage import is_remote
 
 MODEL_FILES = ("config.json", "adapter_config.json")
 """A folder with one of these files is treated as an export of a model or of adapters."""
@@ -18,6 +21,14 @@ RUN_FILES = ("config.yaml", "metrics.jsonl", "checkpoints", "sft_checkpoints")
 """A folder with one of these files or folders is treated as the folder of a run."""
 
 _CHECKPOINTS = ("checkpoints", "sft_checkpoints")
+
+
+def check_target(folder: str | Path, overwrite: bool, source: str | None = None) -> None:
+    """Checks that a model may be written to a folder (`check_folder`) or to an address in object storage."""
+    if is_remote(folder):
+        object_storage.check_target(str(folder), overwrite)
+    else:
+        check_folder(folder, overwrite, source)
 
 
 def check_folder(folder: str | Path, overwrite: bool, source: str | None = None) -> Path:
@@ -74,11 +85,18 @@ def written_whole(folder: str | Path, overwrite: bool, source: str | None = None
 
     The new folder has the permissions of the existing `folder`, or the permissions that the umask gives if `folder`
     does not exist. If `folder` is a mount point or its parent is not writable, `folder` itself stays, and the files in
-    it are replaced one by one.
+    it are replaced one by one. An address in object storage gets the files at the end, first those that are not named
+    in `MODEL_FILES`.
 
     Raises:
       UserError: `folder` must not be replaced (see `check_folder`), or cannot be written.
     """
+    if is_remote(folder):
+        object_storage.check_target(str(folder), overwrite)
+        with tempfile.TemporaryDirectory() as temporary:
+            yield Path(temporary)
+            object_storage.upload(Path(temporary), str(folder), MODEL_FILES)
+        return
     target = check_folder(folder, overwrite, source)
     inside = target.is_dir() and (os.path.ismount(target) or not os.access(target.parent, os.W_OK))
     part = (target if inside else target.parent) / f".{target.name}.{os.getpid()}.part"

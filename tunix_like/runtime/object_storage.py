@@ -1,0 +1,139 @@
+"""Reads and writes models and data in object storage: `gs://bucket/path` and `s3://bucket/path`, through fsspec.
+
+Objects are copied to a local folder before they are read. Credentials are those of the clients: the application default
+credentials of Google Cloud, or the variables and files of AWS (`AWS_ENDPOINT_URL` for other S3 services).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from filelock import FileLock
+
+from tunix_like.errors import UserError, one_line
+from tunix_like.runtime import progress
+
+_EXTRAS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
+"""Maps the beginning of an address to the package that reads it and the extra that installs the package."""
+
+
+def is_remote(path: Any) -> bool:
+    """Whether `path` is an address in object storage."""
+    return isinstance(path, str) and path.partition("://")[0] in _EXTRAS and "://" in path
+
+
+def local_copy(url: str, key: str, patterns: Sequence[str] = ("*",)) -> Path:
+    """Returns the local copy of a folder in object storage, or of a single object. It is downloaded if there is none
+    with the same versions of all objects.
+
+    Copies are in `$TUNIX_LIKE_CACHE`, by default `~/.cache/tunix_like`; those of earlier versions stay there.
+
+    Args:
+      key: the config key with the address, for the error messages.
+      patterns: which files of a folder are copied, by their names.
+
+    Raises:
+      UserError: the address cannot be read, or nothing is there.
+    """
+    system, root = _opened(url, key)
+    try:
+        system.invalidate_cache()
+        found = system.find(root, detail=True)
+    except Exception as error:  # each client has its own exceptions
+        raise UserError(f"{key}: {url} cannot be read: {one_line(error)}.") from error
+    single = root in found
+    objects = {path: info for path, info in found.items() if info["type"] == "file"}
+    if not single:
+        objects = {path: info for path, info in objects.items() if _matches(path, patterns)}
+    if not objects:
+        raise UserError(f"{key}: {url}: there is no such object, and no folder with files of a kind that is needed.")
+    versions = sorted((path, str(system.ukey(path))) for path in objects)
+    digest = hashlib.sha256(json.dumps([url, versions]).encode()).hexdigest()[:24]
+    cache = Path(os.environ.get("TUNIX_LIKE_CACHE", "~/.cache/tunix_like")).expanduser()
+    folder, part = cache / digest, cache / f"{digest}.part"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache / f"{digest}.lock"):  # processes of a host share the copy
+            if not folder.is_dir():
+                shutil.rmtree(part, ignore_errors=True)
+                _download(system, root if not single else str(PurePosixPath(root).parent), objects, part, url)
+                part.rename(folder)
+    except Exception as error:
+        raise UserError(f"{key}: {url} cannot be copied to {folder}: {one_line(error)}.") from error
+    return folder / PurePosixPath(root).name if single else folder
+
+
+def _matches(path: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(PurePosixPath(path).name, pattern) for pattern in patterns)
+
+
+def _download(system: Any, root: str, objects: dict[str, Any], part: Path, url: str) -> None:
+    with progress.task(f"downloading {url} (MiB)", sum(info["size"] for info in objects.values()) >> 20) as advance:
+        for path, info in objects.items():
+            target = part / str(PurePosixPath(path).relative_to(root))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            system.get_file(path, str(target))
+            if target.stat().st_size != info["size"]:
+                raise OSError(f"{path} has {info['size']} bytes, and {target.stat().st_size} arrived")
+            advance(info["size"] >> 20)
+
+
+def check_target(url: str, overwrite: bool) -> None:
+    """Raises UserError if files cannot be written below an address, or are there already and `overwrite` is False."""
+    if _existing(url) and not overwrite:
+        raise UserError(
+            f"{url} has objects: give another address, or --overwrite (overwrite=True in Python) to replace them."
+        )
+
+
+def upload(folder: Path, url: str, last: Sequence[str]) -> None:
+    """Replaces the objects below an address by the files of a folder. Readers take the files `last` as the sign of a
+    complete folder: these are deleted first and written last.
+
+    Raises:
+      UserError: an object cannot be written.
+    """
+    system, root = _opened(url, "the export")
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    is_last = lambda name: PurePosixPath(name).name in last  # noqa: E731
+    try:
+        for old in sorted(_existing(url), key=is_last, reverse=True):
+            system.rm_file(old)
+        with progress.task(f"uploading {url} (MiB)", sum(file.stat().st_size for file in files) >> 20) as advance:
+            for file in sorted(files, key=lambda file: is_last(file.name)):
+                system.put_file(str(file), f"{root}/{file.relative_to(folder).as_posix()}")
+                advance(file.stat().st_size >> 20)
+    except Exception as error:
+        raise UserError(f"{url} cannot be written: {one_line(error)}.") from error
+
+
+def _existing(url: str) -> list[str]:
+    system, root = _opened(url, "the export")
+    try:
+        system.invalidate_cache()
+        return list(system.find(root))
+    except FileNotFoundError:
+        return []
+    except Exception as error:
+        raise UserError(f"{url} cannot be written: {one_line(error)}.") from error
+
+
+def _opened(url: str, key: str) -> tuple[Any, str]:
+    """Returns the file system of an address, and the path in it."""
+    package, extra = _EXTRAS[url.partition("://")[0]]
+    try:
+        import fsspec
+
+        system, root = fsspec.core.url_to_fs(url.rstrip("/"))
+    except ImportError:
+        raise UserError(f"{key}: {url} needs the package {package}; run pip install 'tunix-like[{extra}]'.") from None
+    except Exception as error:
+        raise UserError(f"{key}: {url} cannot be opened: {one_line(error)}.") from error
+    return system, root
