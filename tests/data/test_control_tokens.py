@@ -181,7 +181,7 @@ def verifiers(tokenizer, text):
     player = VerifiersPlayer(object.__new__(VerifiersEnvironments), EnvironmentConfig(), tokenizer, tokenizer.eos_ids)
     body = {"messages": [user(text)], "tools": [schema(text)]}
     body["chat_template_kwargs"] = {"prefix": text, "messages": text, "add_generation_prompt": text}
-    return player.tokens(Call.of(0, body))
+    return player.tokens(Call.of(0, CHAT, body))
 
 
 PATHS = (
