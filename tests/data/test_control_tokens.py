@@ -23,6 +23,7 @@ from tunix_like.environments.verifiers import VerifiersEnvironments
 from tunix_like.environments.verifiers_calls import Call
 from tunix_like.environments.verifiers_player import VerifiersPlayer
 from tunix_like.serving.requests import Settings, chat_request
+from tunix_like.workers.verifiers_worker import CHAT
 
 # As the template of Qwen3-Coder: names and keys between `<` and `>`, and texts side by side.
 TAGS = (
