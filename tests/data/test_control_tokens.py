@@ -23,6 +23,7 @@ from tunix_like.environments.verifiers import VerifiersEnvironments
 from tunix_like.environments.verifiers_calls import Call
 from tunix_like.environments.verifiers_player import VerifiersPlayer
 from tunix_like.serving.requests import Settings, chat_request
+from tunix_like.workers.verifiers_worker import CHAT
 
 # As the template of Qwen3-Coder: names and keys between `<` and `>`, and texts side by side.
 TAGS = (
@@ -181,7 +182,7 @@ def verifiers(tokenizer, text):
     player = VerifiersPlayer(object.__new__(VerifiersEnvironments), EnvironmentConfig(), tokenizer, tokenizer.eos_ids)
     body = {"messages": [user(text)], "tools": [schema(text)]}
     body["chat_template_kwargs"] = {"prefix": text, "messages": text, "add_generation_prompt": text}
-    return player.tokens(Call.of(0, body))
+    return player.tokens(Call.of(0, CHAT, body))
 
 
 PATHS = (

@@ -352,7 +352,7 @@ MISTAKES = {
     "no model": ((*REVERSED, "model.config=null"), ["model.path: set a model folder or hub id"]),
     "two models": ((*REVERSED, "model.path=model"), ["model.path", "add model.config=null model.init=pretrained"]),
     "random by accident": ((*REVERSED, "model.init=pretrained"), ["model.init", "set model.init=random"]),
-    "unsupported family": ((*REVERSED, "model.config.model_type=gpt2"), ["model_type 'gpt2'", "llama, mistral, qwen2"]),
+    "unsupported family": ((*REVERSED, "model.config.model_type=gpt2"), ["model_type 'gpt2'", "llama, ministral3"]),
     "unknown field": ((*REVERSED, "model.config.alibi=true"), ["field 'alibi' = True", "remove it from"]),
     "unsupported value": ((*REVERSED, "model.config.hidden_act=gelu"), ["'hidden_act' = 'gelu'", 'only "silu" is']),
     "small vocabulary": (

@@ -78,7 +78,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 def plain_values(model, prompt, tokens):
     """Returns the values before each token of one completion, from the hidden states of the whole text."""
     ids = jnp.asarray([*prompt, *tokens])[None]
-    hidden = model.norm(model._causal(ids, jnp.arange(ids.shape[1])[None])[0])[0]
+    hidden = model.norm(model._causal(ids, *[jnp.arange(ids.shape[1])[None]] * 2)[0])[0]
     return (hidden @ model.score.kernel[...])[len(prompt) - 1 : -1, 0]
 
 

@@ -520,7 +520,7 @@ UNFIT = {
         {"missing": ("/inference/v1/generate",)},
         "no route /inference/v1/generate; start it with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out",
     ),
-    "too short": ({"max_model_len": 11}, "--max-model-len 11; rollout.max_prompt_length and .* need 12"),
+    "too short": ({"max_model_len": 11}, "--max-model-len 11; max_prompt_length and .* need 12"),
     "with a key": ({"key": "secret"}, "it requires an API key; set the environment variable VLLM_API_KEY"),
 }
 
