@@ -32,7 +32,11 @@ MODELS = {
 }
 """Each GSM8K example with the config of its model, and the millions of parameters that the model card states."""
 LEARNERS = {"grpo": "GRPOLearner", "rloo": "RLOOLearner", "maxrl": "MaxRLLearner"}
-OTHERS = sorted(path.relative_to(ROOT).as_posix() for path in EXAMPLES.rglob("*.yaml") if "gsm8k" not in str(path))
+OTHERS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in EXAMPLES.rglob("*.yaml")
+    if "gsm8k" not in str(path) and path.parent.name != "launch"  # manifests, not configs
+)
 QUESTION = "Natalia sold clips to 48 of her friends in April, and half as many in May. How many did she sell?"
 
 

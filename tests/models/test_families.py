@@ -191,6 +191,11 @@ def test_qwen35_numbers():
     assert read(QWEN35, layer_types=None) == config
     old = {"rope_parameters": None, "rope_theta": 1e7, "partial_rotary_factor": 0.25}
     assert read(QWEN35, **old) == config
+    older = {name: value for name, value in QWEN35.items() if name != "rope_parameters"}
+    assert DecoderConfig.from_hf(older | {"rope_theta": 1e7, "rope_scaling": QWEN35["rope_parameters"]}) == config
+    for head, width in ((44, 30), (98, 2), (64, 16)):  # quotients of some are rounded down
+        other = dataclasses.replace(config, head_dim=head, rotary_width=width)
+        assert DecoderConfig.from_hf(other.to_hf()).rotary_width == width
     assert parameter_count(config) == pytest.approx(27e9, rel=0.01)  # without images and layers for several tokens
     outside = {"model_type": "qwen3_5", "text_config": QWEN35, "vision_config": {}, "tie_word_embeddings": False}
     assert DecoderConfig.from_hf(outside) == config

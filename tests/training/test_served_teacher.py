@@ -96,6 +96,16 @@ def test_failures_are_repeated_and_a_restart_is_waited_for(server, folder):
         assert one["train/teacher/logprob"] == pytest.approx(two["train/teacher/logprob"], rel=1e-5)
 
 
+def test_patience_begins_with_the_first_failure(server, monkeypatch):
+    """A batch may take longer than the patience with failures, which one late failure does not exhaust."""
+    monkeypatch.setattr(served_teacher, "_WAIT_SECONDS", 1.5)
+    monkeypatch.setattr(served_teacher, "_REQUESTS", 1)
+    server.delay = 0.15
+    server.faults += [lambda answer: answer] * 14 + [lambda answer: 503]
+    assert len(collect(learner(server.url, max_steps=1))) == 1
+    assert not server.faults
+
+
 def test_a_lost_server_ends_the_run_with_its_state_saved(server, tmp_path, monkeypatch):
     """The run continues with the same command when the server is back."""
     monkeypatch.setattr(served_teacher, "_WAIT_SECONDS", 0.5)

@@ -199,3 +199,17 @@ def test_mesh_equals_a_single_device():
         rows.append(one_step(mesh=mesh, model=model)[-1])
     for name in ("loss", "grad_norm", "advantage/abs_mean"):
         assert rows[0][f"train/{name}"] == pytest.approx(rows[1][f"train/{name}"], rel=1e-4)
+
+
+def test_a_source_with_a_sparse_estimator_leaves_the_others_whole():
+    """Completions of `pkpo` with advantage 0 are left out of the update; those of `otb`, whose advantages come later,
+    are not."""
+    objective = make_objective(
+        advantage_estimator="otb", num_generations=4, sources={"b": {"advantage_estimator": "pkpo", "k": 2}}
+    )
+    assert objective.skips_zero_advantages
+    rewards = np.array([[0, 1, 0, 1], [0, 1, 0, 1]], np.float32)
+    scored, ids = np.ones((2, 4), bool), np.array([0, 1], np.int32)
+    advantages = np.array([[0, 0, 0, 0], [0, 2, 0, 2]], np.float32)
+    found = objective.live_rows(rewards, scored, ids, advantages)
+    np.testing.assert_array_equal(found, [[True] * 4, [False, True, False, True]])

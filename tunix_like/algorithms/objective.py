@@ -233,7 +233,7 @@ class Objective:
         """Returns which completions can have a gradient. The training step skips all other completions.
 
         Args:
-          advantages: if given, completions with advantage 0 are also excluded.
+          advantages: if given, completions with advantage 0 of a sparse estimator are also excluded.
         """
         rows = scored & self.kept_groups(scored, ids)[:, None]
         if self.extra_term:
@@ -241,7 +241,10 @@ class Objective:
         varied = np.where(scored, rewards, -np.inf).max(axis=1) > np.where(scored, rewards, np.inf).min(axis=1)
         zero = np.array([e.registered.zero_when_constant(e.params) for e in self.estimators])
         rows = rows & (varied | ~zero[ids])[:, None]
-        return rows if advantages is None else rows & (advantages != 0)
+        if advantages is None:
+            return rows
+        sparse = np.array([e.registered.sparse for e in self.estimators])
+        return rows & ((advantages != 0) | ~sparse[ids][:, None])
 
     def advantages(
         self,

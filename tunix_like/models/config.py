@@ -6,6 +6,7 @@ The fields of each model family are in `families.py`. This module does not impor
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -230,7 +231,9 @@ class DecoderConfig:
             query_scaling=self.query_scaling,
         )
         if self.rotary_width is not None:
-            result["partial_rotary_factor"] = self.rotary_width / self.head_dim
+            share = self.rotary_width / self.head_dim
+            exact = int(self.head_dim * share) == self.rotary_width  # what readers compute
+            result["partial_rotary_factor"] = share if exact else math.nextafter(share, 1.0)
         eos = None if not eos_ids else eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)
         for name, value in (("eos_token_id", eos), ("bos_token_id", bos_id), ("pad_token_id", pad_id)):
             # Written even if null: transformers replaces an absent id by a default of the family.

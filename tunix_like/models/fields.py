@@ -282,13 +282,14 @@ def read_rope(fields: Mapping[str, Any], query_scaling: bool = False) -> dict[st
 def read_partial_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the rotary fields of a family in which only the first `rotary_width` entries of a head are rotated: a share
     `partial_rotary_factor` of the head, by default a quarter. Fields of multimodal positions have no effect on text."""
-    rope = fields.get("rope_parameters") or {}
+    key = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
+    rope = fields.get(key) or {}
     if not isinstance(rope, Mapping):
-        raise UserError(f"rope_parameters must be a mapping, not {rope!r}.")
+        raise UserError(f"{key} must be a mapping, not {rope!r}.")
     plain = {name: value for name, value in rope.items() if name not in PARTIAL_ROPE_FIELDS}
     share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 0.25))
     width = checked("head_dim", fields.get("head_dim")) * checked("partial_rotary_factor", share)
-    return read_rope({**fields, "rope_parameters": plain}) | {"rotary_width": int(width)}
+    return read_rope({**fields, key: plain}) | {"rotary_width": int(width)}
 
 
 def read_two_ropes(fields: Mapping[str, Any]) -> dict[str, Any]:

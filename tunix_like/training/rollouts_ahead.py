@@ -136,7 +136,7 @@ class RolloutsAhead:
             self._ahead.popleft()  # after the start, which can fail: a checkpoint then contains these groups
         self._taken = first
         rollout, metrics = collected
-        metrics |= getattr(self.engine, "transfer_metrics", {})  # the in-process sampler has none
+        metrics = metrics | getattr(self.engine, "transfer_metrics", {})  # the in-process sampler has none
         return rollout, metrics | (times if self._max_staleness else {}) | clock.seconds
 
     def put_back(self) -> None:

@@ -88,13 +88,14 @@ class ServedTeacher(Teacher):
         slots = asyncio.Semaphore(_REQUESTS)
 
         async def score(tokens: Sequence[int]) -> list[float]:
-            began = time.monotonic()
+            failed: float | None = None  # when the first of the failures in a row was
             while True:
                 try:
                     async with slots:
                         return await server.score(tokens)
                 except (Unavailable, WrongAnswer) as error:
-                    if time.monotonic() - began > _WAIT_SECONDS:
+                    failed = time.monotonic() if failed is None else failed
+                    if time.monotonic() - failed > _WAIT_SECONDS:
                         raise EngineLost(
                             f"teacher.path: the server {server.url} has failed for {_WAIT_SECONDS:g} s: {error}. Start "
                             "it, then start the run with the same command; it resumes."
