@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-import tunix_like.algorithms.advantages
-import tunix_like.algorithms.token_baseline  # noqa: F401  (both register the built-in estimators)
+import tunix_like.algorithms.advantages  # noqa: F401  (registers the built-in estimators)
 from tunix_like.algorithms.distillation import DISTILLATION
 from tunix_like.algorithms.losses import (
     Rows,
@@ -30,6 +29,7 @@ from tunix_like.algorithms.losses import (
 from tunix_like.algorithms.off_policy import check_correction, kept_by_mask, sampler_correction
 from tunix_like.algorithms.ppo import PPO
 from tunix_like.algorithms.registry import ESTIMATOR_KEYS, Estimator, find_estimator, with_schedules
+from tunix_like.algorithms.token_baseline import TOKEN_BASELINE
 from tunix_like.config.schedules import Schedule
 from tunix_like.config.schema import AlgorithmConfig, TeacherConfig
 from tunix_like.errors import UserError
@@ -233,7 +233,7 @@ class Objective:
         """Returns which completions can have a gradient. The training step skips all other completions.
 
         Args:
-          advantages: if given, completions with advantage 0 of a sparse estimator are also excluded.
+          advantages: if given, completions with advantage 0 are also excluded, except those of `otb`.
         """
         rows = scored & self.kept_groups(scored, ids)[:, None]
         if self.extra_term:
@@ -243,8 +243,8 @@ class Objective:
         rows = rows & (varied | ~zero[ids])[:, None]
         if advantages is None:
             return rows
-        sparse = np.array([e.registered.sparse for e in self.estimators])
-        return rows & ((advantages != 0) | ~sparse[ids][:, None])
+        later = np.array([e.name == TOKEN_BASELINE for e in self.estimators])  # their advantages come per token
+        return rows & ((advantages != 0) | later[ids][:, None])
 
     def advantages(
         self,
