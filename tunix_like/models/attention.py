@@ -22,6 +22,7 @@ from tunix_like.errors import UserError, nearest
 from tunix_like.models.attention_blocked import capped, joined_attention
 from tunix_like.models.attention_kernels import cudnn_attention, splash_attention
 from tunix_like.models.attention_parts import Part, dense_mask
+from tunix_like.models.attention_sequence import over_sequence
 
 MASKED = -1e30
 """Score of a masked key. The score is finite, so a query whose keys are all masked has a finite (unused) output and a
@@ -108,6 +109,16 @@ def attention(
     `cap tanh(scores / cap)` (Gemma 2, arXiv 2408.00118). With `sinks`, `exp(sink)` of the head is added to the sum of
     the exponentials.
     """
+
+    def on_device(q: Array, parts: tuple[Part, ...], sinks: Array | None) -> Array:
+        return _attention(q, *parts, kind, cap, sinks)
+
+    return over_sequence(on_device, q, (part,), sinks)
+
+
+def _attention(
+    q: Float[Array, "B N H h"], part: Part, kind: str, cap: float | None, sinks: Float[Array, "H"] | None
+) -> Float[Array, "B N H h"]:
     if (implementation := _implementation(kind, q, (part,), cap, sinks)) is not None:
         return implementation(q, (part,))
     scores = _scores(q, part, cap)
@@ -138,6 +149,21 @@ def group_attention(
     `jax.nn.dot_product_attention` returns is not used for this, because it has no gradient. Gradients flow through all
     keys and values.
     """
+
+    def on_device(q: Array, parts: tuple[Part, ...], sinks: Array | None) -> Array:
+        return _group_attention(q, *parts, kind=kind, cap=cap, sinks=sinks)
+
+    return over_sequence(on_device, q, (prompt, *own), sinks)
+
+
+def _group_attention(
+    q: Float[Array, "P G T H h"],
+    prompt: Part,
+    *own: Part,
+    kind: str,
+    cap: float | None,
+    sinks: Float[Array, "H"] | None,
+) -> Float[Array, "P G T H h"]:
     if (implementation := _implementation(kind, q, (prompt, *own), cap, sinks)) is not None:
         return implementation(q, (prompt, *own))
     groups, size, steps, heads, width = q.shape

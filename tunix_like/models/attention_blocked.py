@@ -117,6 +117,7 @@ class _Work(NamedTuple):
     Attributes:
       query_ids, key_ids: segment number of each query and key. A query sees only keys with its own number.
       positions: position of each key.
+      rows: position of each query, for a causal mask.
       starts: for each query, the first key position that it sees; None if the mask has no windows.
       order: for each of the n query blocks, the indices of all m key blocks. The key blocks to compute come first.
       number: for each query block, the number of key blocks to compute.
@@ -128,6 +129,7 @@ class _Work(NamedTuple):
     query_ids: Int[Array, "B N"]
     key_ids: Int[Array, "B U"]
     positions: Int[Array, "#B U"]
+    rows: Int[Array, "N"] | None
     starts: Int[Array, "B N"] | None
     order: Int[Array, "n m"]
     number: Int[Array, "n"]
@@ -209,16 +211,12 @@ def part_backward(
 
 
 class _Blocks(NamedTuple):
-    """Sizes of the blocks of queries and of keys, whether the attention mask is causal, and the cap of the scores."""
+    """Sizes of the blocks of queries and of keys, the name of their loop, and the cap of the scores."""
 
     query: int
     key: int
-    causal: bool
+    loop: str
     cap: float | None = None
-
-    @property
-    def loop(self) -> str:
-        return CAUSAL_BLOCKS if self.causal else ALL_BLOCKS
 
     def queries(self, x: Float[Array, "B K R N x"], i: Array) -> Float[Array, "B K R b x"]:
         return jax.lax.dynamic_slice_in_dim(x, i * self.query, self.query, axis=3)
@@ -237,24 +235,26 @@ class _Blocks(NamedTuple):
         if work.starts is not None:
             starts = jax.lax.dynamic_slice_in_dim(work.starts, i * self.query, self.query, axis=1)
             seen &= self.keys(work.positions, j, 1)[:, None] >= starts[:, :, None]
-        if self.causal:
-            rows, columns = i * self.query + jnp.arange(self.query), j * self.key + jnp.arange(self.key)
-            seen &= (rows[:, None] >= columns[None])[None]
+        if work.rows is not None:
+            rows = jax.lax.dynamic_slice_in_dim(work.rows, i * self.query, self.query)
+            seen &= (rows[:, None] >= (j * self.key + jnp.arange(self.key))[None])[None]
         return capped(_product(queries, self.keys(work.k, j, 3)), self.cap), seen[:, None, None]
 
 
 def _plan(q: Float[Array, "B N H h"], part: Part, cap: float | None) -> tuple[_Work, _Blocks]:
     count, width = q.shape[1], part.k.shape[-1]
-    blocks = _Blocks(min(BLOCK, count), min(BLOCK, width), isinstance(part.mask, Causal), cap)
+    causal = part.mask if isinstance(part.mask, Causal) else None
+    blocks = _Blocks(min(BLOCK, count), min(BLOCK, width), ALL_BLOCKS if causal is None else CAUSAL_BLOCKS, cap)
+    rows = None if causal is None else padded(causal.positions(count), 0, blocks.query, -1)
     queries, keys = segment_ids(part, count)
     queries, keys = padded(queries, 1, blocks.query, -2), padded(keys, 1, blocks.key, -1)
     if (starts := first_keys(part, count)) is not None:
         starts = padded(starts, 1, blocks.query, jnp.iinfo(jnp.int32).max)
     positions = padded(key_positions(part), 1, blocks.key, -1)
-    order, number = _meetings(queries, keys, blocks, positions, starts)
+    order, number = _meetings(queries, keys, blocks, positions, rows, starts)
     folded = padded(_fold(q * q.shape[-1] ** -0.5, part.k.shape[1]), 3, blocks.query)
     k, v = padded(part.k, 3, blocks.key), padded(part.v, 2, blocks.key)
-    return _Work(folded, k, v, queries, keys, positions, starts, order, number), blocks
+    return _Work(folded, k, v, queries, keys, positions, rows, starts, order, number), blocks
 
 
 def _meetings(
@@ -262,6 +262,7 @@ def _meetings(
     keys: Int[Array, "B U"],
     blocks: _Blocks,
     positions: Int[Array, "#B U"],
+    rows: Int[Array, "N"] | None,
     starts: Int[Array, "B N"] | None,
 ) -> tuple[Int[Array, "n m"], Int[Array, "n"]]:
     """Selects the key blocks that are computed for each query block. Returns for each query block the indices of all
@@ -282,9 +283,8 @@ def _meetings(
         last_keys = positions.reshape(positions.shape[0], -1, blocks.key).max(-1)
         meet &= starts.reshape(starts.shape[0], -1, blocks.query).min(-1)[:, :, None] <= last_keys[:, None]
     meet = meet.any(0)
-    if blocks.causal:
-        ends, starts = (jnp.arange(meet.shape[0]) + 1) * blocks.query, jnp.arange(meet.shape[1]) * blocks.key
-        meet &= starts[None] < ends[:, None]
+    if rows is not None:
+        meet &= jnp.arange(meet.shape[1])[None] * blocks.key <= rows.reshape(-1, blocks.query).max(-1)[:, None]
     return jnp.argsort(~meet, axis=1, stable=True), meet.sum(1)
 
 

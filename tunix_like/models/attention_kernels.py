@@ -15,11 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Shaped
 
 from tunix_like.models.attention_blocked import joined_attention, padded, sink_gradient
 from tunix_like.models.attention_parts import Causal, Lengths, Part, Positions, dense_mask, segment_ids
+from tunix_like.models.attention_sequence import AXIS as SEQUENCE_AXIS
+from tunix_like.models.attention_sequence import query_order
 from tunix_like.models.sharding import row_axes
 
 MASK_ELEMENTS = 2**28
@@ -48,7 +51,7 @@ def cudnn_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Float
     weights.
     """
     call = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
-    if len(parts) == 1 and parts[0].only_causal:
+    if len(parts) == 1 and parts[0].only_causal and parts[0].mask.queries is None:  # type: ignore[union-attr]
         whole = (padded(x, 1, _TILE) for x in (q, *_positions_first(parts[0])))  # no query sees trailing padding
         return call(*whole, is_causal=True)[:, : q.shape[1]]
     batch = max(part.k.shape[0] for part in parts)
@@ -75,7 +78,7 @@ def splash_attention(
     all parts then have the same shape. Sinks (`joined_attention`) are applied by the log-sum-exp too.
     """
     rows = q.reshape(max(part.k.shape[0] for part in parts), -1, *q.shape[-2:])
-    causal = tuple(isinstance(part.mask, Causal) for part in parts)
+    causal = tuple(_causal_mask(part.mask) for part in parts)
     keys = tuple((_repeated(part.k, len(rows)), _repeated(part.v, len(rows))) for part in parts)
     ids = tuple(_splash_ids(part, *rows.shape[:2]) for part in parts)
     assert not any(part.windowed for part in parts), "the kernel does not support windows"
@@ -84,19 +87,19 @@ def splash_attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _splash(
-    causal: tuple[bool, ...], q: Float[Array, "B N H h"], keys: Any, ids: Any, sinks: Float[Array, "H"] | None
+    causal: tuple[str | None, ...], q: Float[Array, "B N H h"], keys: Any, ids: Any, sinks: Float[Array, "H"] | None
 ) -> Float[Array, "B N H h"]:
     return _splash_forward(causal, q, keys, ids, sinks)[0]
 
 
 def _splash_forward(
-    causal: tuple[bool, ...], q: Float[Array, "B N H h"], keys: Any, ids: Any, sinks: Float[Array, "H"] | None
+    causal: tuple[str | None, ...], q: Float[Array, "B N H h"], keys: Any, ids: Any, sinks: Float[Array, "H"] | None
 ) -> tuple[Array, Any]:
     def forward(q: Array, keys: Any, ids: Any) -> tuple[Array, Array, Array]:
         count, q = q.shape[1], _heads_first(q * q.shape[-1] ** -0.5)
         outs, lses = [], []
-        for is_causal, (k, v), part_ids in zip(causal, keys, ids, strict=True):
-            kernel = _splash_kernel(is_causal, q, k.shape[-1], residuals=True)
+        for order, (k, v), part_ids in zip(causal, keys, ids, strict=True):
+            kernel = _splash_kernel(order, q, count, k.shape[-1], residuals=True)
             out, (lse,) = jax.vmap(kernel)(q, *_tiled(k, v), part_ids)
             outs.append(out.astype(jnp.float32))
             lses.append(lse)
@@ -111,7 +114,7 @@ def _splash_forward(
     return result, (q, keys, ids, out, lse, sinks)
 
 
-def _splash_backward(causal: tuple[bool, ...], saved: Any, cotangent: Float[Array, "B N H h"]) -> Any:
+def _splash_backward(causal: tuple[str | None, ...], saved: Any, cotangent: Float[Array, "B N H h"]) -> Any:
     # The public function computes the gradient for a single part, with the log-sum-exp of this part. The private
     # backward function accepts any output and log-sum-exp, and is therefore called directly.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
@@ -122,8 +125,8 @@ def _splash_backward(causal: tuple[bool, ...], saved: Any, cotangent: Float[Arra
         count, scale = q.shape[1], q.shape[-1] ** -0.5
         q, cotangent = _heads_first(q * scale), _heads_first(cotangent)
         total, gradients = jnp.zeros(q.shape, jnp.float32), []
-        for is_causal, (k, v), part_ids in zip(causal, keys, ids, strict=True):
-            kernel = _splash_kernel(is_causal, q, k.shape[-1], residuals=False)
+        for order, (k, v), part_ids in zip(causal, keys, ids, strict=True):
+            kernel = _splash_kernel(order, q, count, k.shape[-1], residuals=False)
 
             def one(q: Array, k: Array, v: Array, ids: Any, out: Array, lse: Array, cotangent: Array) -> Any:
                 saved = q, k, v, ids, None, out, lse, kernel.dq_mask_info, kernel.dkv_mask_info  # noqa: B023
@@ -184,18 +187,41 @@ def _splash_ids(part: Part, rows: int, count: int) -> Any:
     return splash.SegmentIds(padded(of_queries, 1, _LANES, -2), padded(of_keys, 1, _LANES, -1))
 
 
-def _splash_kernel(causal: bool, q: Float[Array, "B H M h"], width: int, residuals: bool) -> Any:
+def _causal_mask(mask: Any) -> str | None:
+    """Returns None for a mask that is not causal, else whether its queries are `all` or those of `attention_sequence`
+    that a device of the axis `cp` has."""
+    return None if not isinstance(mask, Causal) else "all" if mask.queries is None else "exchanged"
+
+
+def _splash_kernel(causal: str | None, q: Float[Array, "B H M h"], count: int, width: int, residuals: bool) -> Any:
+    """Returns the kernel for `count` queries, padded to M, and `width` keys."""
     # Imported here, because only TPUs need this module and the import takes 0.1 s.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape = q.shape[2], -(-width // _LANES) * _LANES
-    mask = splash.CausalMask(shape) if causal else splash.FullMask(shape)
-    return splash.make_splash_mha_single_device(
+    parts = jax.lax.axis_size(SEQUENCE_AXIS) if causal == "exchanged" else 1
+    whole = parts * shape[0], shape[1]
+    mask = splash.FullMask(whole) if causal is None else splash.CausalMask(whole)
+    if parts > 1:
+        order = query_order(count, parts)
+        mask.q_sequence = np.pad(order, ((0, 0), (0, shape[0] - count))).reshape(-1).astype(np.int32)
+    kernel = splash.make_splash_mha(
         splash.MultiHeadMask([mask] * q.shape[1]),
         block_sizes=splash.BlockSizes(**_tiles(*shape)),
         save_residuals=residuals,
         interpret=INTERPRET,
+        head_shards=1,
+        q_seq_shards=parts,
     )
+    return kernel if parts == 1 else jax.tree.map(functools.partial(_own_queries, parts=parts), kernel)
+
+
+def _own_queries(x: Any, parts: int) -> Any:
+    """Returns this device's part of an array of a splash kernel's mask: `[heads, blocks of queries, blocks of keys]`, or
+    the positions of the queries."""
+    axis = 1 if jnp.ndim(x) == 3 else 0
+    size = x.shape[axis] // parts
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(SEQUENCE_AXIS) * size, size, axis)
 
 
 def over_mesh(function: Any, q: Float[Array, "B N H h"], keys: Any, ids: Any, *more: Any, results: Any) -> Any:
@@ -211,7 +237,7 @@ def over_mesh(function: Any, q: Float[Array, "B N H h"], keys: Any, ids: Any, *m
       results: the layout of each result: "queries" for the layout `[B N H h]` of `q`, "heads" for `[B H ...]`.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    if mesh.empty or mesh.size == 1 or mesh.manual_axes:
         return function(q, keys, ids, *more)
     rows = row_axes(mesh, q.shape[0])
     heads = "tp" if "tp" in mesh.shape and keys[0][0].shape[1] % mesh.shape["tp"] == 0 else None

@@ -35,11 +35,17 @@ class Causal(NamedTuple):
     With `segments`, the segment number of each position, a position sees only positions with its own number. Positions
     with the number -1 are padding; padding sees nothing and is not seen. With `window`, a query sees at most `window`
     positions, including its own. Padding on the right needs no segments: real positions never see later positions, and
-    the outputs of padding are not used.
+    the outputs of padding are not used. With `queries`, there are queries at these positions only
+    (`attention_sequence.py`).
     """
 
     segments: Int[Array, "B U"] | None = None
     window: int | Int[Array, ""] | None = None
+    queries: Int[Array, "N"] | None = None
+
+    def positions(self, count: int) -> Int[Array, "N"]:
+        """Returns the positions of the `count` queries."""
+        return jnp.arange(count) if self.queries is None else self.queries
 
 
 Mask = Bool[Array, "#B #N U"] | Lengths | Positions | Causal
@@ -96,7 +102,8 @@ def segment_ids(part: Part, count: int) -> tuple[Int[Array, "B N"], Int[Array, "
     batch, width = part.k.shape[0], part.k.shape[-1]
     if isinstance(part.mask, Causal) and part.mask.segments is not None:
         segments = part.mask.segments
-        return jnp.where(segments < 0, -2, segments), jnp.maximum(segments, -1)
+        of_queries = segments if part.mask.queries is None else segments[:, part.mask.queries]
+        return jnp.where(of_queries < 0, -2, of_queries), jnp.maximum(segments, -1)
     keys = jnp.zeros((batch, width), jnp.int32)
     if isinstance(part.mask, Lengths):
         keys = jnp.where(jnp.arange(width)[None] < part.mask.lengths[:, None], keys, -1)
@@ -111,7 +118,7 @@ def first_keys(part: Part, count: int) -> Int[Array, "B N"] | None:
         return part.mask.starts
     if not isinstance(part.mask, Causal) or part.mask.window is None:
         return None
-    return jnp.broadcast_to(jnp.arange(count) - part.mask.window + 1, (part.k.shape[0], count))
+    return jnp.broadcast_to(part.mask.positions(count) - part.mask.window + 1, (part.k.shape[0], count))
 
 
 def key_positions(part: Part) -> Int[Array, "#B U"]:
@@ -125,8 +132,9 @@ def dense_mask(part: Part, count: int) -> Bool[Array, "#B #N U"]:
     if isinstance(part.mask, Lengths | Positions):
         seen = segment_ids(part, 1)[1][:, None] == 0
     else:
-        seen = jnp.tril(jnp.ones((count, count), bool))[None]
-        if part.mask.segments is not None:  # type: ignore[union-attr]
+        assert isinstance(part.mask, Causal)
+        seen = (jnp.arange(part.k.shape[-1])[None] <= part.mask.positions(count)[:, None])[None]
+        if part.mask.segments is not None:
             queries, keys = segment_ids(part, count)
             seen &= queries[:, :, None] == keys[:, None]
     if (starts := first_keys(part, count)) is None:

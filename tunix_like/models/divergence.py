@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tunix_like.models.log_probabilities import LogitOptions, in_pieces, logits_of, value_of
-from tunix_like.models.sharding import replicate, split_batch, split_vocabulary, vocabulary_parts
+from tunix_like.models.sharding import replicate, split_tokens, split_vocabulary, vocabulary_parts
 
 
 class Outputs(NamedTuple):
@@ -110,7 +110,7 @@ def _piece_backward(options: _Options, saved: Any, cotangents: Any) -> tuple[Arr
     of_logits = (of_logits * slope / options.policy.temperature).astype(hidden.dtype)
     whole = replicate(hidden) if options.policy.split else hidden
     of_hidden = jnp.matmul(of_logits, head.astype(hidden.dtype).T)
-    of_hidden = split_batch(of_hidden) if options.policy.split else of_hidden
+    of_hidden = split_tokens(of_hidden) if options.policy.split else of_hidden
     if trained is None:
         return of_hidden, None, None, None, None
     of_head = jnp.einsum("and,anv->dv", whole, of_logits, preferred_element_type=jnp.float32)

@@ -19,7 +19,7 @@ from tunix_like.models.config import DecoderConfig
 from tunix_like.models.delta_rule import Memory, Past, convolve, delta_rule, tail_after
 from tunix_like.models.fields import Experts, LinearScaling, RopeScaling, Scaling, YarnScaling
 from tunix_like.models.quantization import quantized_product
-from tunix_like.models.sharding import per_device, split_batch
+from tunix_like.models.sharding import per_device, split_tokens
 
 Gating = Callable[[Array, Array], Array]
 """`gating(gate, up)`: the product of a gated MLP before its last projection."""
@@ -188,7 +188,7 @@ class Embedding(nnx.Module):
         self.dtype, self.scaled = dtype, scaled
 
     def __call__(self, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
-        rows = split_batch(self.embedding[...][tokens].astype(self.dtype))
+        rows = split_tokens(self.embedding[...][tokens].astype(self.dtype))
         return rows * jnp.asarray(rows.shape[-1] ** 0.5, self.dtype) if self.scaled else rows
 
 
@@ -367,7 +367,7 @@ class MixtureOfExperts(nnx.Module):
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         graph, params = nnx.split(self)
-        run = per_device(lambda params, rows: nnx.merge(graph, params)._mix(rows), nnx.to_pure_dict(params), x.shape[0])
+        run = per_device(lambda params, rows: nnx.merge(graph, params)._mix(rows), nnx.to_pure_dict(params), x.shape)
         return run(nnx.to_pure_dict(params), x)
 
     def _mix(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:

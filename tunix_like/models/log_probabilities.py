@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from tunix_like.models.sharding import replicate, split_batch, split_vocabulary, vocabulary_parts
+from tunix_like.models.sharding import replicate, split_tokens, split_vocabulary, vocabulary_parts
 
 
 def token_logprobs(
@@ -149,7 +149,7 @@ def _piece_backward(options: LogitOptions, saved: Any, cotangents: Any) -> tuple
         of_logits += of_entropy * probabilities * (mean[..., None] - logits)
     of_logits = (of_logits * slope / options.temperature).astype(hidden.dtype)
     of_hidden = jnp.matmul(of_logits, head.astype(hidden.dtype).T)
-    of_hidden = split_batch(of_hidden) if options.split else of_hidden
+    of_hidden = split_tokens(of_hidden) if options.split else of_hidden
     if trained is None:
         return of_hidden, None, None
     of_head = jnp.einsum("and,anv->dv", hidden, of_logits, preferred_element_type=jnp.float32)

@@ -1,4 +1,5 @@
-"""Shards parameters over a device mesh by a table of parameter names, and prompts over the axes `data` and `fsdp`.
+"""Shards parameters over a device mesh by a table of parameter names, prompts over the axes `data` and `fsdp`, and the
+tokens of a sequence over `cp`.
 
 The compiler derives all other shardings from the shardings of the inputs. The devices can belong to several processes.
 Every process must call the functions of this module with the same values.
@@ -23,11 +24,14 @@ from tunix_like.config.schema import LORA_TARGETS, MeshConfig
 from tunix_like.errors import UserError, check_type
 from tunix_like.models.config import DecoderConfig
 
-AXES = ("data", "fsdp", "tp")
+AXES = ("data", "fsdp", "cp", "tp")
+SAMPLING_AXES = ("data", "fsdp", "tp")
 SCALE = "kernel_scale"
 """Name of the scales of a quantised kernel (`quantization.py`)."""
 BATCH_AXES = ("data", "fsdp")
-"""Mesh axes that shard prompts and their completions. Weights are sharded over `fsdp` and `tp`."""
+"""Mesh axes that shard prompts and their completions. Weights are sharded over `fsdp`, `cp` and `tp`."""
+GATHERED_AXES = ("fsdp", "cp")
+"""Mesh axes over which a layer's weights are gathered before it runs: the entry `fsdp` of `PARAMETER_AXES`."""
 
 PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "embedding": ("tp", "fsdp"),
@@ -133,10 +137,10 @@ def check_slices(key: str, sizes: Mapping[str, int], devices: Iterable[Any]) -> 
 
 
 def layout_mesh(mesh: Mesh, shape: Sequence[int]) -> Mesh:
-    """Returns a mesh of the devices of `mesh` with the sizes `shape` of `data`, `fsdp` and `tp`. The devices keep their
-    order, except that `data` becomes the first axis, so that each of several slices stays whole."""
+    """Returns a mesh of the devices of `mesh` for the sampler, with the sizes `shape` of `data`, `fsdp` and `tp`. The
+    devices keep their order, except that `data` becomes the first axis, so that each of several slices stays whole."""
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index("data"), 0) if "data" in mesh.shape else mesh.devices
-    return Mesh(devices.reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(devices.reshape(shape), SAMPLING_AXES, axis_types=(AxisType.Auto,) * len(SAMPLING_AXES))
 
 
 def parameter_shardings(params: Any, mesh: Mesh) -> Any:
@@ -162,19 +166,23 @@ def _spec(path: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Parti
     """Returns the `PartitionSpec` of a parameter. The additional first axis of a stacked parameter is not sharded."""
     name = ".".join(str(getattr(key, "key", key)) for key in path)
     axes = next((axes for end, axes in PARAMETER_AXES.items() if name.endswith(end)), (None,) * len(shape))
-    axes = (None,) * (len(shape) - len(axes)) + tuple(axis if axis in mesh.shape else None for axis in axes)
-    if name.endswith(SCALE):  # scales are small, so they are replicated along an axis that does not divide them
-        axes = tuple(
-            axis if axis is None or size % mesh.shape[axis] == 0 else None
-            for size, axis in zip(shape, axes, strict=True)
-        )
-    for size, axis in zip(shape, axes, strict=True):
-        if axis is not None and size % mesh.shape[axis]:
+    split: list[tuple[str, ...]] = [()] * (len(shape) - len(axes)) + [_present(axis, mesh) for axis in axes]
+    for place, (size, names) in enumerate(zip(shape, split, strict=True)):
+        parts = math.prod(mesh.shape[axis] for axis in names)
+        if size % parts and not name.endswith(SCALE):
             raise UserError(
-                f"mesh.shape: {mesh.shape[axis]} devices along '{axis}' do not divide {name} {list(shape)}; "
+                f"mesh.shape: {parts} devices along '{' and '.join(names)}' do not divide {name} {list(shape)}; "
                 "set a shape that does."
             )
-    return PartitionSpec(*axes)
+        if size % parts:  # scales are small, so they are replicated along an axis that does not divide them
+            split[place] = ()
+    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in split))
+
+
+def _present(axis: str | None, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Returns the axes of the mesh that an entry of `PARAMETER_AXES` names."""
+    names = GATHERED_AXES if axis == "fsdp" else (axis,)
+    return tuple(name for name in names if name is not None and name in mesh.shape)
 
 
 def place_params(params: Any, mesh: Mesh | None) -> Any:
@@ -229,6 +237,10 @@ def check_divides(mesh: Mesh | None, config: DecoderConfig) -> None:
                 f"mesh.shape: {parts} devices along 'tp' do not divide the {heads} {name} heads of this model; "
                 "use fewer devices for tp and more for fsdp."
             )
+    if sequence_parts(mesh) > 1 and any(map(config.is_recurrent, range(config.num_layers))):
+        raise UserError(
+            "mesh.axis_names: cp splits the tokens of a sequence, which recurrent layers do not support yet; use fsdp."
+        )
 
 
 def check_model(mesh: Mesh | None, config: DecoderConfig, params: Any) -> None:
@@ -248,6 +260,23 @@ def check_batch(mesh: Mesh | None, key: str, prompts: int) -> None:
 def prompt_parts(mesh: Mesh | None) -> int:
     """Returns the number of parts into which the mesh splits the prompts."""
     return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
+
+
+def sequence_parts(mesh: Mesh | None) -> int:
+    """Returns the number of parts into which the mesh splits the tokens of a sequence in training."""
+    return 1 if mesh is None else mesh.shape.get("cp", 1)
+
+
+def check_lengths(mesh: Mesh | None, **lengths: int) -> None:
+    """Raises UserError if `cp` does not split the longest sequences of a run; `lengths` has their configuration keys
+    below `rollout`."""
+    parts = 2 * sequence_parts(mesh)  # two parts each (`attention_sequence.py`)
+    for key, length in lengths.items():
+        if parts > 2 and length % parts:
+            raise UserError(
+                f"rollout.{key}: {length} tokens cannot be split over the {parts // 2} devices along cp (mesh.shape); "
+                f"set a multiple of {parts}, e.g. {-(-length // parts) * parts}."
+            )
 
 
 def place_prompts(tree: Any, mesh: Mesh | None, axis: int) -> Any:
@@ -284,20 +313,32 @@ def shardings_of(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def scope(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context manager that sets the mesh for compilation; `split_batch` and similar functions read it."""
+    """Returns a context manager that sets the mesh for compilation; `split_tokens` and similar functions read it."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
-def split_batch(x: jax.Array) -> jax.Array:
-    """Shards the first dimension of an array over the mesh axes `data` and `fsdp` inside a compiled function.
+def split_tokens(x: jax.Array) -> jax.Array:
+    """Shards vectors of tokens `[rows, ..., tokens, width]` over the mesh inside a compiled function: rows over `data`
+    and `fsdp`, tokens over `cp`.
 
-    Without this constraint, the compiler would shard the vectors of the tokens over the model width, like the embedding
-    table. Every device would then hold a part of every token.
+    Without this constraint, the compiler would shard the vectors over the model width, like the embedding table. Every
+    device would then hold a part of every token.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(row_axes(mesh, x.shape[0]) or None))
+    return x if mesh.empty else jax.lax.with_sharding_constraint(x, token_spec(mesh, x.shape))
+
+
+def token_spec(mesh: Mesh | AbstractMesh, shape: tuple[int, ...]) -> PartitionSpec:
+    """Returns the `PartitionSpec` of vectors of tokens, `[rows, ..., tokens, width]` or `[rows, width]`."""
+    if len(shape) < 3:
+        return PartitionSpec(row_axes(mesh, shape[0]) or None)
+    return PartitionSpec(row_axes(mesh, shape[0]) or None, *[None] * (len(shape) - 3), token_axis(mesh, shape[-2]))
+
+
+def token_axis(mesh: Mesh | AbstractMesh, count: int) -> str | None:
+    """Returns the mesh axis that splits the `count` tokens of a sequence. It is None for short sequences that cannot
+    be split into two parts per device."""
+    return "cp" if mesh.shape.get("cp", 1) > 1 and count % (2 * mesh.shape["cp"]) == 0 else None
 
 
 def split_vocabulary(x: jax.Array) -> jax.Array:
@@ -321,13 +362,13 @@ def vocabulary_parts(size: int) -> int:
 
 
 def gather_layer(params: Any) -> Any:
-    """Gathers the parameters of a layer over `fsdp`, before the layer runs, inside a compiled function.
+    """Gathers the parameters of a layer over `fsdp` and `cp`, before the layer runs, inside a compiled function.
 
     Without this gathering, the compiler splits each matrix product along the sharded dimension and adds up partial
     results of the size of the activations. The gradients have the sharding that the parameters have before gathering.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.shape.get("fsdp", 1) == 1:
+    if all(mesh.shape.get(name, 1) == 1 for name in GATHERED_AXES):
         return params
 
     def gather(path: Any, x: jax.Array) -> jax.Array:
@@ -342,19 +383,20 @@ def replicate(x: jax.Array) -> jax.Array:
     return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, PartitionSpec())
 
 
-def per_device(function: Callable[[Any, jax.Array], jax.Array], params: Any, rows: int) -> Callable[..., jax.Array]:
-    """Wraps `function(params, x)`, so that each device processes its own rows of `x`, in a compiled function.
+def per_device(
+    function: Callable[[Any, jax.Array], jax.Array], params: Any, shape: tuple[int, ...]
+) -> Callable[..., jax.Array]:
+    """Wraps `function(params, x)`, so that each device processes its own tokens of `x`, in a compiled function.
 
     If parameters are split along `tp`, each device computes a partial result, and the partial results are added up.
 
     Args:
-      params: parameters that are not split over `fsdp` (`gather_layer`), or their shapes.
-      rows: length of the first dimension of `x`.
+      params: parameters that are not split over `GATHERED_AXES` (`gather_layer`), or their shapes.
+      shape: shape of `x`: vectors of tokens, `[rows, ..., tokens, width]`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return function
-    batch = row_axes(mesh, rows)
     specs = jax.tree_util.tree_map_with_path(lambda path, x: _gathered(_spec(path, x.shape, mesh)), params)
     shared = "tp" in mesh.shape and any("tp" in spec for spec in jax.tree.leaves(specs))
 
@@ -362,8 +404,8 @@ def per_device(function: Callable[[Any, jax.Array], jax.Array], params: Any, row
         out = function(params, x)
         return jax.lax.psum(out, "tp") if shared else out
 
-    of_rows = PartitionSpec(batch)
-    return jax.shard_map(run, mesh=mesh, in_specs=(specs, of_rows), out_specs=of_rows, check_vma=False)
+    own = token_spec(mesh, shape)
+    return jax.shard_map(run, mesh=mesh, in_specs=(specs, own), out_specs=own, check_vma=False)
 
 
 def row_axes(mesh: Mesh | AbstractMesh, rows: int) -> tuple[str, ...]:
@@ -374,7 +416,7 @@ def row_axes(mesh: Mesh | AbstractMesh, rows: int) -> tuple[str, ...]:
 
 
 def _gathered(spec: PartitionSpec) -> PartitionSpec:
-    return PartitionSpec(*(None if axis == "fsdp" else axis for axis in spec))
+    return PartitionSpec(*("tp" if axis == "tp" else None for axis in spec))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -29,7 +29,7 @@ from tunix_like.config.schema import SELF, Config, OptimizerConfig, RLTrainingCo
 from tunix_like.errors import UserError
 from tunix_like.models.counts import Share, parameter_shapes, share_of
 from tunix_like.models.loading import load_config
-from tunix_like.models.sharding import AXES, check_model, check_slices, count_slices, layout_mesh, prompt_parts
+from tunix_like.models.sharding import SAMPLING_AXES, check_model, check_slices, count_slices, layout_mesh, prompt_parts
 from tunix_like.rollout.engines.registry import find_engine
 from tunix_like.rollout.shapes import slot_shape
 from tunix_like.runtime.accelerators import Accelerator, find_kind
@@ -347,7 +347,7 @@ def rollout_layout(
     """
     if rollout.devices is not None:
         own = np.array(jax.devices()[-rollout.devices :]).reshape(rollout.devices, 1, 1)
-        mesh = Mesh(own, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        mesh = Mesh(own, SAMPLING_AXES, axis_types=(AxisType.Auto,) * len(SAMPLING_AXES))
     if mesh is None:
         return None
     size = mesh.size
@@ -357,7 +357,7 @@ def rollout_layout(
                 f"rollout.mesh: got {rollout.mesh}; give the numbers of devices along data, fsdp and tp, whose product "
                 f"must be {size}, e.g. [{size}, 1, 1], or set auto."
             )
-        check_slices("rollout.mesh", dict(zip(AXES, rollout.mesh, strict=True)), mesh.devices.flat)
+        check_slices("rollout.mesh", dict(zip(SAMPLING_AXES, rollout.mesh, strict=True)), mesh.devices.flat)
         try:
             return SamplingLayout(_dividing(mesh, rollout.mesh, model), "as set")
         except UserError as error:
