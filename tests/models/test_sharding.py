@@ -92,7 +92,7 @@ def make(mesh, seen, /, config=CONFIG, **rollout):
             seen.append(list(completions)) or [float(len(c) % 2) for c in completions]
         ),
         algo_config=MaxRLConfig(num_generations=4, beta=0.01),
-        rollout_config=RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24, **rollout),
+        rollout_config=RolloutConfig(**{"max_prompt_length": 8, "max_tokens_to_generate": 24} | rollout),
         training_config=RLTrainingConfig(max_steps=3, actor_optimizer=OptimizerConfig(learning_rate=1e-2)),
         mesh=mesh,
     )
@@ -153,6 +153,39 @@ def test_recurrent_layers_on_a_mesh_equal_those_on_one_device(shape):
     kernel = learner.params["layers"][0]["linear_attn"]["in_proj_qkv"]["kernel"]
     assert kernel.addressable_shards[0].data.shape == (16 // shape[1], 64 // shape[2])
     assert row["train/perf/update_programs"] == 1 and row["train/perf/programs_compiled"] == 0
+
+
+LONG = {"max_prompt_length": 16, "max_tokens_to_generate": 32}
+
+
+@pytest.fixture(scope="module")
+def alone_long():
+    return train(None, **LONG)
+
+
+@pytest.mark.parametrize("shape", [[4, 2, 1], [2, 4, 1], [1, 8, 1], [2, 2, 2]], ids=str)
+def test_sequences_split_over_devices_train_the_same_weights(alone_long, shape):
+    expected, single, said = alone_long
+    row, learner, seen = train(build_mesh(MeshConfig(shape=shape, axis_names=["fsdp", "cp", "tp"])), **LONG)
+    assert seen == said
+    for name in ("train/loss", "train/kl", "train/rewards/mean"):
+        assert row[name] == pytest.approx(expected[name], abs=1e-5), name
+    for one, many in zip(jax.tree.leaves(single.params), jax.tree.leaves(learner.params), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(many), atol=5e-5)
+    kernel = learner.params["layers"][0]["mlp"]["up_proj"]["kernel"]
+    assert kernel.addressable_shards[0].data.shape == (16 // shape[0] // shape[1], 32 // shape[2])
+    assert row["train/perf/update_programs"] == 1 and row["train/perf/programs_compiled"] == 0
+
+
+@pytest.mark.parametrize("name", OTHER_CONFIGS)
+def test_split_sequences_of_other_families(name):
+    config = dataclasses.replace(CONFIG, **{"qkv_bias": False} | OTHER_CONFIGS[name])
+    expected, single, said = train(None, config=config, **LONG)
+    mesh = build_mesh(MeshConfig(shape=[2, 4], axis_names=["fsdp", "cp"]))
+    row, learner, seen = train(mesh, config=config, **LONG)
+    assert seen == said and row["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-5)
+    for one, many in zip(jax.tree.leaves(single.params), jax.tree.leaves(learner.params), strict=True):
+        assert np.abs(np.asarray(one) - np.asarray(many)).mean() < 1e-5
 
 
 @pytest.mark.parametrize("layout", [[8, 1, 1], [2, 1, 4], [1, 8, 1], [1, 2, 4]], ids=str)

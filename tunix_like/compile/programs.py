@@ -40,8 +40,10 @@ from tunix_like.models.sharding import (
     param_shapes,
     prompt_parts,
     replicated_shapes,
+    sequence_parts,
     shardings_of,
     slot_shapes,
+    token_parts,
 )
 from tunix_like.rollout import decoding
 from tunix_like.rollout.logits import SamplingParams
@@ -313,7 +315,7 @@ def _logprobs(name: str, plan: Plan, model: Decoder, split: tuple[Any, Any], bat
     lower = functools.partial(program.lower, *split, batch, packed_shapes(packed, plan.mesh))
     lengths = np.full(plan.group[0], batch.prompt_tokens.shape[1]), plan.lengths[1]
     operations = calls * forward_operations(model.config, *lengths)
-    needed = calls * weight_bytes(model, plan.mesh, _tokens(plan, plan.group[0]) / prompt_parts(plan.mesh))
+    needed = calls * weight_bytes(model, plan.mesh, _tokens(plan, plan.group[0]) / token_parts(plan.mesh))
     return Program(name, lower, plan.mesh, operations, needed, calls, _packed_trips(plan, packed))
 
 
@@ -334,7 +336,11 @@ def _packed_trips(plan: Plan, packed: Packed) -> Trips:
 def _block_trips(plan: Plan) -> Trips:
     """Returns the numbers of iterations of the loops over blocks of keys in blocked attention, for causal attention the
     mean over the blocks of queries. Sliding windows would reduce the numbers, but are not considered."""
-    return {CAUSAL_BLOCKS: lambda around: (around + 1) / 2, ALL_BLOCKS: float(math.ceil(plan.widths[0] / BLOCK))}
+    parts = sequence_parts(plan.mesh)  # a device has the queries of a part, and all keys
+    return {
+        CAUSAL_BLOCKS: lambda around: (parts * around + 1) / 2,
+        ALL_BLOCKS: float(math.ceil(plan.widths[0] / BLOCK)),
+    }
 
 
 def _packed(plan: Plan, most: int) -> Packed:

@@ -587,7 +587,7 @@ class MeshConfig(Checked):
     )
     axis_names: list[str] = key(
         ["fsdp", "tp"],
-        doc="of data (prompts), fsdp (prompts and weights), tp (heads and features)",
+        doc="of data (prompts), fsdp (prompts and weights), cp (tokens in training), tp (heads and features)",
     )
 
 

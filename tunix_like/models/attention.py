@@ -111,7 +111,7 @@ def attention(
     """
 
     def on_device(q: Array, parts: tuple[Part, ...], sinks: Array | None) -> Array:
-        return _attention(q, *parts, kind, cap, sinks)
+        return _attention(q, parts[0], kind, cap, sinks)
 
     return over_sequence(on_device, q, (part,), sinks)
 

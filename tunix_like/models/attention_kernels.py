@@ -201,7 +201,7 @@ def _splash_kernel(causal: str | None, q: Float[Array, "B H M h"], count: int, w
     shape = q.shape[2], -(-width // _LANES) * _LANES
     parts = jax.lax.axis_size(SEQUENCE_AXIS) if causal == "exchanged" else 1
     whole = parts * shape[0], shape[1]
-    mask = splash.FullMask(whole) if causal is None else splash.CausalMask(whole)
+    mask: Any = splash.FullMask(whole) if causal is None else splash.CausalMask(whole)
     if parts > 1:
         order = query_order(count, parts)
         mask.q_sequence = np.pad(order, ((0, 0), (0, shape[0] - count))).reshape(-1).astype(np.int32)
@@ -217,7 +217,7 @@ def _splash_kernel(causal: str | None, q: Float[Array, "B H M h"], count: int, w
 
 
 def _own_queries(x: Any, parts: int) -> Any:
-    """Returns this device's part of an array of a splash kernel's mask: `[heads, blocks of queries, blocks of keys]`, or
+    """Returns this device's part of an array of a splash mask: `[heads, blocks of queries, blocks of keys]`, or
     the positions of the queries."""
     axis = 1 if jnp.ndim(x) == 3 else 0
     size = x.shape[axis] // parts

@@ -49,7 +49,9 @@ def over_sequence(
         if isinstance(mask, Lengths) and mask.starts is not None:
             of_mask = of_mask._replace(starts=PartitionSpec(*by_token[: q.ndim - 2]))
         given.append(Part(part.k, part.v, mask))
-        specs.append(Part(PartitionSpec(rows, heads, None, keys), PartitionSpec(rows, heads, keys), of_mask))
+        of_k: Any = PartitionSpec(rows, heads, None, keys)
+        of_v: Any = PartitionSpec(rows, heads, keys)
+        specs.append(Part(of_k, of_v, of_mask))
 
     def run(q: Array, parts: list[Part], sinks: Array | None) -> Array:
         whole = tuple(_whole(part, spec, q.shape[-3]) for part, spec in zip(parts, specs, strict=True))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from tunix_like.models.sharding import replicate, split_tokens, split_vocabulary, vocabulary_parts
+from tunix_like.models.sharding import replicate, sequence_split, split_tokens, split_vocabulary, vocabulary_parts
 
 
 def token_logprobs(
@@ -64,20 +64,27 @@ def token_score_norms(
 def in_pieces(
     function: Callable[..., tuple[Array, ...]], arrays: Sequence[Shaped[Array, "A N ..."]], chunk: int
 ) -> tuple[Float[Array, "A N"], ...]:
-    """Returns `function(*arrays)`, computed for about `chunk` tokens at a time."""
+    """Returns `function(*arrays)`, computed for about `chunk` tokens at a time. A piece has tokens of every device that
+    the axis `cp` of a mesh has, so that no piece is gathered before it is used."""
     lanes, count = arrays[0].shape[:2]
-    pieces = min(count, -(-lanes * count // chunk))
+    pieces, parts = min(count, -(-lanes * count // chunk)), sequence_split(count)
     if pieces == 1:
         return function(*arrays)
-    even = -(-count // pieces)
-    pad = pieces * even - count
+    each = -(-count // parts // pieces)
+    pad = pieces * each - count // parts
 
     def split(x: Array) -> Array:
-        padded = jnp.pad(x, ((0, 0), (0, pad), *((0, 0) for _ in x.shape[2:])))
-        return padded.reshape(lanes, pieces, even, *x.shape[2:]).swapaxes(0, 1)
+        of_devices = x.reshape(lanes, parts, -1, *x.shape[2:])
+        padded = jnp.pad(of_devices, ((0, 0), (0, 0), (0, pad), *((0, 0) for _ in x.shape[2:])))
+        divided = padded.reshape(lanes, parts, pieces, each, *x.shape[2:])
+        return jnp.moveaxis(divided, 2, 0).reshape(pieces, lanes, -1, *x.shape[2:])
+
+    def joined(x: Array) -> Array:
+        divided = jnp.moveaxis(x.reshape(pieces, lanes, parts, each), 0, 2)
+        return divided.reshape(lanes, parts, -1)[:, :, : count // parts].reshape(lanes, count)
 
     results = jax.lax.map(lambda xs: function(*xs), tuple(map(split, arrays)))
-    return tuple(x.swapaxes(0, 1).reshape(lanes, -1)[:, :count] for x in results)
+    return tuple(map(joined, results))
 
 
 class LogitOptions(NamedTuple):

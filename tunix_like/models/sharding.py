@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tunix_like.config.schema import LORA_TARGETS, MeshConfig
+from tunix_like.config.schema import LORA_TARGETS, MeshConfig, RolloutConfig
 from tunix_like.errors import UserError, check_type
 from tunix_like.models.config import DecoderConfig
 
@@ -267,12 +267,16 @@ def sequence_parts(mesh: Mesh | None) -> int:
     return 1 if mesh is None else mesh.shape.get("cp", 1)
 
 
-def check_lengths(mesh: Mesh | None, **lengths: int) -> None:
-    """Raises UserError if `cp` does not split the longest sequences of a run; `lengths` has their configuration keys
-    below `rollout`."""
+def token_parts(mesh: Mesh | None) -> int:
+    """Returns the number of parts into which the mesh splits the tokens of a batch in training."""
+    return prompt_parts(mesh) * sequence_parts(mesh)
+
+
+def check_lengths(mesh: Mesh | None, rollout: RolloutConfig) -> None:
+    """Raises UserError if `cp` does not split the longest sequences of a run."""
     parts = 2 * sequence_parts(mesh)  # two parts each (`attention_sequence.py`)
-    for key, length in lengths.items():
-        if parts > 2 and length % parts:
+    for key in ("max_prompt_length", "max_tokens_to_generate"):
+        if parts > 2 and (length := getattr(rollout, key)) % parts:
             raise UserError(
                 f"rollout.{key}: {length} tokens cannot be split over the {parts // 2} devices along cp (mesh.shape); "
                 f"set a multiple of {parts}, e.g. {-(-length // parts) * parts}."
@@ -339,6 +343,13 @@ def token_axis(mesh: Mesh | AbstractMesh, count: int) -> str | None:
     """Returns the mesh axis that splits the `count` tokens of a sequence. It is None for short sequences that cannot
     be split into two parts per device."""
     return "cp" if mesh.shape.get("cp", 1) > 1 and count % (2 * mesh.shape["cp"]) == 0 else None
+
+
+def sequence_split(count: int) -> int:
+    """Returns the number of parts into which the mesh splits `count` tokens of a sequence, inside a compiled
+    function."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty or token_axis(mesh, count) is None else mesh.shape["cp"]
 
 
 def split_vocabulary(x: jax.Array) -> jax.Array:

@@ -37,7 +37,7 @@ from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluator, check_best_metri
 from tunix_like.models.decoder import Decoder, add_scalar_head
 from tunix_like.models.loading import check_fit, load_abstract, load_config, load_model, load_tokenizer
 from tunix_like.models.lora import add_lora, resolve_adapters
-from tunix_like.models.sharding import build_mesh, check_batch, check_model
+from tunix_like.models.sharding import build_mesh, check_batch, check_lengths, check_model
 from tunix_like.rollout.engines.registry import check_engine, find_engine
 from tunix_like.rollout.rollouts import WeightedReward
 from tunix_like.runs.reward_functions import reward_entries, reward_functions
@@ -251,6 +251,7 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
 def check_batches(config: Config, mesh: Mesh | None) -> None:
     mini = config.training.mini_batch_size or config.data.batch_size
     check_batch(mesh, "data.batch_size", config.data.batch_size)
+    check_lengths(mesh, config.rollout)
     check_batch(mesh, "training.mini_batch_size", min(mini, config.data.batch_size))
     if config.sft.max_steps:
         check_batch(mesh, "sft.batch_size", config.sft.batch_size)

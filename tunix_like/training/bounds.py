@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from tunix_like.models.counts import memory_bytes, parameter_shapes
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.sharding import param_shapes, prompt_parts
+from tunix_like.models.sharding import param_shapes, prompt_parts, token_parts
 from tunix_like.rollout.decoding import cast_params
 from tunix_like.runtime.accelerators import Accelerator
 
@@ -96,7 +96,7 @@ def decode_bytes(
 def update_bytes(model: Decoder, mesh: Mesh | None, tokens: int, state: Any) -> float:
     """Returns the needed bytes of an optimizer update with `tokens` tokens: the weights in the forward and in the
     backward pass, and the trained weights and their moments (`state`), which are read and written once."""
-    return 2 * weight_bytes(model, mesh, tokens / prompt_parts(mesh)) + 2 * held_bytes(state)
+    return 2 * weight_bytes(model, mesh, tokens / token_parts(mesh)) + 2 * held_bytes(state)
 
 
 def _position_bytes(model: Decoder, mesh: Mesh | None) -> float:

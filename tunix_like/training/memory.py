@@ -212,6 +212,7 @@ class Work:
       filtered: whether sampling uses top-p or top-k.
       backend: the JAX backend. On the CPU, `remat` saves less memory than on other backends.
       parts: number of parts into which the prompts of an update and their completions are divided over devices.
+      sequence: number of devices that share the tokens of a sequence in an update (`attention_sequence.py`).
       whole_groups: whether all completions of a prompt are in one chunk (`packing.choose_layout`).
       rollout_share: the part of the weights on one device while sampling; None: sampling uses the weights in `share`.
       rollout_parts: while sampling, the number of parts into which prompts and completions are divided over devices,
@@ -239,6 +240,7 @@ class Work:
     filtered: bool = False
     backend: str = "cpu"
     parts: int = 1
+    sequence: int = 1
     whole_groups: bool = False
     rollout_share: Share | None = None
     rollout_parts: tuple[int, int] | None = None
@@ -296,19 +298,22 @@ def _update_phases(work: Work, micro_batch: int, held: dict[str, int]) -> list[P
     most = work.update_prompts or work.prompts
     layout = choose_layout(work.group, most, work.widths, micro_batch, work.parts, work.whole_groups)
     lanes, prompts = -(-layout.lanes // work.parts), -(-layout.prompts // work.parts)
-    tokens, prompt_tokens = lanes * layout.bins * width, prompts * prompt_width
+    tokens, prompt_tokens = (
+        -(-count // work.sequence) for count in (lanes * layout.bins * width, prompts * prompt_width)
+    )
     heads = work.model.num_heads
-    scores = lanes * layout.bins * width * heads * (prompt_width + width)
-    copies = LANE_COPIES * lanes * _cache(work, prompt_width)
+    scores = tokens * heads * (prompt_width + width)
+    copies = LANE_COPIES * lanes * _cache(work, prompt_width) // work.sequence
     temporaries = {
         "gradients": GRADIENT_COPIES * work.trained + _output_gradient(work),
         "cast weights": _cast_weights(work) + _dequantized(work, backward=True),
-        "prompts": _kept(work, prompt_tokens, prompts * prompt_width**2 * heads),
+        "prompts": _kept(work, prompt_tokens, prompt_tokens * prompt_width * heads),
         "chunk": _kept(work, tokens, scores) + copies,
         "logits or a layer's backward": max(_logits(work, tokens), _layer_backward(work, lanes * layout.bins)),
+        "gathered keys": _gathered_keys(work, lanes * layout.bins * width + lanes * prompt_width),
     }
     if work.backend != "cpu" and work.remat:
-        copied = 0 if layout.own_lanes else lanes * prompt_width
+        copied = 0 if layout.own_lanes else lanes * prompt_width // work.sequence
         temporaries |= _with_stacked_layers(work, tokens, prompt_tokens, copied)
         factor = ALLOCATED.get(work.backend, max(ALLOCATED.values()))
         temporaries = {name: int(factor * size) for name, size in temporaries.items()}
@@ -377,12 +382,12 @@ def _in_compute_dtype(work: Work, share: Share) -> int:
 
 
 def _layer_working(work: Work, tokens: int) -> int:
-    """Returns the bytes of one layer's recomputation and backward pass, with an attention kernel. If `work.parts` is
-    above 1, they include the gathered matrices of the layer and their gradient."""
+    """Returns the bytes of one layer's recomputation and backward pass, with an attention kernel. If `work.parts` or
+    `work.sequence` is above 1, they include the gathered matrices of the layer and their gradient."""
     model, parts = work.model, work.parts
     widths = work.inner + model.hidden_size + work.query
     routed = 0 if model.experts is None else ROUTED_COPIES * model.experts.per_token * model.hidden_size
-    layer = layer_count(model) if parts > 1 else 0
+    layer = layer_count(model) if parts * work.sequence > 1 else 0
     gathered = layer * work.size * (1 if work.adapters else 2)
     # XLA:GPU recomputes layers of a pattern early, during collectives (measured: half of the six layers of Gemma 3).
     layers = max(1, longest_period(model) // 2) if work.backend == "gpu" and parts > 1 else 1
@@ -513,10 +518,19 @@ def _recurrent(work: Work, chunk: float, width: float) -> int:
 
 def _attention_kind(work: Work, scores: int) -> str:
     """Returns the key of `KEPT_SCORES` of the attention implementation that is used for `scores` attention scores."""
-    if work.attention == "plain" or (work.attention == "auto" and scores * work.parts <= SCORES):
+    if work.attention == "plain" or (
+        work.attention == "auto" and scores * (work.parts if work.sequence == 1 else 1) <= SCORES
+    ):
         return "plain"
     one = work.backend == "cpu" and max(work.widths) <= BLOCK
     return "one block" if one else "blocks"
+
+
+def _gathered_keys(work: Work, positions: int) -> int:
+    """Returns the bytes of the keys and values of a layer at `positions`, and of their gradients, that a device gathers
+    if the tokens of a sequence are divided over devices."""
+    position = 2 * work.model.num_kv_heads * work.model.head_dim * work.size
+    return 0 if work.sequence == 1 else 2 * position * positions
 
 
 def _scores_bytes(work: Work, rows: int, queries: int, keys: int) -> int:
@@ -530,9 +544,9 @@ def _scores_bytes(work: Work, rows: int, queries: int, keys: int) -> int:
 def _layer_backward(work: Work, rows: int) -> int:
     """Returns the bytes of the temporaries of one layer's backward pass, including recomputed arrays."""
     model, (prompt_width, width) = work.model, work.widths
-    tokens = rows * width
+    tokens = rows * width // work.sequence
     mlp = WORKING_INNER * tokens * (work.inner + model.hidden_size) * work.size
-    scores = _scores_bytes(work, rows, width, prompt_width + width)
+    scores = _scores_bytes(work, rows, width // work.sequence, prompt_width + width)
     if _attention_kind(work, tokens * model.num_heads * (prompt_width + width)) != "blocks":
         scores -= tokens * (KEPT_PER_TOKEN["inner"] * work.inner + 2 * model.hidden_size) * work.size
     total = max(mlp, scores)

@@ -29,7 +29,15 @@ from tunix_like.config.schema import SELF, Config, OptimizerConfig, RLTrainingCo
 from tunix_like.errors import UserError
 from tunix_like.models.counts import Share, parameter_shapes, share_of
 from tunix_like.models.loading import load_config
-from tunix_like.models.sharding import SAMPLING_AXES, check_model, check_slices, count_slices, layout_mesh, prompt_parts
+from tunix_like.models.sharding import (
+    SAMPLING_AXES,
+    check_model,
+    check_slices,
+    count_slices,
+    layout_mesh,
+    prompt_parts,
+    sequence_parts,
+)
 from tunix_like.rollout.engines.registry import find_engine
 from tunix_like.rollout.shapes import slot_shape
 from tunix_like.runtime.accelerators import Accelerator, find_kind
@@ -143,6 +151,7 @@ def _work(
         attention=model.attention,
         backend=jax.default_backend() if device is None else device.backend,
         parts=prompt_parts(mesh),
+        sequence=sequence_parts(mesh),
     )
 
 
@@ -250,8 +259,8 @@ def described_others(
 
 
 def micro_batch_size(width: int, backend: str = "cpu") -> int:
-    """Returns the maximum number of completions of `width` tokens per chunk, if `train_micro_batch_size` is `auto`. If
-    the completions are divided over devices, each part has this maximum."""
+    """Returns the maximum number of completions per chunk, each with `width` tokens on a device, if
+    `train_micro_batch_size` is `auto`. If the completions are divided over devices, each part has this maximum."""
     return max(1, (CHUNK_TOKENS if backend == "cpu" else ACCELERATOR_CHUNK_TOKENS) // width)
 
 
@@ -271,7 +280,7 @@ def chunk_size(setting: int | str, work: Work, device: Device | None = None) -> 
 @functools.lru_cache(64)
 def _chunk_size(work: Work, device: Device) -> int:
     width = work.widths[1] if work.group > 1 else sum(work.widths)  # in groups of 1, the prompt is included
-    top = min(micro_batch_size(width, work.backend) * work.parts, work.prompts * work.group)
+    top = min(micro_batch_size(-(-width // work.sequence), work.backend) * work.parts, work.prompts * work.group)
 
     def needed(size: int) -> int:
         return max(phase.bytes for phase in update_phases(work, size))
