@@ -17,8 +17,10 @@ from tunix_like.errors import UserError
 from tunix_like.models.loading import save_description
 from tunix_like.models.lora import save_adapter_config
 from tunix_like.runs.build import Parts
+from tunix_like.runtime.object_storage import is_remote
 from tunix_like.runtime.processes import by_first
 from tunix_like.storage.checkpoints import Checkpoints
+from tunix_like.storage.mirror import STATE
 from tunix_like.storage.run_lock import FILE as LOCK
 
 CHANGEABLE = (
@@ -57,7 +59,7 @@ CHANGEABLE = (
 """Keys, or prefixes of keys, whose values may change when a run is resumed."""
 
 
-def run_folder(config: Config, config_path: str | Path, kind: str) -> Path:
+def run_folder(config: Config, config_path: str | Path, kind: str) -> str | Path:
     """Returns `training.output_dir`, in which `{a.b}` is replaced by the value of the key `a.b`, so that the runs of a
     sweep get different folders. If it is not set, returns `runs/<config>-<kind>-s<seed>`.
 
@@ -65,7 +67,8 @@ def run_folder(config: Config, config_path: str | Path, kind: str) -> Path:
     estimator `FILE.py:function`, only the name of the function is used.
     """
     if config.training.output_dir is not None:
-        return Path(_filled(config.training.output_dir, config))
+        place = _filled(config.training.output_dir, config)
+        return place if is_remote(place) else Path(place)
     name = kind.replace(":", ".").rpartition(".")[2]
     return Path("runs") / f"{Path(config_path).stem}-{name}-s{config.training.seed}"
 
@@ -104,7 +107,7 @@ def _claim(folder: Path, parts: Parts, begun: bool) -> None:
                 f"sweep, name the folder by the key: training.output_dir='{folder}-{{{fixed[0].partition(':')[0]}}}'."
                 + ("\nThese keys differ too, which is allowed:\n  " + "\n  ".join(free) if free else "")
             )
-    elif folder.exists() and any(path.name not in (LOCK, temporary_of(file).name) for path in folder.iterdir()):
+    elif folder.exists() and any(path.name not in (LOCK, STATE, temporary_of(file).name) for path in folder.iterdir()):
         raise UserError(f"{folder} is not empty and is not a run folder; choose another training.output_dir.")
     folder.mkdir(parents=True, exist_ok=True)
     save(parts.config, file)
