@@ -4,13 +4,6 @@ emulators of S3 and of Google Cloud Storage in processes of their own."""
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from pathlib import Path
 
 import fsspec
@@ -18,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.buckets import KINDS, bucket_in, objects
 from tests.tiny_model import HF
 from tests.training.small_learner import ROWS, TOKENIZER
 from tunix_like.cli import main as cli
@@ -28,75 +21,16 @@ from tunix_like.models.loading import export_model, load_model
 from tunix_like.runtime import object_storage
 from tunix_like.runtime.object_storage import local_copy, upload
 
-EMULATORS = os.environ.get("TUNIX_LIKE_EMULATORS")
-SERVERS = {
-    "s3": ["moto_server", "-H", "127.0.0.1", "-p", "{port}"],
-    "gs": ["gcp-storage-emulator", "start", "--host", "127.0.0.1", "--port", "{port}", "--in-memory"],
-}
 
-
-EMULATED = [pytest.mark.slow, pytest.mark.skipif(EMULATORS is None, reason="TUNIX_LIKE_EMULATORS: no folder of them")]
-
-
-class InMemory(MemoryFileSystem):
-    """Takes the place of `gs://`."""
-
-    protocol = "gs"
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        return super()._strip_protocol(path.replace("gs://", "memory://"))
-
-
-@pytest.fixture(scope="module", params=["memory", *(pytest.param(name, marks=EMULATED) for name in SERVERS)])
+@pytest.fixture(scope="module", params=KINDS)
 def bucket(request, tmp_path_factory):
     """Returns the address of an empty bucket."""
-    if request.param == "memory":
-        patch = pytest.MonkeyPatch()
-        patch.setenv("TUNIX_LIKE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setitem(sys.modules["fsspec.registry"]._registry, "gs", InMemory)
-        yield "gs://bucket"
-        patch.undo()
-        return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url, log = f"http://127.0.0.1:{port}", tmp_path_factory.mktemp("server") / "log"
-    program, *arguments = (part.format(port=port) for part in SERVERS[request.param])
-    patch = pytest.MonkeyPatch()
-    for name, value in {
-        "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key",
-        "AWS_DEFAULT_REGION": "us-east-1", "STORAGE_EMULATOR_HOST": url,
-        "TUNIX_LIKE_CACHE": str(tmp_path_factory.mktemp("cache")),
-    }.items():  # fmt: skip
-        patch.setenv(name, value)
-    with log.open("wb") as out:
-        server = subprocess.Popen([shutil.which(program, path=EMULATORS), *arguments], stdout=out, stderr=out)
-    limit = time.monotonic() + 60
-    while True:
-        try:
-            urllib.request.urlopen(url, timeout=5)
-            break
-        except urllib.error.HTTPError:
-            break
-        except OSError:
-            assert time.monotonic() < limit and server.poll() is None, log.read_text()
-            time.sleep(0.1)
-    fsspec.filesystem(request.param, skip_instance_cache=True).mkdir("bucket")
-    yield f"{request.param}://bucket"
-    server.kill()
-    server.wait()
-    patch.undo()
+    with bucket_in(request.param, tmp_path_factory.mktemp("bucket")) as url:
+        yield url
 
 
 def params_of(model):
     return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.split(model)[1]))
-
-
-def objects(url):
-    system, root = fsspec.core.url_to_fs(url)
-    system.invalidate_cache()
-    return sorted(path.removeprefix(f"{root}/") for path in system.find(root))
 
 
 def test_a_model_is_exported_and_loaded(bucket):
