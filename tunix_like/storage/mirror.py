@@ -257,17 +257,19 @@ class Mirror:
     def _round(self, closing: bool) -> None:
         """Stores the files, and the checkpoints that are complete now, the newest first. Checkpoints that appear
         meanwhile wait for the next round; one that is removed meanwhile is left out, so the run never waits."""
-        steps = {
-            f"{group}/{step}" for group in _GROUPS for step in checkpoint_files.complete_steps(self._folder / group)
-        }
+        steps = self._steps()
         missing = sorted(steps - self._checkpoints, key=_number, reverse=True)
         due = closing or time.monotonic() - self._files_at > FILES_SECONDS
         if not (missing or due):
             return
         self._lock.check()
-        for name in self._broken | {each for each in self._checkpoints if _is_abandoned(each, steps)}:
+        changed = self._copy_files()
+        # A run that resumes from an earlier checkpoint renames the damaged ones before it cuts its files back. So they
+        # are removed if a copy is of a file that was cut.
+        now = self._steps()
+        for name in self._broken | {each for each in self._checkpoints if _is_abandoned(each, now)}:
             self._remove(name)
-        self._store_files()
+        self._store_files(changed)
         for name in missing:
             self._store_checkpoint(name)
         for name in self._checkpoints - steps:
@@ -275,29 +277,45 @@ class Mirror:
                 self._remove(name)
         self._write_state([self._lock.token])
 
-    def _store_files(self) -> None:
+    def _steps(self) -> set[str]:
+        """Returns the complete checkpoints of the local copy."""
+        return {
+            f"{group}/{step}" for group in _GROUPS for step in checkpoint_files.complete_steps(self._folder / group)
+        }
+
+    def _copy_files(self) -> dict[str, list[int] | None]:
+        """Copies the changed files, to which the run may append during the upload. Returns the version of each; None
+        if it was removed."""
         self._files_at = time.monotonic()
-        found = {}
+        shutil.rmtree(self._stage / "files", ignore_errors=True)
+        changed: dict[str, list[int] | None] = dict.fromkeys(self._files)
         for path in _files_of(self._folder):
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                found[path.relative_to(self._folder).as_posix()] = _version(path)
-
-        def store(name: str) -> None:
-            copy = self._stage / "files" / name  # the run may append to the file during its upload
-            copy.parent.mkdir(parents=True, exist_ok=True)
+            name = path.relative_to(self._folder).as_posix()
             try:
-                version = _version(self._folder / name)
-                shutil.copyfile(self._folder / name, copy)
-            except FileNotFoundError:
-                return
-            self._put(copy, name)
-            copy.unlink()
-            self._files[name] = version
+                version = _version(path)
+                if self._files.get(name) == version:
+                    del changed[name]
+                    continue
+                copy = self._stage / "files" / name
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
+                changed[name] = version
+            except FileNotFoundError:  # removed meanwhile
+                continue
+        return changed
 
-        _each(store, [name for name, version in found.items() if self._files.get(name) != version])
-        for name in [name for name in self._files if name not in found]:
-            self._delete(name)
-            del self._files[name]
+    def _store_files(self, changed: dict[str, list[int] | None]) -> None:
+        def store(name: str) -> None:
+            version = changed[name]
+            if version is None:
+                with contextlib.suppress(FileNotFoundError):
+                    self._system.rm_file(self._path(name))
+                del self._files[name]
+            else:
+                self._put(self._stage / "files" / name, name)
+                self._files[name] = version
+
+        _each(store, list(changed))
 
     def _store_checkpoint(self, name: str) -> None:
         """Stores a checkpoint. Hard links keep its files if the run removes the checkpoint meanwhile. A further attempt
@@ -341,10 +359,6 @@ class Mirror:
         for path in sorted(found, key=checkpoint_files.is_mark, reverse=True):
             self._system.rm_file(path)
         self._broken.discard(name)
-
-    def _delete(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._system.rm_file(self._path(name))
 
 
 def checkpoint_of(name: str) -> str | None:
