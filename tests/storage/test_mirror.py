@@ -119,6 +119,7 @@ def test_a_run_goes_on_here_and_on_another_host(url, tmp_path, monkeypatch):
     check_whole(copied(url, tmp_path / "b"), 9)
 
 
+@pytest.mark.slow
 def test_each_state_of_the_bucket_can_be_resumed(memory, tmp_path, monkeypatch):
     """The states after each write or removal of an object are those that a kill can leave."""
     states, lock = [], threading.Lock()

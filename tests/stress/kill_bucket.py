@@ -6,7 +6,8 @@ interruption.
 Not a part of the test suite, except with few kills: it takes some minutes. The bucket is in an emulator
 (docs/contributing.md). Each process of the run gets SIGKILL at a random time after it has stored its first checkpoint,
 every fourth after it has stored its first file. In turn, the next process runs on the same host, or on another one,
-which has no local copy and waits for the lock (2 seconds here). Exit status 0: metrics (except times), completions and weights are bitwise equal.
+which has no local copy and waits for the lock (2 seconds here). Exit status 0: metrics (except times), completions and
+weights are bitwise equal.
 """
 
 from __future__ import annotations
