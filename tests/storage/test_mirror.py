@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.buckets import KINDS, InMemory, bucket_in, objects
+from tests.buckets import EMULATED, KINDS, SERVERS, InMemory, bucket_in, objects
+from tests.stress.kill_bucket import stress
 from tunix_like.errors import NotSaved, UserError
 from tunix_like.rollout.files import remove_steps_after
 from tunix_like.storage import bucket_lock, mirror
@@ -122,6 +123,7 @@ def test_a_run_goes_on_here_and_on_another_host(url, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_each_state_of_the_bucket_can_be_resumed(memory, tmp_path, monkeypatch):
     """The states after each write or removal of an object are those that a kill can leave."""
+    monkeypatch.setattr(mirror, "FILES_SECONDS", 1e6)  # files are stored only before checkpoints
     states, lock = [], threading.Lock()
 
     def recorded(name):
@@ -284,3 +286,8 @@ def test_a_deleted_local_file_is_fetched_again(memory):
     with owned(memory):
         assert train(folder, 5) == 4
         check_whole(folder, 5)
+
+
+@pytest.mark.parametrize("storage", [pytest.param(name, marks=EMULATED) for name in SERVERS])
+def test_a_killed_run_equals_an_uninterrupted_one(storage, tmp_path):
+    assert stress(storage, kills=4, seed=0, folder=tmp_path)
