@@ -74,7 +74,7 @@ def sft(arguments: argparse.Namespace) -> None:
     screen.announce(parts, place)
     warn_shared(parts.source.train, parts.source.eval)
     with owned(place):
-        claim(folder, parts)
+        claim(place, parts)
         if processes.is_first():
             output.set_fallback_folder(folder)
         lines = screen.StepLines()

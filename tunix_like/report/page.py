@@ -71,7 +71,7 @@ def _local(folder: str, with_checkpoint: bool) -> Iterator[Path]:
     if with_checkpoint:
         wanted += ["model/*", f"{latest(checkpoints_among(names_below(folder, 'report'))[0])}/*"]
     with tempfile.TemporaryDirectory() as temporary:
-        copy = Path(temporary) / folder.rstrip("/").rpartition("/")[2]
+        copy = Path(temporary).joinpath(*folder.rstrip("/").replace("://", "/").split("/"))  # runs are named by it
         download(folder, "report", wanted, copy)
         yield copy
 

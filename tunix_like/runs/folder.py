@@ -20,7 +20,7 @@ from tunix_like.runs.build import Parts
 from tunix_like.runtime.object_storage import is_remote
 from tunix_like.runtime.processes import by_first
 from tunix_like.storage.checkpoints import Checkpoints
-from tunix_like.storage.mirror import STATE
+from tunix_like.storage.mirror import STATE, local_folder
 from tunix_like.storage.run_lock import FILE as LOCK
 
 CHANGEABLE = (
@@ -87,13 +87,15 @@ def _filled(template: str, config: Config) -> str:
     return re.sub(r"\{(\w+(?:\.\w+)+)\}", value, template)
 
 
-def claim(folder: Path, parts: Parts) -> None:
-    """Checks that a run may use the folder, and writes the config and the model description of the run into it."""
-    begun = newest_checkpoints(folder) is not None
-    by_first(lambda: _claim(folder, parts, begun))
+def claim(place: str | Path, parts: Parts) -> None:
+    """Checks that a run may use the folder `place`, and writes the config and the model description of the run into
+    it."""
+    begun = newest_checkpoints(local_folder(place)) is not None
+    by_first(lambda: _claim(place, parts, begun))
 
 
-def _claim(folder: Path, parts: Parts, begun: bool) -> None:
+def _claim(place: str | Path, parts: Parts, begun: bool) -> None:
+    folder = local_folder(place)
     file = folder / "config.yaml"
     if file.exists():
         saved = with_defaults(read_yaml(file), as_dict(Config()))
@@ -102,13 +104,13 @@ def _claim(folder: Path, parts: Parts, begun: bool) -> None:
         free = [line for line in changed if line.startswith(CHANGEABLE)]
         if fixed and begun:  # without a checkpoint, the run can start again without loss
             raise UserError(
-                f"{folder} holds a run with another config:\n  " + "\n  ".join(fixed) + "\n"
+                f"{place} holds a run with another config:\n  " + "\n  ".join(fixed) + "\n"
                 "Use the same values to resume it, or training.output_dir=<another folder> to start a new run. For a "
-                f"sweep, name the folder by the key: training.output_dir='{folder}-{{{fixed[0].partition(':')[0]}}}'."
+                f"sweep, name the folder by the key: training.output_dir='{place}-{{{fixed[0].partition(':')[0]}}}'."
                 + ("\nThese keys differ too, which is allowed:\n  " + "\n  ".join(free) if free else "")
             )
     elif folder.exists() and any(path.name not in (LOCK, STATE, temporary_of(file).name) for path in folder.iterdir()):
-        raise UserError(f"{folder} is not empty and is not a run folder; choose another training.output_dir.")
+        raise UserError(f"{place} is not empty and is not a run folder; choose another training.output_dir.")
     folder.mkdir(parents=True, exist_ok=True)
     save(parts.config, file)
     save_description(parts.model.config, parts.tokenizer, folder / "model", parts.config.model.param_dtype)

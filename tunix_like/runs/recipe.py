@@ -79,7 +79,7 @@ def prepared(
     """
     source, unsaved, folder = parts.source, None, local_folder(place)
     with owned(place):
-        claim(folder, parts)
+        claim(place, parts)
         on_claim()
         # The engine is checked before SFT, which can take hours.
         with compared_once(source.train, source.eval), chosen_engine(parts, folder) as engine:

@@ -161,7 +161,7 @@ class BucketLock:
         """Says in the lock that the run has ended; the storage may be unreachable or the lock another's, which changes
         nothing."""
         self._ended.set()
-        self._thread.join()
+        self._thread.join(LEASE_SECONDS)  # it may wait for an answer
         try:
             self.check()
             self._own = dataclasses.replace(self._own, held=False)

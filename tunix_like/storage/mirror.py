@@ -17,7 +17,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +75,9 @@ def mirrored(url: str, folder: Path) -> Iterator[Callable[[], None]]:
     """
     mirrors: list[Mirror] = []
     by_first(lambda: mirrors.append(Mirror(url, folder)))
-    _check_shared(url, folder)
     mirror = mirrors[0] if mirrors else None
     try:
+        _check_shared(url, folder)
         yield mirror.check if mirror is not None else lambda: None
     except BaseException as error:
         # A plain KeyboardInterrupt is the second Ctrl-C, which ends the process at once.
@@ -367,7 +367,7 @@ def checkpoint_of(name: str) -> str | None:
     return "/".join(parts[:2]) if len(parts) > 2 and parts[0] in _GROUPS and parts[1].isdigit() else None
 
 
-def checkpoints_among(names: Iterable[str]) -> tuple[set[str], set[str]]:
+def checkpoints_among(names: Collection[str]) -> tuple[set[str], set[str]]:
     """Returns the complete checkpoints, as `checkpoints/10`, and the incomplete ones among the files of a run."""
     every = {step for name in names if (step := checkpoint_of(name)) is not None}
     complete = {step for step in every if all(f"{step}/{mark}" in names for mark in checkpoint_files.MARKS)}
