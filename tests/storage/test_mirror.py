@@ -290,4 +290,4 @@ def test_a_deleted_local_file_is_fetched_again(memory):
 
 @pytest.mark.parametrize("storage", [pytest.param(name, marks=EMULATED) for name in SERVERS])
 def test_a_killed_run_equals_an_uninterrupted_one(storage, tmp_path):
-    assert stress(storage, kills=4, seed=0, folder=tmp_path)
+    assert stress(storage, kills=2, seed=0, folder=tmp_path)
