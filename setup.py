@@ -40,7 +40,7 @@ EXTRAS = {
         "huggingface_hub>=2.4.0",  # models by hub id
         "datasets>=4.0",  # data sets by hub id
     ],
-    "gcs": ["gcsfs>=2026.9"],  # models, data and exports in gs://
+    "gcs": ["gcsfs>=2026.9"],  # models, data, runs and exports in gs://
     "s3": ["s3fs>=2026.9"],  # the same in s3://
     "vllm": ["aiohttp>=3.14"],  # concurrent requests to the servers of rollout.engine: vllm
     # Sessions of OpenEnv servers. The package openenv is for servers: about 100 packages, gradio and pandas among them.

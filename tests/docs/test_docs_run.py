@@ -67,6 +67,7 @@ SMALL_MAZE = (
 )
 SMALL_GSM8K = ("data.path=data/gsm8k", "rollout.max_prompt_length=256")
 RUN_BY_CI = "a stage of .ci/run, in an environment of its own"
+EMULATORS = "installs programs; ran by hand"
 NOT_RUN = {
     "README.md: pip install -e .": "changes the environment that the tests run in",
     "index.md: pip install -e .": "changes the environment that the tests run in",
@@ -74,6 +75,10 @@ NOT_RUN = {
     "README.md: pytest": RUN_BY_CI,
     "contributing.md: pip install -e '.[test,dev]'": RUN_BY_CI,
     "contributing.md: pytest": RUN_BY_CI,
+    "contributing.md: python -m venv emulators": EMULATORS,
+    "contributing.md: emulators/bin/pip install 'moto[server]' gcp-storage-emulator": EMULATORS,
+    "contributing.md: pip install s3fs gcsfs": EMULATORS,
+    "contributing.md: pytest -m 'slow or not slow' tests/storage tests/runtime/test_object_storage.py": EMULATORS,
     "contributing.md: ruff check .": RUN_BY_CI,
     "contributing.md: ruff format .": RUN_BY_CI,
     "contributing.md: mypy tunix_like": RUN_BY_CI,
@@ -125,6 +130,8 @@ SEEN_ELSEWHERE = ("doctor --config", "serve")
 `serve` does not end; tests/cli/test_serve.py tests it."""
 NEEDS_VLLM = "rollout.engine=vllm"
 """tests/cli/test_servers.py runs such a command with a substitute for the server."""
+NEEDS_BUCKET = "gs://"
+"""tests/runtime/test_object_storage.py runs such commands."""
 NEEDS_SERVER = "engines.md"
 """tests/serving/test_server.py runs its code."""
 OUTSIDE_QUOTES = re.compile(r'\s*&&\s*(?=(?:[^"]*"[^"]*")*[^"]*$)')
@@ -265,7 +272,7 @@ def test_commands_run(page, place, monkeypatch, capsys):
         shutil.rmtree(place / "runs")
     for command in commands(page):
         before, behind = ours(command)
-        if before or behind.startswith(SEEN_ELSEWHERE) or NEEDS_VLLM in behind:
+        if before or behind.startswith(SEEN_ELSEWHERE) or NEEDS_VLLM in behind or NEEDS_BUCKET in behind:
             continue
         if "evals/b.jsonl" in behind:
             shutil.copy("evals/a.jsonl", "evals/b.jsonl")

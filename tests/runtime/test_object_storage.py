@@ -1,102 +1,33 @@
-"""Tests models, data and exports in object storage: in memory, and if they are installed (`docs/contributing.md`), with
-emulators of S3 and of Google Cloud Storage in processes of their own."""
+"""Tests models, data, runs and exports in object storage: in memory, and if they are installed
+(`docs/contributing.md`), with emulators of S3 and of Google Cloud Storage in processes of their own."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
+import re
 from pathlib import Path
 
 import fsspec
 import jax
 import numpy as np
 import pytest
-from flax import nnx
-from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.buckets import KINDS, bucket_in, objects
 from tests.tiny_model import HF
-from tests.training.small_learner import ROWS, TOKENIZER
+from tests.training.small_learner import ROWS, TOKENIZER, assert_same, differ, make, params_of
+from tunix_like import load_model
 from tunix_like.cli import main as cli
 from tunix_like.errors import UserError
-from tunix_like.models.loading import export_model, load_model
+from tunix_like.models.loading import export_model
 from tunix_like.runtime import object_storage
 from tunix_like.runtime.object_storage import local_copy, upload
 
-EMULATORS = os.environ.get("TUNIX_LIKE_EMULATORS")
-SERVERS = {
-    "s3": ["moto_server", "-H", "127.0.0.1", "-p", "{port}"],
-    "gs": ["gcp-storage-emulator", "start", "--host", "127.0.0.1", "--port", "{port}", "--in-memory"],
-}
 
-
-EMULATED = [pytest.mark.slow, pytest.mark.skipif(EMULATORS is None, reason="TUNIX_LIKE_EMULATORS: no folder of them")]
-
-
-class InMemory(MemoryFileSystem):
-    """Takes the place of `gs://`."""
-
-    protocol = "gs"
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        return super()._strip_protocol(path.replace("gs://", "memory://"))
-
-
-@pytest.fixture(scope="module", params=["memory", *(pytest.param(name, marks=EMULATED) for name in SERVERS)])
+@pytest.fixture(scope="module", params=KINDS)
 def bucket(request, tmp_path_factory):
     """Returns the address of an empty bucket."""
-    if request.param == "memory":
-        patch = pytest.MonkeyPatch()
-        patch.setenv("TUNIX_LIKE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setitem(sys.modules["fsspec.registry"]._registry, "gs", InMemory)
-        yield "gs://bucket"
-        patch.undo()
-        return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url, log = f"http://127.0.0.1:{port}", tmp_path_factory.mktemp("server") / "log"
-    program, *arguments = (part.format(port=port) for part in SERVERS[request.param])
-    patch = pytest.MonkeyPatch()
-    for name, value in {
-        "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key",
-        "AWS_DEFAULT_REGION": "us-east-1", "STORAGE_EMULATOR_HOST": url,
-        "TUNIX_LIKE_CACHE": str(tmp_path_factory.mktemp("cache")),
-    }.items():  # fmt: skip
-        patch.setenv(name, value)
-    with log.open("wb") as out:
-        server = subprocess.Popen([shutil.which(program, path=EMULATORS), *arguments], stdout=out, stderr=out)
-    limit = time.monotonic() + 60
-    while True:
-        try:
-            urllib.request.urlopen(url, timeout=5)
-            break
-        except urllib.error.HTTPError:
-            break
-        except OSError:
-            assert time.monotonic() < limit and server.poll() is None, log.read_text()
-            time.sleep(0.1)
-    fsspec.filesystem(request.param, skip_instance_cache=True).mkdir("bucket")
-    yield f"{request.param}://bucket"
-    server.kill()
-    server.wait()
-    patch.undo()
-
-
-def params_of(model):
-    return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.split(model)[1]))
-
-
-def objects(url):
-    system, root = fsspec.core.url_to_fs(url)
-    system.invalidate_cache()
-    return sorted(path.removeprefix(f"{root}/") for path in system.find(root))
+    with bucket_in(request.param, tmp_path_factory.mktemp("bucket")) as url:
+        yield url
 
 
 def test_a_model_is_exported_and_loaded(bucket):
@@ -148,24 +79,56 @@ def test_copies_are_kept_until_an_object_changes(bucket, monkeypatch):
     assert second != first and second.read_bytes() == b"two" and first.read_bytes() == b"one"
 
 
-def test_a_run_reads_model_and_data_and_exports(bucket, tmp_path, monkeypatch, capsys):
+@pytest.mark.slow
+def test_a_run_is_in_a_bucket_with_its_model_and_data(bucket, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     export_model(load_model(HF, init="random")[0], TOKENIZER, f"{bucket}/start")
     system, path = fsspec.core.url_to_fs(f"{bucket}/rows")
     rows = "\n".join(json.dumps({"prompt": row["prompt"], "answer": row["answer"]}) for row in ROWS).encode()
     for split in ("train", "test"):
         system.pipe_file(f"{path}/{split}.jsonl", rows)
+    (tmp_path / "reward.py").write_text(
+        "def odd(prompts, completions, **_):\n    return [len(c) % 2 for c in completions]"
+    )
     (tmp_path / "run.yaml").write_text(f"model: {{path: '{bucket}/start'}}")
     command = ["train", "run.yaml", "algorithm.advantage_estimator=rloo", "data.name=jsonl", f"data.path={bucket}/rows",
                "data.batch_size=8", "rollout.max_prompt_length=8", "rollout.max_tokens_to_generate=4", "eval.samples=1",
-               "training.max_steps=1", "training.output_dir=run"]  # fmt: skip
+               "rewards.functions=[{name: reward.py:odd}]",
+               "training.max_steps=2", "training.checkpoint_every_n_steps=1", "training.log_rollouts_every_n_steps=1",
+               "training.eval_every_n_steps=1", f"training.output_dir={bucket}/runs/one"]  # fmt: skip
+    run = f"{bucket}/runs/one"
+    assert cli.main([*command, "training.max_steps=0"]) == 2 and objects(run) == []
     assert cli.main(command) == 0
-    assert cli.main(["export", "run", f"{bucket}/end"]) == 0
-    assert f"to {bucket}/end" in capsys.readouterr().out
-    end = load_model(f"{bucket}/end")[0]
-    assert set(params_of(end)) == set(params_of(load_model(f"{bucket}/start")[0]))
-    assert cli.main(["export", "run", f"{bucket}/end"]) == 2
+    assert f"run folder: {run} (" in capsys.readouterr().out
+    assert {"config.yaml", "metrics.jsonl", "rollouts/step_000002.jsonl"} <= set(objects(run))
+    for name, source in {"newest": run, "second": f"{run}/checkpoints/2", "first": f"{run}/checkpoints/1/"}.items():
+        assert cli.main(["export", source, f"{bucket}/{name}"]) == 0
+        assert f"wrote {run}/checkpoints/{1 if name == 'first' else 2} to {bucket}/{name}" in capsys.readouterr().out
+    newest, second, first = (params_of(load_model(f"{bucket}/{name}")[0]) for name in ("newest", "second", "first"))
+    assert_same(newest, second)
+    assert differ(newest, first)
+    assert_same(params_of(load_model(run)[0]), newest)
+    assert cli.main(["export", run, f"{bucket}/newest"]) == 2
     assert "has objects" in capsys.readouterr().err
+    assert cli.main(["eval", run, "--best", "training.best_metric=eval/mean_length"]) == 0
+    assert re.search(rf"{run}/checkpoints/[12]: ", capsys.readouterr().out)
+    assert cli.main(["report", run]) == 0
+    assert f"wrote {run}/report.html" in capsys.readouterr().out and "report.html" in objects(run)
+    assert cli.main(["export", f"{run}/checkpoints/7", f"{bucket}/seven"]) == 2
+    assert f"{run}: no checkpoint checkpoints/7; there are: checkpoints/1, checkpoints/2" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_learner_resumes_on_another_host(bucket, tmp_path, monkeypatch):
+    """Its result is that of an uninterrupted run."""
+    whole, run = make(max_steps=4), f"{bucket}/runs/learner"
+    whole.train(ROWS, batch_size=4)
+    make(max_steps=2, output_dir=run, checkpoint_every_n_steps=1).train(ROWS, batch_size=4)
+    monkeypatch.setenv("TUNIX_LIKE_CACHE", str(tmp_path))
+    resumed = make(max_steps=4, output_dir=run, checkpoint_every_n_steps=1)
+    resumed.train(ROWS, batch_size=4)
+    assert_same(params_of(resumed.model), params_of(whole.model))
+    assert_same(params_of(load_model(run)[0]), params_of(whole.model))
 
 
 def test_mistakes(bucket, monkeypatch):

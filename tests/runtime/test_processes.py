@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.buckets import EMULATED, bucket_in
 from tests.tiny_model import HF
 from tunix_like.cli import main as cli
 from tunix_like.errors import UserError
@@ -199,11 +201,12 @@ def ends(processes, limit=240):
             process.kill()
 
 
-def two(cwd, only_second=()):
+def two(cwd, only_second=(), both=(), **second_environment):
     """Runs two processes. After the second has ended, the first must end within `BOUND`."""
     place = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2", "--process-id"]
-    own = ["0"], ["1", *only_second]
-    pair = [start([sys.executable, "-m", "tunix_like", *RUN, *place, *each], cwd, 2) for each in own]
+    own = (["0"], {}), (["1", *only_second], second_environment)
+    argv = [sys.executable, "-m", "tunix_like", *RUN, *both, *place]
+    pair = [start([*argv, *each], cwd, 2, **environment) for each, environment in own]
     try:
         second = (pair[1].wait(240), *pair[1].communicate())
         first = pair[0].communicate(timeout=BOUND)
@@ -261,6 +264,24 @@ def test_stopped_and_killed_run_of_two_equals_the_uninterrupted_run(alone, tmp_p
     for row, expected in zip(reproducible_metrics(tmp_path / "run"), reproducible_metrics(alone / "run"), strict=True):
         assert row == {name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in expected.items()}
     assert_same_weights(alone / "run", tmp_path / "run", tolerance=1e-4)
+
+
+@pytest.mark.parametrize("storage", [pytest.param("gs", marks=EMULATED)])
+def test_run_of_two_in_a_bucket(storage, tmp_path):
+    """Two processes that share the local copy stop and resume; with a local copy each, they are refused."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    with bucket_in(storage, tmp_path) as bucket:
+        both = [f"training.output_dir={bucket}/run"]
+        for code, _, error in two(tmp_path, both=both, TUNIX_LIKE_CACHE=str(tmp_path / "other")):
+            assert code == 2 and "which all processes of a run must share: set TUNIX_LIKE_CACHE" in error, error
+        (tmp_path / "SIGTERM").write_text("3")
+        stopped = two(tmp_path, both=both)
+        assert [code for code, _, _ in stopped] == [75, 75], stopped
+        shutil.rmtree(tmp_path / "cache")
+        finished = two(tmp_path, both=both)
+        assert [code for code, _, _ in finished] == [0, 0], finished
+        assert [code for code, _, _ in two(tmp_path)] == [0, 0]
+        assert_same_weights(tmp_path / "run", f"{bucket}/run")
 
 
 def test_invalid_input_of_one_process_ends_all(tmp_path):

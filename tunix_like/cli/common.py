@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from tunix_like.errors import UserError
+from tunix_like.runtime.object_storage import is_remote
 
 
 def setup_jax() -> None:
@@ -24,6 +25,8 @@ def chosen_source(source: str, best: bool) -> str:
 
     if not best:
         return source
+    if is_remote(source):
+        return f"{source.rstrip('/')}/checkpoints/{BEST}"
     if not (Path(source) / "checkpoints").is_dir():
         raise UserError(f"--best: {source} is not a run folder with checkpoints; name a run, or leave --best out.")
     return str(Path(source) / "checkpoints" / BEST)

@@ -10,8 +10,10 @@ from tunix_like.rollout.samples import Samples
 from tunix_like.runs.build import Parts
 from tunix_like.runs.describe import describe
 from tunix_like.runtime import console, processes, progress
+from tunix_like.runtime.object_storage import is_remote
 from tunix_like.storage import metrics
 from tunix_like.storage.checkpoint_files import complete_steps
+from tunix_like.storage.mirror import local_folder
 from tunix_like.training.engine import make_engine
 from tunix_like.training.generation import complete
 from tunix_like.training.learner import Learner
@@ -19,10 +21,10 @@ from tunix_like.training.preferences import DPOLearner
 from tunix_like.types import SamplingParams
 
 
-def announce(parts: Parts, folder: Path) -> None:
+def announce(parts: Parts, place: str | Path) -> None:
     """Prints a summary of the run, the first prompt as the model receives it, and what an environment adds to this
     prompt."""
-    for name, value in [*describe(parts), ("folder", str(folder))]:
+    for name, value in [*describe(parts), ("folder", _named(place))]:
         console.print_text(f"{name:>9}: {value}")
     config = parts.config
     for rows, what in ((parts.source.train, "training"), (parts.source.eval, "evaluation")):
@@ -41,6 +43,10 @@ def announce(parts: Parts, folder: Path) -> None:
         added = parts.first_observation
         text = added if isinstance(added, str) else "\n".join(f"{each['role']}: {each['content']}" for each in added)
         console.print_text(f"{'reset':>9}: the environment adds to the prompt of row 1: {_both_ends(text, 600)}")
+
+
+def _named(place: str | Path) -> str:
+    return f"{place} (local copy: {local_folder(place)})" if is_remote(place) else str(place)
 
 
 def _both_ends(values: str | list[int], most: int) -> str:
@@ -82,38 +88,39 @@ def show_samples(step: int, samples: Samples) -> None:
     console.table(f'step {step}, prompt "{prompt}"{known}', columns, rows, texts=columns[-1:])
 
 
-def results(folder: Path, parts: Parts, learner: Learner | DPOLearner) -> None:
+def results(place: str | Path, parts: Parts, learner: Learner | DPOLearner) -> None:
     """Prints what `train` shows at the end: the evaluations, the best checkpoint, the run folder and, if the data
     source can draw problems, a drawing of one problem."""
-    closing_table(folder, parts)
+    closing_table(place, parts)
     picture(parts, learner)
 
 
-def closing_table(folder: Path, parts: Parts) -> None:
+def closing_table(place: str | Path, parts: Parts) -> None:
     """Prints the evaluations before and after RL, the best checkpoint if `training.best_metric` is set, and the run
     folder."""
     if not processes.is_first():  # only the first process writes the metrics
         return
+    folder = local_folder(place)
     evaluations = [row for row in metrics.rows(folder) if "step" in row and any(k.startswith("eval/") for k in row)]
     if len(evaluations) > 1:
         _before_and_after(evaluations[0], evaluations[-1], parts)
     elif not evaluations:
         console.print_text("no evaluation: the data has no held-out rows")
     if (metric := parts.config.training.best_metric) is not None:
-        _say_best(folder, metric)
+        _say_best(folder, metric, place)
     console.print_text(
-        f"run folder: {folder} (tunix-like eval | generate | export | report {folder}). To continue, raise "
+        f"run folder: {place} (tunix-like eval | generate | export | report {place}). To continue, raise "
         "training.max_steps; to start anew, set another training.output_dir or delete the folder."
     )
 
 
-def _say_best(folder: Path, metric: str) -> None:
+def _say_best(folder: Path, metric: str, place: str | Path) -> None:
     best = metrics.best_of(folder, metric)
     kept = best.among(complete_steps(folder / "checkpoints"))  # `Checkpoints.steps` would wait for the other processes
     if kept is None:
         console.print_text(f"best: no checkpoint has a value of {metric}")
     else:
-        console.print_text(f"best: {best.describe(kept)}, kept in {folder}/checkpoints/{kept} (use it with --best)")
+        console.print_text(f"best: {best.describe(kept)}, kept in {place}/checkpoints/{kept} (use it with --best)")
 
 
 def _before_and_after(before: dict[str, Any], after: dict[str, Any], parts: Parts) -> None:

@@ -20,10 +20,12 @@ def train(arguments: argparse.Namespace) -> None:
     from tunix_like.runs.describe import check_memory
     from tunix_like.runs.folder import run_folder
     from tunix_like.runtime import processes
+    from tunix_like.storage.mirror import local_folder
 
     parts = build.assemble(config, abstract=arguments.dry_run)
-    folder = run_folder(config, arguments.config, str(parts.config.algorithm.advantage_estimator))
-    screen.announce(parts, folder)
+    place = run_folder(config, arguments.config, str(parts.config.algorithm.advantage_estimator))
+    folder = local_folder(place)
+    screen.announce(parts, place)
     if arguments.dry_run:
         warn_shared(parts.source.train, parts.source.eval)
         recipe.check_servers(parts)
@@ -41,13 +43,13 @@ def train(arguments: argparse.Namespace) -> None:
     lines = screen.StepLines()
     unsaved: NotSaved | None = None
     try:
-        with recipe.prepared(parts, folder, lines.on_row, lines.on_samples, on_claim) as learner:
+        with recipe.prepared(parts, place, lines.on_row, lines.on_samples, on_claim) as learner:
             learner.train(parts.source.train, parts.source.eval, **recipe.data_options(parts.config))
     except NotSaved as error:
         if error.stopped:
             raise
         unsaved = error  # all steps are done, so the results are printed first
-    screen.results(folder, parts, learner)
+    screen.results(place, parts, learner)
     if unsaved is not None:
         raise unsaved
 
@@ -63,18 +65,20 @@ def sft(arguments: argparse.Namespace) -> None:
     from tunix_like.runs import build, recipe
     from tunix_like.runs.folder import claim, run_folder
     from tunix_like.runtime import processes
+    from tunix_like.storage.mirror import local_folder
     from tunix_like.storage.run_lock import owned
 
     parts = build.assemble(config)
-    folder = run_folder(config, arguments.config, "sft")
-    screen.announce(parts, folder)
+    place = run_folder(config, arguments.config, "sft")
+    folder = local_folder(place)
+    screen.announce(parts, place)
     warn_shared(parts.source.train, parts.source.eval)
-    with owned(folder):
-        claim(folder, parts)
+    with owned(place):
+        claim(place, parts)
         if processes.is_first():
             output.set_fallback_folder(folder)
         lines = screen.StepLines()
         unsaved = recipe.fine_tune(parts, folder, lines.on_row, another_follows=False)
     if unsaved is not None:
         raise unsaved
-    console.print_text(f"supervised fine-tuning is done: tunix-like eval {folder}, tunix-like export {folder} OUT")
+    console.print_text(f"supervised fine-tuning is done: tunix-like eval {place}, tunix-like export {place} OUT")

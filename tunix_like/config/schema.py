@@ -515,7 +515,8 @@ class EvalConfig(Checked):
 class RLTrainingConfig(Checked):
     section = "training"
     output_dir: str | None = key(
-        doc="run folder, {a.b} is the value of that key; unset: runs/<config>-<estimator>-s<seed>, in Python none"
+        doc="run folder or address (gs://, s3://), {a.b} is the value of that key; unset: "
+        "runs/<config>-<estimator>-s<seed>, in Python none"
     )
     max_steps: int | None = key(doc="rollout batches; unset: one epoch", at_least=1)
     seed: int = key(0, doc="of initial weights, sampling, evaluation", at_least=0)

@@ -14,7 +14,8 @@ import importlib.resources
 import json
 import math
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,10 @@ from tunix_like.report.figures import save_figures
 from tunix_like.report.reading import Run, Table, read_runs
 from tunix_like.report.rollouts import MOST_BYTES, read_kept
 from tunix_like.runtime import console, progress
+from tunix_like.runtime.object_storage import download, is_remote, names_below, upload_file
 from tunix_like.runtime.visible import visible
+from tunix_like.storage.metrics import FILE
+from tunix_like.storage.mirror import checkpoints_among, latest
 
 if TYPE_CHECKING:
     from tunix_like.report.gradients import Gradients
@@ -41,11 +45,39 @@ _TITLE = "<title>tunix-like report</title>"
 def write(folders: Sequence[str], out: str | None, png: str | None, batches: int | None) -> None:
     """Writes the page (to `out` or the first run's folder) and, into the folder `png`, the figures of runs. `batches`:
     number of batches of prompts whose gradient norms are measured."""
-    runs = read_runs(folders)
-    file = runs[0].folder / "report.html" if out is None else Path(out)
-    _check_out(file)
-    gradients = [] if batches is None else _measure(runs, batches)
-    page = build(runs, gradients)
+    with contextlib.ExitStack() as copies:
+        local = [copies.enter_context(_local(folder, batches is not None)) for folder in folders]
+        runs = read_runs(local)
+        file = runs[0].folder / "report.html" if out is None else Path(out)
+        _check_out(file)
+        gradients = [] if batches is None else _measure(runs, batches)
+        size, shown = _write(file, build(runs, gradients)), str(file)
+        if out is None and is_remote(folders[0]):
+            shown = f"{folders[0].rstrip('/')}/report.html"
+            upload_file(file, shown)
+        console.print_text(f"wrote {shown} ({size / 1e6:.1f} MB); open it in a browser")
+        if png is not None:
+            written = save_figures(runs, Path(png), gradients)
+            console.print_text(f"wrote {len(written)} figures to {png}: {', '.join(path.name for path in written)}")
+
+
+@contextlib.contextmanager
+def _local(folder: str, with_checkpoint: bool) -> Iterator[Path]:
+    """Yields a run folder, or a temporary copy of what a report reads if it is in object storage."""
+    if not is_remote(folder):
+        yield Path(folder)
+        return
+    wanted = ["config.yaml", FILE, "rollouts/*"]
+    if with_checkpoint:
+        wanted += ["model/*", f"{latest(checkpoints_among(names_below(folder, 'report'))[0])}/*"]
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary).joinpath(*folder.rstrip("/").replace("://", "/").split("/"))  # runs are named by it
+        download(folder, "report", wanted, copy)
+        yield copy
+
+
+def _write(file: Path, page: str) -> int:
+    """Writes the page and returns its size."""
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
         part.write_text(page, encoding="utf-8")
@@ -55,10 +87,7 @@ def write(folders: Sequence[str], out: str | None, png: str | None, batches: int
     finally:
         with contextlib.suppress(OSError):
             part.unlink()
-    console.print_text(f"wrote {file} ({len(page) / 1e6:.1f} MB); open it in a browser")
-    if png is not None:
-        written = save_figures(runs, Path(png), gradients)
-        console.print_text(f"wrote {len(written)} figures to {png}: {', '.join(path.name for path in written)}")
+    return len(page)
 
 
 def _check_out(file: Path) -> None:

@@ -17,8 +17,10 @@ from tunix_like.errors import UserError
 from tunix_like.models.loading import save_description
 from tunix_like.models.lora import save_adapter_config
 from tunix_like.runs.build import Parts
+from tunix_like.runtime.object_storage import is_remote
 from tunix_like.runtime.processes import by_first
 from tunix_like.storage.checkpoints import Checkpoints
+from tunix_like.storage.mirror import STATE, local_folder
 from tunix_like.storage.run_lock import FILE as LOCK
 
 CHANGEABLE = (
@@ -57,7 +59,7 @@ CHANGEABLE = (
 """Keys, or prefixes of keys, whose values may change when a run is resumed."""
 
 
-def run_folder(config: Config, config_path: str | Path, kind: str) -> Path:
+def run_folder(config: Config, config_path: str | Path, kind: str) -> str | Path:
     """Returns `training.output_dir`, in which `{a.b}` is replaced by the value of the key `a.b`, so that the runs of a
     sweep get different folders. If it is not set, returns `runs/<config>-<kind>-s<seed>`.
 
@@ -65,7 +67,8 @@ def run_folder(config: Config, config_path: str | Path, kind: str) -> Path:
     estimator `FILE.py:function`, only the name of the function is used.
     """
     if config.training.output_dir is not None:
-        return Path(_filled(config.training.output_dir, config))
+        place = _filled(config.training.output_dir, config)
+        return place if is_remote(place) else Path(place)
     name = kind.replace(":", ".").rpartition(".")[2]
     return Path("runs") / f"{Path(config_path).stem}-{name}-s{config.training.seed}"
 
@@ -84,13 +87,15 @@ def _filled(template: str, config: Config) -> str:
     return re.sub(r"\{(\w+(?:\.\w+)+)\}", value, template)
 
 
-def claim(folder: Path, parts: Parts) -> None:
-    """Checks that a run may use the folder, and writes the config and the model description of the run into it."""
-    begun = newest_checkpoints(folder) is not None
-    by_first(lambda: _claim(folder, parts, begun))
+def claim(place: str | Path, parts: Parts) -> None:
+    """Checks that a run may use the folder `place`, and writes the config and the model description of the run into
+    it."""
+    begun = newest_checkpoints(local_folder(place)) is not None
+    by_first(lambda: _claim(place, parts, begun))
 
 
-def _claim(folder: Path, parts: Parts, begun: bool) -> None:
+def _claim(place: str | Path, parts: Parts, begun: bool) -> None:
+    folder = local_folder(place)
     file = folder / "config.yaml"
     if file.exists():
         saved = with_defaults(read_yaml(file), as_dict(Config()))
@@ -99,13 +104,13 @@ def _claim(folder: Path, parts: Parts, begun: bool) -> None:
         free = [line for line in changed if line.startswith(CHANGEABLE)]
         if fixed and begun:  # without a checkpoint, the run can start again without loss
             raise UserError(
-                f"{folder} holds a run with another config:\n  " + "\n  ".join(fixed) + "\n"
+                f"{place} holds a run with another config:\n  " + "\n  ".join(fixed) + "\n"
                 "Use the same values to resume it, or training.output_dir=<another folder> to start a new run. For a "
-                f"sweep, name the folder by the key: training.output_dir='{folder}-{{{fixed[0].partition(':')[0]}}}'."
+                f"sweep, name the folder by the key: training.output_dir='{place}-{{{fixed[0].partition(':')[0]}}}'."
                 + ("\nThese keys differ too, which is allowed:\n  " + "\n  ".join(free) if free else "")
             )
-    elif folder.exists() and any(path.name not in (LOCK, temporary_of(file).name) for path in folder.iterdir()):
-        raise UserError(f"{folder} is not empty and is not a run folder; choose another training.output_dir.")
+    elif folder.exists() and any(path.name not in (LOCK, STATE, temporary_of(file).name) for path in folder.iterdir()):
+        raise UserError(f"{place} is not empty and is not a run folder; choose another training.output_dir.")
     folder.mkdir(parents=True, exist_ok=True)
     save(parts.config, file)
     save_description(parts.model.config, parts.tokenizer, folder / "model", parts.config.model.param_dtype)

@@ -23,6 +23,7 @@ from tunix_like.runs.build import Parts, assemble
 from tunix_like.runs.folder import claim, run_folder
 from tunix_like.runtime import console, processes
 from tunix_like.runtime.progress import OnRow, watched
+from tunix_like.storage.mirror import local_folder
 from tunix_like.storage.run_lock import owned
 from tunix_like.training.learner import Learner
 from tunix_like.training.preferences import DPOLearner
@@ -60,7 +61,7 @@ def run(config: Config | str | Path, overrides: Sequence[str] = (), *, on_row: O
 @contextlib.contextmanager
 def prepared(
     parts: Parts,
-    folder: Path,
+    place: str | Path,
     on_row: OnRow,
     on_samples: Callable[[int, Samples], None] | None = None,
     on_claim: Callable[[], None] = lambda: None,
@@ -71,13 +72,14 @@ def prepared(
     context, unless the body raises an error.
 
     Args:
+      place: the run folder, or its address in object storage.
       on_row: called with every row of metrics.
       on_samples: called with the step and its best and worst completion of one prompt; see `Learner`.
       on_claim: called after the folder was checked and the config of the run was written into it (`folder.claim`).
     """
-    source, unsaved = parts.source, None
-    with owned(folder):
-        claim(folder, parts)
+    source, unsaved, folder = parts.source, None, local_folder(place)
+    with owned(place):
+        claim(place, parts)
         on_claim()
         # The engine is checked before SFT, which can take hours.
         with compared_once(source.train, source.eval), chosen_engine(parts, folder) as engine:

@@ -38,8 +38,11 @@ from tunix_like.models.sharding import build_mesh, place_params
 from tunix_like.runs.build import kinds_of, loaded, make_evaluator
 from tunix_like.runs.folder import newest_checkpoints
 from tunix_like.runs.reward_functions import reward_functions
+from tunix_like.runtime.object_storage import is_remote, local_copy, names_below
+from tunix_like.storage import checkpoint_files
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.metrics import best_of
+from tunix_like.storage.mirror import checkpoints_among, latest
 from tunix_like.training.engine import make_engine
 
 BEST = "best"
@@ -98,7 +101,13 @@ def load_model(
       UserError: an argument, the folder, or its config, weights or tokenizer is invalid; this device does not support
         the attention implementation; or the mesh does not divide the model.
     """
-    if not isinstance(path_or_hub_id, (str, Path)) or not _is_of_run(Path(path_or_hub_id).expanduser()):
+    if is_remote(path_or_hub_id) and (stored := local_run(str(path_or_hub_id))) is not None:
+        path_or_hub_id = stored
+    if (
+        not isinstance(path_or_hub_id, (str, Path))
+        or is_remote(path_or_hub_id)
+        or not _is_of_run(Path(path_or_hub_id).expanduser())
+    ):
         kinds = {"dtype": dtype, "param_dtype": jnp.float32 if param_dtype is None else param_dtype}
         kinds |= {"attention": attention or "auto"}
         return loading.load_model(path_or_hub_id, init=init, seed=seed, quantize=quantize, mesh=mesh, **kinds)
@@ -140,6 +149,9 @@ def open_trained(
     Raises:
       UserError: the path is not a run, checkpoint or model, the run has no checkpoint, or the checkpoints are damaged.
     """
+    if is_remote(path) and (local := local_run(path, overrides)) is not None:
+        trained = open_trained(str(local), overrides, need_data=need_data, mesh=mesh)
+        return trained._replace(origin="/".join([split_address(path)[0], *local.parts[-2:]]))
     place = Path(path)
     if (place.parent.name, place.name) == ("checkpoints", BEST):
         place = best_checkpoint(place.parent.parent, overrides)
@@ -186,6 +198,37 @@ def open_trained(
         params = join_params(checkpoints.restore(step, {"params": abstract})[0]["params"], frozen)
     tokenizer = tokenizer.with_template_variables(template_variables(config.data))
     return Trained(config, graphdef, model_config, params, tokenizer, mesh, f"{steps_folder}/{step}")
+
+
+def split_address(url: str) -> tuple[str, str | None]:
+    """Splits the address of a checkpoint into that of its run and the rest, such as `checkpoints/10`; None without."""
+    run, folder, step = url.rstrip("/").rsplit("/", 2)
+    if folder in ("checkpoints", "sft_checkpoints") and (step.isdigit() or step == BEST):
+        return run, f"{folder}/{step}"
+    return url.rstrip("/"), None
+
+
+def local_run(url: str, overrides: Sequence[str] = ()) -> Path | None:
+    """Returns the local copy of a checkpoint of a run in object storage, as `RUN/checkpoints/STEP`: the given one, the
+    best or the newest. The copy has what opening it needs. Returns None if `url` is no run and no checkpoint."""
+    run, step = split_address(url)
+    names = names_below(run, "model.path")
+    if "config.json" in names or "model/config.json" not in names:
+        return None
+    complete = checkpoints_among(names)[0]
+    if step == f"checkpoints/{BEST}":
+        marks = [f"{each}/{mark}" for each in complete for mark in checkpoint_files.MARKS]
+        step = (
+            "checkpoints/"
+            + best_checkpoint(local_copy(run, "model.path", ("config.yaml", "metrics.jsonl", *marks)), overrides).name
+        )
+    elif step is None:
+        step = latest(complete)
+        if step is None:
+            raise UserError(f"{run} has no checkpoint yet; training.checkpoint_every_n_steps sets when one is written.")
+    if step not in complete:
+        raise UserError(f"{run}: no checkpoint {step}; there are: {', '.join(sorted(complete)) or 'none'}.")
+    return local_copy(run, "model.path", ("config.yaml", "model/*", f"{step}/*")) / step
 
 
 def best_checkpoint(run: Path, overrides: Sequence[str] = ()) -> Path:

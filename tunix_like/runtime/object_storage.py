@@ -1,4 +1,4 @@
-"""Reads and writes models and data in object storage: `gs://bucket/path` and `s3://bucket/path`, through fsspec.
+"""Reads and writes models, data and runs in object storage: `gs://bucket/path` and `s3://bucket/path`, through fsspec.
 
 Objects are copied to a local folder before they are read. Credentials are those of the clients: the application default
 credentials of Google Cloud, or the variables and files of AWS (`AWS_ENDPOINT_URL` for other S3 services).
@@ -37,26 +37,17 @@ def local_copy(url: str, key: str, patterns: Sequence[str] = ("*",)) -> Path:
 
     Args:
       key: the config key with the address, for the error messages.
-      patterns: which files of a folder are copied, by their names.
+      patterns: which files of a folder are copied, by their names or their paths in the folder.
 
     Raises:
       UserError: the address cannot be read, or nothing is there.
     """
-    system, root = _opened(url, key)
-    try:
-        system.invalidate_cache()
-        found = system.find(root, detail=True)
-    except Exception as error:  # each client has its own exceptions
-        raise UserError(f"{key}: {url} cannot be read: {one_line(error)}.") from error
-    single = root in found
-    objects = {path: info for path, info in found.items() if info["type"] == "file"}
-    if not single:
-        objects = {path: info for path, info in objects.items() if _matches(path, patterns)}
-    if not objects:
-        raise UserError(f"{key}: {url}: there is no such object, and no folder with files of a kind that is needed.")
+    system, root = opened(url, key)
+    objects = _chosen(url, key, patterns)
+    single = root in objects
     versions = sorted((path, str(system.ukey(path))) for path in objects)
     digest = hashlib.sha256(json.dumps([url, versions]).encode()).hexdigest()[:24]
-    cache = Path(os.environ.get("TUNIX_LIKE_CACHE", "~/.cache/tunix_like")).expanduser()
+    cache = cache_folder()
     folder, part = cache / digest, cache / f"{digest}.part"
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -70,8 +61,56 @@ def local_copy(url: str, key: str, patterns: Sequence[str] = ("*",)) -> Path:
     return folder / PurePosixPath(root).name if single else folder
 
 
+def download(url: str, key: str, patterns: Sequence[str], folder: Path) -> None:
+    """Copies the files of a folder in object storage that match `patterns` to the new folder `folder`; arguments and
+    errors as in `local_copy`."""
+    system, root = opened(url, key)
+    try:
+        _download(system, root, _chosen(url, key, patterns), folder, url)
+    except OSError as error:
+        raise UserError(f"{key}: {url} cannot be copied to {folder}: {one_line(error)}.") from error
+
+
+def _chosen(url: str, key: str, patterns: Sequence[str]) -> dict[str, Any]:
+    """Returns the object `url`, or the objects below it that match `patterns`."""
+    system, root = opened(url, key)
+    try:
+        objects = find(system, root)
+    except Exception as error:  # each client has its own exceptions
+        raise UserError(f"{key}: {url} cannot be read: {one_line(error)}.") from error
+    if root not in objects:
+        objects = {path: info for path, info in objects.items() if _matches(path.removeprefix(f"{root}/"), patterns)}
+    if not objects:
+        raise UserError(f"{key}: {url}: there is no such object, and no folder with files of a kind that is needed.")
+    return objects
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("TUNIX_LIKE_CACHE", "~/.cache/tunix_like")).expanduser().absolute()
+
+
+def find(system: Any, root: str) -> dict[str, Any]:
+    """Returns the objects below `root` by their paths in the file system, as they are now, with `size`."""
+    system.invalidate_cache()
+    try:
+        found = system.find(root, detail=True)
+    except FileNotFoundError:  # no bucket; others return nothing
+        return {}
+    return {path: info for path, info in found.items() if info["type"] == "file"}
+
+
+def names_below(url: str, key: str) -> set[str]:
+    """Returns the paths of the objects in a folder in object storage. Raises UserError if they cannot be listed."""
+    system, root = opened(url, key)
+    try:
+        return {path.removeprefix(f"{root}/") for path in find(system, root)}
+    except Exception as error:
+        raise UserError(f"{key}: {url} cannot be read: {one_line(error)}.") from error
+
+
 def _matches(path: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatch(PurePosixPath(path).name, pattern) for pattern in patterns)
+    names = path, PurePosixPath(path).name
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns for name in names)
 
 
 def _download(system: Any, root: str, objects: dict[str, Any], part: Path, url: str) -> None:
@@ -83,6 +122,15 @@ def _download(system: Any, root: str, objects: dict[str, Any], part: Path, url: 
             if target.stat().st_size != info["size"]:
                 raise OSError(f"{path} has {info['size']} bytes, and {target.stat().st_size} arrived")
             advance(info["size"] >> 20)
+
+
+def upload_file(file: Path, url: str) -> None:
+    """Writes one object. Raises UserError if it cannot be written."""
+    system, path = opened(url, "the report")
+    try:
+        system.put_file(str(file), path)
+    except Exception as error:
+        raise UserError(f"{url} cannot be written: {one_line(error)}.") from error
 
 
 def check_target(url: str, overwrite: bool) -> None:
@@ -100,7 +148,7 @@ def upload(folder: Path, url: str, last: Sequence[str]) -> None:
     Raises:
       UserError: an object cannot be written.
     """
-    system, root = _opened(url, "the export")
+    system, root = opened(url, "the export")
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
     is_last = lambda name: PurePosixPath(name).name in last  # noqa: E731
     try:
@@ -115,17 +163,14 @@ def upload(folder: Path, url: str, last: Sequence[str]) -> None:
 
 
 def _existing(url: str) -> list[str]:
-    system, root = _opened(url, "the export")
+    system, root = opened(url, "the export")
     try:
-        system.invalidate_cache()
-        return list(system.find(root))
-    except FileNotFoundError:
-        return []
+        return list(find(system, root))
     except Exception as error:
         raise UserError(f"{url} cannot be written: {one_line(error)}.") from error
 
 
-def _opened(url: str, key: str) -> tuple[Any, str]:
+def opened(url: str, key: str) -> tuple[Any, str]:
     """Returns the file system of an address, and the path in it."""
     package, extra = _EXTRAS[url.partition("://")[0]]
     try:

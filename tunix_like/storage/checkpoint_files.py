@@ -24,6 +24,15 @@ _ITEMS = {_STAMP, CHECKSUMS, "commit_success.txt", "state", "meta", "iterator"}
 """Names of the files and folders in the folder of a checkpoint."""
 
 
+MARKS = (_STAMP, "state/_METADATA")
+"""The files without which the folder of a checkpoint is not complete."""
+
+
+def is_mark(path: str) -> bool:
+    """Whether a file is the one of a checkpoint that is written last and removed first in object storage."""
+    return path.rpartition("/")[2] == _STAMP
+
+
 def complete_steps(folder: Path) -> list[int]:
     """Returns the step numbers of the complete checkpoints in `folder`, ascending. Orbax would count every folder whose
     name is a number."""
@@ -34,7 +43,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 def is_complete(step: Path) -> bool:
     """Returns whether the folder of a checkpoint has the files that are written last and removed first."""
-    return (step / _STAMP).is_file() and (step / "state" / "_METADATA").is_file()
+    return all((step / mark).is_file() for mark in MARKS)
 
 
 def remove(step: Path) -> None:

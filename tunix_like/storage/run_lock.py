@@ -18,7 +18,9 @@ from pathlib import Path
 from filelock import SoftFileLease, Timeout
 
 from tunix_like.errors import UserError
+from tunix_like.runtime.object_storage import is_remote
 from tunix_like.runtime.processes import by_first, is_first
+from tunix_like.storage.mirror import local_folder, mirrored
 
 logger = logging.getLogger("tunix_like")
 
@@ -37,12 +39,18 @@ _LOOKS = 4
 _owned: dict[Path, tuple[int, SoftFileLease | None]] = {}
 """Maps each lock that this process owns to the thread that took it, and the lease (None: process 0 has it)."""
 
+_stored: dict[Path, Callable[[], None]] = {}
+"""Maps the locks of local copies to the check that this process owns the folder in object storage."""
+
 
 @contextlib.contextmanager
 def owned(folder: str | Path | None) -> Iterator[Callable[[], None]]:
-    """Locks `folder` for this run of one or several processes, and creates the folder if it does not exist.
+    """Locks `folder` for this run of one or several processes, and creates the folder if it does not exist. A folder in
+    object storage is locked there too, and its local copy (`mirror.local_folder`) is brought up to date and, until the
+    end, stored.
 
-    The thread that took the lock may enter `owned` again for the same folder. If `folder` is None, nothing is locked.
+    The thread that took the lock may enter `owned` again for the same folder or for its local copy. If `folder` is
+    None, nothing is locked.
 
     Yields:
       a function that all processes of this run must call before they write. The function raises `UserError` if another
@@ -51,11 +59,12 @@ def owned(folder: str | Path | None) -> Iterator[Callable[[], None]]:
     Raises:
       UserError: another process owns the folder (the message names its process id and host), or the lock cannot be
         written.
+      NotSaved: not all could be stored in object storage at the end.
     """
     if folder is None:
         yield lambda: None
         return
-    lock = Path(folder).absolute() / FILE
+    lock = local_folder(folder).absolute() / FILE
     check = lambda: by_first(lambda: _check(lock))  # noqa: E731
     if lock in _owned and _owned[lock][0] == threading.get_ident():
         yield check
@@ -64,8 +73,13 @@ def owned(folder: str | Path | None) -> Iterator[Callable[[], None]]:
     if not is_first():
         _owned[lock] = threading.get_ident(), None
     try:
-        yield check
+        if is_remote(folder):
+            with mirrored(str(folder), lock.parent) as _stored[lock]:
+                yield check
+        else:
+            yield check
     finally:
+        _stored.pop(lock, None)
         lease = _owned.pop(lock)[1]
         if lease is not None:
             with contextlib.suppress(OSError):
@@ -116,6 +130,8 @@ def _take_over(lease: SoftFileLease, is_touched: Callable[[], bool]) -> None:
 def _check(lock: Path) -> None:
     lease = _owned[lock][1]
     assert lease is not None
+    if lock in _stored:
+        _stored[lock]()
     for look in range(_LOOKS):
         owner = lease.owner
         if owner is not None and owner.token == lease.token:

@@ -31,6 +31,7 @@ from tunix_like.runtime.processes import is_first
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.loggers import check_loggers, open_metrics
 from tunix_like.storage.metrics import MetricsLog
+from tunix_like.storage.mirror import local_folder
 from tunix_like.training.forward import ForwardOptions
 from tunix_like.training.optimizer import (
     build_optimizer,
@@ -222,8 +223,8 @@ class Trainer(ModelInTraining, abc.ABC):
 
     @property
     def folder(self) -> Path | None:
-        """The run folder; None if the run has no folder."""
-        return None if self.training.output_dir is None else Path(self.training.output_dir)
+        """The run folder, or its local copy if it is in object storage; None if the run has no folder."""
+        return None if self.training.output_dir is None else local_folder(self.training.output_dir)
 
     @property
     def written_folder(self) -> Path | None:
