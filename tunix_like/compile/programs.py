@@ -32,6 +32,7 @@ from tunix_like.models.attention_blocked import ALL_BLOCKS, BLOCK, CAUSAL_BLOCKS
 from tunix_like.models.attention_decoding import decoding_kernel
 from tunix_like.models.counts import forward_operations, update_operations
 from tunix_like.models.decoder import Decoder
+from tunix_like.models.layers import ROUNDS
 from tunix_like.models.loading import load_abstract
 from tunix_like.models.lora import add_lora, split_params
 from tunix_like.models.sharding import (
@@ -333,8 +334,12 @@ def _packed_trips(plan: Plan, packed: Packed) -> Trips:
 
 def _block_trips(plan: Plan) -> Trips:
     """Returns the numbers of iterations of the loops over blocks of keys in blocked attention, for causal attention the
-    mean over the blocks of queries. Sliding windows would reduce the numbers, but are not considered."""
-    return {CAUSAL_BLOCKS: lambda around: (around + 1) / 2, ALL_BLOCKS: float(math.ceil(plan.widths[0] / BLOCK))}
+    mean over the blocks of queries, and of rounds of experts, if all get the same number of rows. Sliding windows would reduce the numbers, but are not considered."""
+    return {
+        CAUSAL_BLOCKS: lambda around: (around + 1) / 2,
+        ALL_BLOCKS: float(math.ceil(plan.widths[0] / BLOCK)),
+        ROUNDS: 1.0,
+    }
 
 
 def _packed(plan: Plan, most: int) -> Packed:
@@ -451,7 +456,7 @@ def decode_program(plan: Plan) -> Program:
     rollout_phase = plan.phase("rollout")
     weights = {} if plan.lays_out else {"weights": rollout_phase.parts["weights"]}
     phase = Phase("decode", weights | rollout_phase.decode)
-    trips = {decoding.TOKENS: float(steps * rounds)}
+    trips = {decoding.TOKENS: float(steps * rounds), ROUNDS: 1.0}
     return Program("decode", lower, plan.sampling_mesh, operations, needed, 1, trips, phase, decoding.TOKENS)
 
 

@@ -377,7 +377,7 @@ class RolloutConfig(Checked):
     )
     mesh: list[int] | str = key(
         "auto",
-        doc="devices along data, fsdp, tp while sampling, e.g. [8, 1, 1]; auto: predicted fastest that fits",
+        doc="devices along data, fsdp, tp (or data, fsdp, ep, tp) while sampling, e.g. [8, 1, 1]; auto: predicted fastest that fits",
     )
     eos_tokens: list[int] | None = key(doc="ids; unset: those of tokenizer and generation_config.json")
     max_staleness: int = key(
@@ -407,10 +407,12 @@ class RolloutConfig(Checked):
         for url in self.urls or ():
             check_server_url("rollout.urls", url, "VLLM_API_KEY")
         sizes = self.mesh if isinstance(self.mesh, list) else []
-        if self.mesh != "auto" and (len(sizes) != 3 or any(type(size) is not int or size < 1 for size in sizes)):
+        if self.mesh != "auto" and (
+            len(sizes) not in (3, 4) or any(type(size) is not int or size < 1 for size in sizes)
+        ):
             raise UserError(
                 f"rollout.mesh: got {self.mesh!r}; give auto, or the numbers of devices along data, fsdp and tp, e.g. "
-                "[8, 1, 1]."
+                "[8, 1, 1], or along data, fsdp, ep and tp, e.g. [2, 1, 4, 1]."
             )
 
 
@@ -587,7 +589,7 @@ class MeshConfig(Checked):
     )
     axis_names: list[str] = key(
         ["fsdp", "tp"],
-        doc="of data (prompts), fsdp (prompts and weights), tp (heads and features)",
+        doc="of data (prompts), fsdp (prompts and weights), ep (prompts and experts), tp (heads and features)",
     )
 
 

@@ -111,7 +111,7 @@ def prompt_states(
     """Runs the model on the prompts of the batch with the indices `prompts`. Returns their last hidden states, keys and
     values."""
     tokens, lengths = jnp.asarray(batch.prompt_tokens)[prompts], jnp.asarray(batch.prompt_lengths)[prompts]
-    return PromptStates(*nnx.merge(graphdef, params).prefill(tokens, lengths, options.remat))
+    return PromptStates(*nnx.merge(graphdef, params).prefill(tokens, lengths, options.remat)[:2])
 
 
 def chunk_of(packed: Packed, number: Any, chunk: Any) -> Chunk:
