@@ -111,7 +111,9 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
         return None
     types = (AxisType.Auto,) * len(shape)
     if slices == 1:
-        return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+        # An axis may be a part of an axis of the physical torus, such as 8 of 4 x 4 x 4.
+        arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(arranged, names, axis_types=types)
     check_slices("mesh.shape", dict(zip(names, shape, strict=True)), devices)
     between = [slices if name == "data" else 1 for name in names]
     inside = [size // parts for size, parts in zip(shape, between, strict=True)]
@@ -172,7 +174,7 @@ def _spec(path: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Parti
     axes: list[tuple[str, ...]] = [()] * (len(shape) - len(table))
     for axis in table:
         wanted = ("fsdp", "ep") if axis == "fsdp" and both else (axis,)
-        axes.append(tuple(each for each in wanted if each in mesh.shape))
+        axes.append(tuple(each for each in wanted if each is not None and each in mesh.shape))
     counts = [math.prod(mesh.shape[each] for each in names) for names in axes]
     for index, (size, count) in enumerate(zip(shape, counts, strict=True)):
         if size % count and name.endswith(SCALE):  # small, so replicated along an axis that does not divide it
