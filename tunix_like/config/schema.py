@@ -385,6 +385,10 @@ class RolloutConfig(Checked):
         doc="steps that sampling is ahead of the updates, on servers or rollout.devices",
         at_least=0,
     )
+    routing_replay: bool = key(
+        False,
+        doc="experts: the trainer uses those that the sampler chose for each token (R3)",
+    )
     devices: int | None = key(
         doc="the last N only sample, the others only train; unset: all do both",
         at_least=1,
@@ -406,6 +410,11 @@ class RolloutConfig(Checked):
         super().__post_init__()
         for url in self.urls or ():
             check_server_url("rollout.urls", url, "VLLM_API_KEY")
+        if self.routing_replay and self.engine == "vllm":
+            raise UserError(
+                "rollout.routing_replay: experts of vLLM servers are not read; set rollout.engine=local, or an engine of "
+                "your own whose samples have `experts` and `prompt_experts`."
+            )
         sizes = self.mesh if isinstance(self.mesh, list) else []
         if self.mesh != "auto" and (
             len(sizes) not in (3, 4) or any(type(size) is not int or size < 1 for size in sizes)

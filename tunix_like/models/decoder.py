@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 from tunix_like.config.schema import LORA_TARGETS
 from tunix_like.errors import UserError, check_type
@@ -107,7 +107,7 @@ class Decoder(nnx.Module):
         offsets: Int[Array, "B L"],
         segments: Int[Array, "B L"] | None = None,
         remat: bool = False,
-        experts: Int[Array, "B L l k"] | None = None,
+        experts: Integer[Array, "B L l k"] | None = None,
     ) -> tuple[Float[Array, "B L D"], list[Kept], Chosen]:
         """Runs all layers with causal attention; returns the hidden states, what later tokens need of every layer, and
         the selected experts. `offsets` are the positions, and -1 at padding. The real tokens of a sequence must be contiguous, because
@@ -138,7 +138,7 @@ class Decoder(nnx.Module):
         assert self.config.experts is not None
         return jnp.stack(found, axis=-2).astype(self.config.experts.index_dtype)
 
-    def _by_layer(self, experts: Int[Array, "... l k"] | None) -> list[Chosen]:
+    def _by_layer(self, experts: Integer[Array, "... l k"] | None) -> list[Chosen]:
         """Returns the experts that each layer, or each stack of layers (on its first axis), is to use; None for those
         of its router."""
         segments = self.segments or [Segment(index, 1, 1) for index in range(self.config.num_layers)]
@@ -263,7 +263,7 @@ class Decoder(nnx.Module):
         tokens: Int[Array, "P S"],
         lengths: Int[Array, "P"],
         remat: bool = False,
-        experts: Int[Array, "P S l k"] | None = None,
+        experts: Integer[Array, "P S l k"] | None = None,
     ) -> tuple[Float[Array, "P D"], list[Kept], Chosen]:
         """Processes prompts, which are padded on the right. Returns the normalised hidden state of the last token of
         each prompt, the keys `[P K h S]` and values `[P K S h]` of every layer (P prompts of S tokens, K key heads of
@@ -426,7 +426,7 @@ class Decoder(nnx.Module):
         offsets: Int[Array, "A b T"],
         segments: Int[Array, "A b T"],
         remat: bool = False,
-        experts: Int[Array, "A b T l k"] | None = None,
+        experts: Integer[Array, "A b T l k"] | None = None,
     ) -> Float[Array, "A b T D"]:
         """Computes the normalised hidden states that predict each token of completions, given the results of `prefill`.
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.delta_rule import Memory, Past, convolve, delta_rule, tail_after
@@ -382,8 +382,8 @@ class MixtureOfExperts(nnx.Module):
         self.numbers = experts
 
     def __call__(
-        self, x: Float[Array, "B *N D"], chosen: Int[Array, "B *N k"] | None = None
-    ) -> tuple[Float[Array, "B *N D"], Int[Array, "B *N k"]]:
+        self, x: Float[Array, "B *N D"], chosen: Integer[Array, "B *N k"] | None = None
+    ) -> tuple[Float[Array, "B *N D"], Integer[Array, "B *N k"]]:
         """Returns the outputs, and the selected experts of each token: `chosen`, or by the router if it is None."""
         graph, params = nnx.split(self)
         exchanged = splits_over_experts(x.shape[0])
@@ -399,7 +399,7 @@ class MixtureOfExperts(nnx.Module):
         mixed = self._exchange(flat, weights, chosen, exchanged) if part else self._apply(flat, weights, chosen)
         return mixed.astype(x.dtype).reshape(x.shape), chosen.reshape(*x.shape[:-1], k)
 
-    def _apply(self, x: Float[Array, "N D"], weights: Float[Array, "N k"], chosen: Int[Array, "N k"]) -> Array:
+    def _apply(self, x: Float[Array, "N D"], weights: Float[Array, "N k"], chosen: Integer[Array, "N k"]) -> Array:
         assigned = chosen.reshape(-1)
         order = jnp.argsort(assigned, stable=True)
         out = self.experts(x[order // self.numbers.per_token], assigned[order])
@@ -408,7 +408,7 @@ class MixtureOfExperts(nnx.Module):
         return jnp.einsum("nkd,nk->nd", out, weights.astype(out.dtype), preferred_element_type=jnp.float32)
 
     def _exchange(
-        self, x: Float[Array, "N D"], weights: Float[Array, "N k"], chosen: Int[Array, "N k"], exchanged: bool
+        self, x: Float[Array, "N D"], weights: Float[Array, "N k"], chosen: Integer[Array, "N k"], exchanged: bool
     ) -> Float[Array, "N D"]:
         """Like `_apply`, on a device that has a part of the experts. `exchanged`: the devices along `ep` have different
         rows, and not the same."""
@@ -430,8 +430,8 @@ class MixtureOfExperts(nnx.Module):
         return jax.lax.psum(mixed, "ep")
 
     def route(
-        self, x: Float[Array, "N D"], chosen: Int[Array, "N k"] | None = None
-    ) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
+        self, x: Float[Array, "N D"], chosen: Integer[Array, "N k"] | None = None
+    ) -> tuple[Float[Array, "N k"], Integer[Array, "N k"]]:
         """Returns the weights (float32) and indices of the k selected experts of each token. With `chosen`, these are
         the selected experts, and the router gives only the weights."""
         logits = jnp.matmul(x, self.gate.kernel[...].astype(x.dtype), preferred_element_type=jnp.float32)

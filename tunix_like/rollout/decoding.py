@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
 
 from tunix_like.models.decoder import Decoder, Kept, KeyValue, to_rows
 from tunix_like.models.delta_rule import Memory
@@ -42,7 +42,7 @@ class Prompts(NamedTuple):
     lengths: Int[Array, "A"]
     hidden: Float[Array, "A D"]
     cache: list[Kept]
-    experts: Int[Array, "A S l k"] | None = None
+    experts: Integer[Array, "A S l k"] | None = None
 
 
 class Rows(NamedTuple):
@@ -81,7 +81,7 @@ class Rows(NamedTuple):
     tokens: Int[Array, "A g T"]
     logprobs: Float[Array, "A g T"]
     cache: list[Kept]
-    experts: Int[Array, "A g T l k"] | None = None
+    experts: Integer[Array, "A g T l k"] | None = None
 
     @property
     def room(self) -> int:

@@ -218,6 +218,7 @@ class Work:
       parts: number of parts into which the prompts of an update and their completions are divided over devices.
       whole_groups: whether all completions of a prompt are in one chunk (`packing.choose_layout`).
       expert_parts: number of parts into which experts are divided over devices (`ep`).
+      recorded: bytes per token of the recorded experts (`rollout.routing_replay`).
       rollout_share: the part of the weights on one device while sampling; None: sampling uses the weights in `share`.
       rollout_parts: while sampling, the number of parts into which prompts and completions are divided over devices,
         and the number of devices that share the attention heads of one part; None means `parts` and 1.
@@ -246,6 +247,7 @@ class Work:
     parts: int = 1
     whole_groups: bool = False
     expert_parts: int = 1
+    recorded: int = 0
     rollout_share: Share | None = None
     rollout_parts: tuple[int, int] | None = None
 
@@ -428,7 +430,7 @@ def rollout_phase(
     layer = max(cache * _room_before(width) // width, parts * max(cache // 2, prompt_cache)) // model.num_layers
     forward = _prompt_forward(work, slots if prefilled is None else -(-prefilled // parts), tp)
     prefill_weights = max(copy, cast * (work.size < 4)) + dequantized
-    buffers = rows * (8 * width + 16) + (rows + slots) * model.hidden_size * work.size
+    buffers = rows * ((8 + work.recorded) * width + 16) + (rows + slots) * model.hidden_size * work.size
     kept = {"prompt cache": prompt_cache, "buffers": buffers}
     moments = [
         kept | {"cast weights": cast + dequantized, "logits": logits + scores, "completion cache": cache},
@@ -566,7 +568,8 @@ def _batch(work: Work) -> int:
     its values, returns and advantages."""
     prompt_width, width = work.widths
     each = 3 + work.reference + 3 * (work.critic is not None)
-    return 4 * (work.prompts * prompt_width + work.rows * width * each + 8 * work.rows)
+    experts = (work.prompts * prompt_width + work.rows * width) * work.recorded // work.parts
+    return 4 * (work.prompts * prompt_width + work.rows * width * each + 8 * work.rows) + experts
 
 
 def _room_before(width: int) -> int:

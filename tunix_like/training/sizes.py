@@ -461,7 +461,8 @@ def _rollout_work(
 def _for_sampling(work: Work, model: Decoder, rollout: RolloutConfig, chosen: Mesh | None) -> Work:
     """Returns `work` with the sharding of weights and completions on `chosen`, the mesh of the sampler. On a single
     device, the weights are not copied to another layout."""
-    work = dataclasses.replace(work, filtered=rollout.top_p < 1 or rollout.top_k is not None)
+    recorded = model.config.recorded_bytes if rollout.routing_replay else 0
+    work = dataclasses.replace(work, filtered=rollout.top_p < 1 or rollout.top_k is not None, recorded=recorded)
     if chosen is None or chosen.size == 1:
         return work
     parts = prompt_parts(chosen), chosen.shape.get("tp", 1)
@@ -609,7 +610,8 @@ def estimate_memory(
     reference, teacher, critic = others
     update = update_work(training, model, (most, group), widths, reference, mesh, device, teacher, critic, pairs)
     size = chosen(lambda: chunk_size(setting, update, device))
-    update = dataclasses.replace(update, prompts=data.batch_size, update_prompts=most)
+    recorded = model.config.recorded_bytes if rollout.routing_replay else 0
+    update = dataclasses.replace(update, prompts=data.batch_size, update_prompts=most, recorded=recorded)
     layout = rollout_layout(model, rollout, mesh, device, *others)
     evaluated = config.eval.batch_size, config.eval.samples
     sampling_mesh = None if layout is None else layout.mesh
