@@ -46,7 +46,9 @@ def sampled(dtype, config=CONFIG):
     graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
     params = jax.tree.map(lambda x: 2 * x, nnx.to_pure_dict(state))  # larger activations, more decisive router
     graph = nnx.split(Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))[0]
-    sampler = Sampler(graph, (0,), max_prompt_length=WIDTH, max_tokens=STEPS, max_concurrent_rows=5, record_experts=True)
+    sampler = Sampler(
+        graph, (0,), max_prompt_length=WIDTH, max_tokens=STEPS, max_concurrent_rows=5, record_experts=True
+    )
     requests = [Request(prompt, number, GROUP) for number, prompt in enumerate(PROMPTS)]
     out = collect(sampler.generate(params, requests, jax.random.key(1), SamplingParams()), requests)
     batch = GroupBatch(

@@ -336,7 +336,8 @@ def _packed_trips(plan: Plan, packed: Packed) -> Trips:
 
 def _block_trips(plan: Plan) -> Trips:
     """Returns the numbers of iterations of the loops over blocks of keys in blocked attention, for causal attention the
-    mean over the blocks of queries, and of rounds of experts, if all get the same number of rows. Sliding windows would reduce the numbers, but are not considered."""
+    mean over the blocks of queries, and of rounds of experts (`ep`), if all get the same number of rows. Sliding
+    windows would reduce the numbers, but are not considered."""
     return {
         CAUSAL_BLOCKS: lambda around: (around + 1) / 2,
         ALL_BLOCKS: float(math.ceil(plan.widths[0] / BLOCK)),
@@ -437,7 +438,13 @@ def prefill_program(plan: Plan) -> Program:
     prompts = prefilled_prompts(shape, *plan.group)
     if prompts < shape[0]:  # the sampler pads the prompts to a multiple of the shards
         prompts += -prompts % prompt_parts(plan.sampling_mesh)
-    lower = functools.partial(decoding.prefill.lower, plan.split[0], plan.sampled, *_prompt_inputs(plan, prompts), record=plan.config.rollout.routing_replay)
+    lower = functools.partial(
+        decoding.prefill.lower,
+        plan.split[0],
+        plan.sampled,
+        *_prompt_inputs(plan, prompts),
+        record=plan.config.rollout.routing_replay,
+    )
     calls = math.ceil(plan.group[0] / prompts)
     needed = prefill_bytes(plan.model, plan.sampling_mesh, plan.group[0], plan.widths[0], calls)
     return Program("prefill", lower, plan.sampling_mesh, _prompt_operations(plan), needed, calls, _block_trips(plan))

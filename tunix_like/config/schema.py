@@ -377,7 +377,8 @@ class RolloutConfig(Checked):
     )
     mesh: list[int] | str = key(
         "auto",
-        doc="devices along data, fsdp, tp (or data, fsdp, ep, tp) while sampling, e.g. [8, 1, 1]; auto: predicted fastest that fits",
+        doc="devices along data, fsdp, tp (or data, fsdp, ep, tp) while sampling, e.g. [8, 1, 1]; auto: predicted "
+        "fastest that fits, without ep",
     )
     eos_tokens: list[int] | None = key(doc="ids; unset: those of tokenizer and generation_config.json")
     max_staleness: int = key(
@@ -412,8 +413,8 @@ class RolloutConfig(Checked):
             check_server_url("rollout.urls", url, "VLLM_API_KEY")
         if self.routing_replay and self.engine == "vllm":
             raise UserError(
-                "rollout.routing_replay: experts of vLLM servers are not read; set rollout.engine=local, or an engine of "
-                "your own whose samples have `experts` and `prompt_experts`."
+                "rollout.routing_replay: experts of vLLM servers are not read; set rollout.engine=local, or an engine "
+                "of your own whose samples have `experts` and `prompt_experts`."
             )
         sizes = self.mesh if isinstance(self.mesh, list) else []
         if self.mesh != "auto" and (

@@ -110,8 +110,8 @@ class Decoder(nnx.Module):
         experts: Integer[Array, "B L l k"] | None = None,
     ) -> tuple[Float[Array, "B L D"], list[Kept], Chosen]:
         """Runs all layers with causal attention; returns the hidden states, what later tokens need of every layer, and
-        the selected experts. `offsets` are the positions, and -1 at padding. The real tokens of a sequence must be contiguous, because
-        windows count columns of `tokens` instead of positions."""
+        the selected experts. `offsets` are the positions, and -1 at padding. The real tokens of a sequence must be
+        contiguous, because windows count columns of `tokens` instead of positions."""
         ropes = self._ropes(positions)
 
         def run(layer: Layer, x: Array, chosen: Chosen, index: int) -> tuple[Array, tuple[Kept, Chosen]]:
@@ -371,7 +371,8 @@ class Decoder(nnx.Module):
 
         Returns:
           the normalised hidden states that predict the token after the last new token, the cache with the new columns,
-          and the selected experts `[P G N l k]` (None without experts). The hidden state is undefined for a completion without new tokens.
+          and the selected experts `[P G N l k]` (None without experts). The hidden state is undefined for a completion
+          without new tokens.
         """
         segments = to_rows(jnp.where(positions >= 0, 0, -1))
         ropes = self._ropes(positions)

@@ -223,7 +223,7 @@ class CheckedEngine(WrappedEngine):
         if not self.replays or self.model.experts is None:
             return sample._replace(experts=None, prompt_experts=None)
         layers = sum(map(self.model.has_experts, range(self.model.num_layers)))
-        found = {}
+        found = dict[str, Any]()
         for name, length in (("experts", len(sample.tokens)), ("prompt_experts", prompt)):
             shape, array = (length, layers, self.model.experts.per_token), np.asarray(getattr(sample, name))
             if array.shape != shape or not np.issubdtype(array.dtype, np.integer):

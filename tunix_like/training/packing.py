@@ -170,14 +170,15 @@ def pack(
 def with_experts(packed: Packed, batch: GroupBatch, number: int) -> Packed:
     """Adds the recorded experts of a batch to packed completions. `number` is the number of experts; places without a
     token get all of them in turn, because one device would otherwise process all these places (`ep`)."""
-    assert batch.experts is not None and batch.prompt_experts is not None
-    (*_, width, layers, k), shape = batch.experts.shape, packed.length.shape
+    recorded, of_prompts = batch.experts, batch.prompt_experts
+    assert recorded is not None and of_prompts is not None
+    (*_, width, layers, k), shape = recorded.shape, packed.length.shape
 
     def spread(steps: int) -> np.ndarray:
-        turns = (np.arange(steps * k) % number).astype(batch.experts.dtype)
+        turns = (np.arange(steps * k) % number).astype(recorded.dtype)
         return np.repeat(turns.reshape(steps, 1, k), layers, axis=1)
 
-    of_prompts = batch.prompt_experts[packed.prompts]
+    of_prompts = of_prompts[packed.prompts]
     beyond = np.arange(of_prompts.shape[2]) >= batch.prompt_lengths[packed.prompts][..., None]
     of_prompts = np.where(beyond[..., None, None], spread(of_prompts.shape[2]), of_prompts)
     experts = np.broadcast_to(spread(width), (*shape[:4], width, layers, k)).copy()
@@ -186,7 +187,7 @@ def with_experts(packed: Packed, batch: GroupBatch, number: int) -> Packed:
         prompt = at if packed.lane is None else packed.lane[number_of_set, chunk, at]
         group, sample = packed.prompts[number_of_set, prompt], packed.sample[tuple(place)]
         start, length = packed.start[tuple(place)], packed.length[tuple(place)]
-        experts[number_of_set, chunk, at, bin, start : start + length] = batch.experts[group, sample, :length]
+        experts[number_of_set, chunk, at, bin, start : start + length] = recorded[group, sample, :length]
     return packed._replace(experts=experts, prompt_experts=of_prompts)
 
 

@@ -354,8 +354,8 @@ def rollout_layout(
     if isinstance(rollout.mesh, list):
         if math.prod(rollout.mesh) != size:
             raise UserError(
-                f"rollout.mesh: got {rollout.mesh}; give the numbers of devices along data, fsdp and tp (or data, fsdp, "
-                f"ep and tp), whose product must be {size}, e.g. [{size}, 1, 1], or set auto."
+                f"rollout.mesh: got {rollout.mesh}; give the numbers of devices along data, fsdp and tp (or data, "
+                f"fsdp, ep and tp), whose product must be {size}, e.g. [{size}, 1, 1], or set auto."
             )
         names = ("data", "fsdp", "tp") if len(rollout.mesh) == 3 else ("data", "fsdp", "ep", "tp")
         sizes = dict(zip(names, rollout.mesh, strict=True))

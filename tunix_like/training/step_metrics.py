@@ -19,7 +19,7 @@ from tunix_like.types import GroupBatch
 
 
 def expert_metrics(batch: GroupBatch, model: DecoderConfig) -> dict[str, float]:
-    """Returns the tokens of the expert with the most, relative to the mean of all experts: the mean and the maximum over
+    """Returns the tokens of the expert with the most, relative to the mean of all experts: mean and maximum over the
     layers. Empty if the experts of the completions are not recorded."""
     if batch.experts is None or model.experts is None:
         return {}
