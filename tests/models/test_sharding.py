@@ -304,7 +304,7 @@ def test_quantised_products_count_the_rows_of_one_device(monkeypatch, shape, pro
 
     def loss(trained, frozen, tokens, lengths):
         decoder = nnx.merge(graphdef, join_params(trained, frozen))
-        first, cache = decoder.prefill(tokens[:, 0], lengths)
+        first, cache, _ = decoder.prefill(tokens[:, 0], lengths)
         offsets, segments = (jnp.broadcast_to(x, tokens.shape) for x in (jnp.arange(tokens.shape[2]), 0))
         return decoder.completion_hidden(first, cache, lengths, tokens, offsets, segments).sum()
 
