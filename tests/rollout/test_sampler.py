@@ -118,7 +118,9 @@ def test_cached_decode_equals_the_full_forward_pass(endless, room):
             distance = ((column - jnp.arange(room)) % room)[None, None]
             positions = jnp.broadcast_to(lengths[:, None] + step, (3, SIZE))
             columns = jnp.where(distance <= step, positions[..., None] - distance, -1)
-            hidden, cache, _ = model.decode(tokens[:, :, step], positions, lengths, prompt_cache, cache, column, columns)
+            hidden, cache, _ = model.decode(
+                tokens[:, :, step], positions, lengths, prompt_cache, cache, column, columns
+            )
             return cache, hidden
 
         _, hidden = jax.lax.scan(one, empty, jnp.arange(steps - 1))

@@ -21,7 +21,7 @@ from tunix_like.rollout.sampler import Sampler
 from tunix_like.rollout.shapes import pad_tokens
 from tunix_like.training.forward import ForwardOptions, batch_logprobs
 from tunix_like.training.packing import choose_layout, pack, with_experts
-from tunix_like.types import GroupBatch, Request, SamplingParams
+from tunix_like.types import GroupBatch, Reply, Request, SamplingParams
 
 pytestmark = pytest.mark.slow
 
@@ -41,16 +41,36 @@ PROMPTS, WIDTH, STEPS, GROUP = ((3, 1, 4, 1, 5), (9, 2), (6, 5, 3)), 8, 24, 4
 OPTIONS = ForwardOptions(1.0, 64, remat=False)
 
 
-def sampled(dtype, config=CONFIG):
+class Answers:
+    """Opens each completion with two tokens, and answers its first turn with three."""
+
+    lockstep = True
+
+    def __init__(self):
+        self.waiting, self.answered = [], set()
+
+    def opening(self, group):
+        return [7, 8]
+
+    def submit(self, turns):
+        self.waiting += [turn[:2] for turn in turns if not turn.truncated]
+
+    def replies(self, wait):
+        found = [Reply(*each, None if each in self.answered else [4, 5, 6]) for each in self.waiting]
+        self.answered |= set(self.waiting)
+        self.waiting = []
+        return found
+
+
+def sampled(dtype, responder=None, eos=(0,)):
     """Returns the float32 graph, the weights and the batch that a sampler with compute dtype `dtype` gives."""
-    graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0)))
     params = jax.tree.map(lambda x: 2 * x, nnx.to_pure_dict(state))  # larger activations, more decisive router
-    graph = nnx.split(Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))[0]
-    sampler = Sampler(
-        graph, (0,), max_prompt_length=WIDTH, max_tokens=STEPS, max_concurrent_rows=5, record_experts=True
-    )
+    graph = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0), dtype=dtype))[0]
+    sizes = {"max_prompt_length": WIDTH, "max_tokens": STEPS, "max_concurrent_rows": 5}
+    sampler = Sampler(graph, eos, **sizes, record_experts=True)
     requests = [Request(prompt, number, GROUP) for number, prompt in enumerate(PROMPTS)]
-    out = collect(sampler.generate(params, requests, jax.random.key(1), SamplingParams()), requests)
+    out = collect(sampler.generate(params, requests, jax.random.key(1), SamplingParams(), responder), requests)
     batch = GroupBatch(
         prompt_tokens=pad_tokens(PROMPTS, WIDTH),
         prompt_lengths=np.array([len(prompt) for prompt in PROMPTS], np.int32),
@@ -59,6 +79,7 @@ def sampled(dtype, config=CONFIG):
         rollout_logprobs=out.logprobs,
         rewards=np.zeros(out.lengths.shape, np.float32),
         scored=np.ones(out.lengths.shape, bool),
+        token_mask=out.token_mask,
         experts=out.experts,
         prompt_experts=with_length(out.prompt_experts, WIDTH, axis=1),
     )
@@ -84,6 +105,19 @@ def test_the_gap_between_samplers_and_trainers_of_different_dtypes():
     graphdef, params, batch = sampled(jnp.bfloat16)
     free, replayed = (gaps(batch, trained(graphdef, params, batch, each)) for each in (False, True))
     assert replayed.max() < 0.5 * free.max() and replayed.mean() < 0.7 * free.mean()
+
+
+def test_experts_of_turns_are_recorded():
+    """Also those of the tokens that an environment adds."""
+    graphdef, params, batch = sampled(jnp.float32, Answers(), eos=tuple(range(8)))
+    inside = np.arange(batch.sampled.shape[2]) < batch.completion_lengths[..., None]
+    added = inside & ~batch.sampled
+    assert added[..., 3:].any(), "no completion has a second turn"
+    free, replayed = (trained(graphdef, params, batch, each) for each in (False, True))
+    np.testing.assert_allclose(replayed, free, atol=1e-6)
+    changed = np.where(added[..., None, None], (batch.experts + 1) % CONFIG.experts.number, batch.experts)
+    other = trained(graphdef, params, batch._replace(experts=changed.astype(np.uint8)), True)
+    assert np.abs(other - free).max() > 1e-2
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["layers", "stacks"])
