@@ -137,9 +137,9 @@ def check_slices(key: str, sizes: Mapping[str, int], devices: Iterable[Any]) -> 
 
 
 def layout_mesh(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
-    """Returns a mesh of the devices of `mesh` with the axes `data`, `fsdp`, `tp` and those of `sizes` above 1; a missing
-    size is 1. The devices keep their order, except that `data` becomes the first axis, so that each of several slices
-    stays whole."""
+    """Returns a mesh of the devices of `mesh` with the axes `data`, `fsdp`, `tp`, and others of `sizes` above 1; a
+    missing size is 1. The devices keep their order, except that `data` becomes the first axis, so that each of several
+    slices stays whole."""
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index("data"), 0) if "data" in mesh.shape else mesh.devices
     names = [name for name in AXES if name in ("data", "fsdp", "tp") or sizes.get(name, 1) > 1]
     return Mesh(
