@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 if TYPE_CHECKING:
     AnyArray = Any  # a numpy array on the host, a jax array on the device, or a tracer
@@ -61,6 +61,7 @@ class GroupBatch(NamedTuple):
       segment_start: index of the first token of each token's segment. A token sees only the prompt and the earlier
         tokens of its own segment, so a completion can contain several contexts (None: each completion is one segment).
       prompt_weights: factor of each group's loss (None: 1).
+      experts, prompt_experts: as in `Completions`: the experts that the policy uses (None: those of its router).
     """
 
     prompt_tokens: Int[AnyArray, "P S"]
@@ -75,6 +76,14 @@ class GroupBatch(NamedTuple):
     token_mask: Bool[AnyArray, "P G T"] | None = None
     segment_start: Int[AnyArray, "P G T"] | None = None
     prompt_weights: Float[AnyArray, "P"] | None = None
+    experts: Integer[AnyArray, "P G T l k"] | None = None
+    prompt_experts: Integer[AnyArray, "P S l k"] | None = None
+
+    @property
+    def routed_freely(self) -> GroupBatch:
+        """The batch without recorded experts: for other models than the policy, and for the devices, which get the
+        experts with the packed completions."""
+        return self._replace(experts=None, prompt_experts=None)
 
     @property
     def sampled(self) -> Bool[AnyArray, "P G T"]:
@@ -142,6 +151,9 @@ class Sample(NamedTuple):
       segment_start: for each token, the index of the first token of its segment. A segment is a part of the completion
         whose tokens see only the prompt and the earlier tokens of the same part. A new segment starts at 0 and at the
         first token of each `Reply` with `restart`. None: the completion is one segment.
+      experts, prompt_experts: for each token of the completion and of the prompt, and each layer with experts, the
+        indices of the experts that processed it, by descending weight. `rollout.routing_replay` needs them. Those of
+        the completion's last token have no effect.
     """
 
     request: int
@@ -151,6 +163,8 @@ class Sample(NamedTuple):
     finished: bool
     token_mask: Bool[np.ndarray, "n"] | None = None
     segment_start: Int[np.ndarray, "n"] | None = None
+    experts: Integer[np.ndarray, "n l k"] | None = None
+    prompt_experts: Integer[np.ndarray, "s l k"] | None = None
 
 
 class Completions(NamedTuple):
@@ -161,6 +175,8 @@ class Completions(NamedTuple):
       tokens: token ids [P, G, T]. `T` is at least the length of the longest completion.
       lengths: number of tokens of each completion, including the end-of-sequence token.
       logprobs, finished, token_mask, segment_start: as in `Sample`. `token_mask` is False beyond the length.
+      experts, prompt_experts: as in `Sample`; the prompt's are those of its first sample, and `S` is at least the
+        length of the longest prompt. None: not recorded.
     """
 
     tokens: Int[np.ndarray, "P G T"]
@@ -169,6 +185,8 @@ class Completions(NamedTuple):
     finished: Bool[np.ndarray, "P G"]
     token_mask: Bool[np.ndarray, "P G T"] | None = None
     segment_start: Int[np.ndarray, "P G T"] | None = None
+    experts: Integer[np.ndarray, "P G T l k"] | None = None
+    prompt_experts: Integer[np.ndarray, "P S l k"] | None = None
 
 
 class Turn(NamedTuple):

@@ -289,7 +289,7 @@ def everything(graphdef, params):
     logits = jnp.where(mask[..., None] == 1, model(jnp.asarray(tokens), jnp.asarray(mask)), 0.0)
     whole = model(jnp.asarray(tokens))
     lengths = jnp.asarray(LENGTHS)
-    first, cache = model.prefill(jnp.asarray(rng.integers(0, 11, (P, S))), lengths, remat=True)
+    first, cache, _ = model.prefill(jnp.asarray(rng.integers(0, 11, (P, S))), lengths, remat=True)
     bins = BINS.reshape(P, G, T)
     offsets = offsets_of(BINS).reshape(P, G, T)
     bin_tokens = jnp.asarray(rng.integers(0, 11, (P, G, T)))

@@ -338,7 +338,7 @@ def test_gradients_agree_with_autograd(reference):
 
     def loss(params):
         model = nnx.merge(graphdef, params)
-        first, cache = model.prefill(jnp.asarray(TOKENS[:2, :24]), jnp.asarray(lengths))
+        first, cache, _ = model.prefill(jnp.asarray(TOKENS[:2, :24]), jnp.asarray(lengths))
         hidden = model.completion_hidden(first, cache, *map(jnp.asarray, (lengths, tokens, offsets, segments)))
         lanes, cap = hidden.reshape(len(hidden), -1, hidden.shape[-1]), model.config.logits_cap
         found, _ = token_logprobs(lanes, model.head(), jnp.asarray(tokens).reshape(len(tokens), -1), 1.0, 100, cap=cap)

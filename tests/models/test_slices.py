@@ -67,7 +67,7 @@ def test_only_data_goes_over_slices(config, sizes, along):
     assert dict(mesh.shape) == sizes
     assert slices_along(mesh.devices, mesh.axis_names.index("data")) == along
     assert {chip.id for chip in mesh.devices.flat} == set(range(16))
-    sampling = layout_mesh(mesh, (2, 1, 8))
+    sampling = layout_mesh(mesh, {"data": 2, "tp": 8})
     assert slices_along(sampling.devices, 0) == [{0}, {1}]
 
 

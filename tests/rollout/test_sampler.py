@@ -107,7 +107,7 @@ def test_cached_decode_equals_the_full_forward_pass(endless, room):
     @jax.jit
     def logits_of(params, prompts, lengths, tokens):
         model = nnx.merge(GRAPHDEF, params)
-        first, prompt_cache = model.prefill(prompts, lengths)
+        first, prompt_cache, _ = model.prefill(prompts, lengths)
         empty = [
             (jnp.full((3 * SIZE, *k.shape[1:3], room), 9.0), jnp.full((3 * SIZE, v.shape[1], room, v.shape[3]), 9.0))
             for k, v in prompt_cache
@@ -118,7 +118,9 @@ def test_cached_decode_equals_the_full_forward_pass(endless, room):
             distance = ((column - jnp.arange(room)) % room)[None, None]
             positions = jnp.broadcast_to(lengths[:, None] + step, (3, SIZE))
             columns = jnp.where(distance <= step, positions[..., None] - distance, -1)
-            hidden, cache = model.decode(tokens[:, :, step], positions, lengths, prompt_cache, cache, column, columns)
+            hidden, cache, _ = model.decode(
+                tokens[:, :, step], positions, lengths, prompt_cache, cache, column, columns
+            )
             return cache, hidden
 
         _, hidden = jax.lax.scan(one, empty, jnp.arange(steps - 1))

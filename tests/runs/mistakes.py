@@ -87,7 +87,7 @@ MISTAKES = {
     ),
     "mesh that does not divide the prompts": (
         (*REVERSED, "mesh.shape=[4, 2]", "data.batch_size=6"),
-        ["data.batch_size: 6 prompts", "the 4 devices along data and fsdp (mesh.shape)", "set a multiple of 4"],
+        ["data.batch_size: 6 prompts", "the 4 devices along data, fsdp and ep (mesh.shape)", "set a multiple of 4"],
     ),
     "mesh that does not divide the prompts of an update": (
         (*REVERSED, "mesh.shape=[8, 1]", "training.mini_batch_size=4"), ["training.mini_batch_size", "multiple of 8"],

@@ -70,7 +70,7 @@ def test_bytes_of_recurrent_layers():
     rule = DeltaRule(key_heads=1, value_heads=2, key_width=8, value_width=4, taps=4)
     model, plain = model_of(delta_rule=rule, recurrent_layers=(True, False)), model_of(num_layers=1)
     tokens, lengths = jnp.zeros((PROMPTS, WIDTH), jnp.int32), jnp.full(PROMPTS, WIDTH)
-    _, cache = nnx.eval_shape(lambda model: model.prefill(tokens, lengths), model)
+    _, cache, _ = nnx.eval_shape(lambda model: model.prefill(tokens, lengths), model)
     memory = sum(x.size * x.dtype.itemsize for x in cache[0])
     given, rows = (None, (PROMPTS, GROUP), (WIDTH, STEPS), 1), PROMPTS * GROUP
     more = STEPS * (weight_bytes(model, None, rows) - weight_bytes(plain, None, rows))

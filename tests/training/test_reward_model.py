@@ -40,7 +40,7 @@ def whole(learner, row, column):
 
 
 def last_hidden(model, tokens):
-    hidden, _ = model._causal(jnp.array([tokens]), *[jnp.arange(len(tokens))[None]] * 2)
+    hidden, *_ = model._causal(jnp.array([tokens]), *[jnp.arange(len(tokens))[None]] * 2)
     return model.norm(hidden)[0, -1]
 
 

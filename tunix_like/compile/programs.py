@@ -32,6 +32,7 @@ from tunix_like.models.attention_blocked import ALL_BLOCKS, BLOCK, CAUSAL_BLOCKS
 from tunix_like.models.attention_decoding import decoding_kernel
 from tunix_like.models.counts import forward_operations, update_operations
 from tunix_like.models.decoder import Decoder
+from tunix_like.models.layers import ROUNDS
 from tunix_like.models.loading import load_abstract
 from tunix_like.models.lora import add_lora, split_params
 from tunix_like.models.sharding import (
@@ -311,6 +312,8 @@ def _logprobs(name: str, plan: Plan, model: Decoder, split: tuple[Any, Any], bat
     config = plan.config
     options = forward_options(config.rollout, config.training, config.algorithm, plan.device.backend)
     packed = _packed(plan, plan.group[0])
+    if name != "logprobs":  # experts are those of the policy
+        packed = packed._replace(experts=None, prompt_experts=None)
     program = jax.jit(functools.partial(batch_logprobs, options=options), static_argnums=0)
     lower = functools.partial(program.lower, *split, batch, packed_shapes(packed, plan.mesh))
     lengths = np.full(plan.group[0], batch.prompt_tokens.shape[1]), plan.lengths[1]
@@ -335,11 +338,13 @@ def _packed_trips(plan: Plan, packed: Packed) -> Trips:
 
 def _block_trips(plan: Plan) -> Trips:
     """Returns the numbers of iterations of the loops over blocks of keys in blocked attention, for causal attention the
-    mean over the blocks of queries. Sliding windows would reduce the numbers, but are not considered."""
+    mean over the blocks of queries, and of rounds of experts (`ep`), if all get the same number of rows. Sliding
+    windows would reduce the numbers, but are not considered."""
     parts = sequence_parts(plan.mesh)  # a device has the queries of a part, and all keys
     return {
         CAUSAL_BLOCKS: lambda around: (parts * around + 1) / 2,
         ALL_BLOCKS: float(math.ceil(plan.widths[0] / BLOCK)),
+        ROUNDS: 1.0,
     }
 
 
@@ -349,7 +354,15 @@ def _packed(plan: Plan, most: int) -> Packed:
     layout = choose_layout(group, most, plan.widths, plan.estimate.micro_batch, prompt_parts(plan.mesh))
     first = np.zeros((prompts, group), bool)
     first[:most] = True
-    return pack(plan.lengths[1].astype(np.int32), first, plan.widths[1], layout, most)
+    packed = pack(plan.lengths[1].astype(np.int32), first, plan.widths[1], layout, most)
+    config = plan.model.config
+    if not plan.config.rollout.routing_replay or config.experts is None:
+        return packed
+    layers = sum(map(config.has_experts, range(config.num_layers)))
+    ids = np.empty((), config.experts.index_dtype), (layers, config.experts.per_token)
+    places = (*packed.length.shape[:4], plan.widths[1]), (*packed.prompts.shape, plan.widths[0])
+    experts, of_prompts = (np.broadcast_to(ids[0], (*place, *ids[1])) for place in places)
+    return packed._replace(experts=experts, prompt_experts=of_prompts)
 
 
 def _batch(plan: Plan) -> GroupBatch:
@@ -387,6 +400,7 @@ def _step_inputs(plan: Plan, objective: Any, packed: Packed) -> StepInputs:
     in_update = replicated_shapes(jax.ShapeDtypeStruct(plan.group[:1], jnp.bool_), plan.mesh)
     if isinstance(objective, ValueObjective):
         values = batch.rollout_logprobs
+        packed = packed._replace(experts=None, prompt_experts=None)
         parts = batch._replace(rollout_logprobs=None), in_update, packed_shapes(packed, plan.mesh)
         return StepInputs(*parts, values, token_advantages=values)
     old = batch.rollout_logprobs if updates_per_batch(plan.config) > 1 else None
@@ -427,7 +441,13 @@ def prefill_program(plan: Plan) -> Program:
     prompts = prefilled_prompts(shape, *plan.group)
     if prompts < shape[0]:  # the sampler pads the prompts to a multiple of the shards
         prompts += -prompts % prompt_parts(plan.sampling_mesh)
-    lower = functools.partial(decoding.prefill.lower, plan.split[0], plan.sampled, *_prompt_inputs(plan, prompts))
+    lower = functools.partial(
+        decoding.prefill.lower,
+        plan.split[0],
+        plan.sampled,
+        *_prompt_inputs(plan, prompts),
+        record=plan.config.rollout.routing_replay,
+    )
     calls = math.ceil(plan.group[0] / prompts)
     needed = prefill_bytes(plan.model, plan.sampling_mesh, plan.group[0], plan.widths[0], calls)
     return Program("prefill", lower, plan.sampling_mesh, _prompt_operations(plan), needed, calls, _block_trips(plan))
@@ -443,7 +463,9 @@ def decode_program(plan: Plan) -> Program:
     graphdef, params, (prompts, group), steps = plan.split[0], plan.sampled, plan.group, plan.widths[1]
     slots, size = _slots(plan)
     rollout = plan.config.rollout
-    made = jax.eval_shape(functools.partial(decoding.prefill, graphdef), params, *_prompt_inputs(plan, slots))
+    record = plan.config.rollout.routing_replay
+    prefill = functools.partial(decoding.prefill, graphdef, record=record)
+    made = jax.eval_shape(prefill, params, *_prompt_inputs(plan, slots))
     made = slot_shapes(made, plan.sampling_mesh)
     words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape[-1]
     empty = functools.partial(decoding.empty_rows, size=size, max_tokens=steps, room=steps, key_words=words)
@@ -457,7 +479,7 @@ def decode_program(plan: Plan) -> Program:
     rollout_phase = plan.phase("rollout")
     weights = {} if plan.lays_out else {"weights": rollout_phase.parts["weights"]}
     phase = Phase("decode", weights | rollout_phase.decode)
-    trips = {decoding.TOKENS: float(steps * rounds)}
+    trips = {decoding.TOKENS: float(steps * rounds), ROUNDS: 1.0}
     return Program("decode", lower, plan.sampling_mesh, operations, needed, 1, trips, phase, decoding.TOKENS)
 
 

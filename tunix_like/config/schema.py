@@ -377,13 +377,18 @@ class RolloutConfig(Checked):
     )
     mesh: list[int] | str = key(
         "auto",
-        doc="devices along data, fsdp, tp while sampling, e.g. [8, 1, 1]; auto: predicted fastest that fits",
+        doc="devices along data, fsdp, tp (or data, fsdp, ep, tp) while sampling, e.g. [8, 1, 1]; auto: predicted "
+        "fastest that fits, without ep",
     )
     eos_tokens: list[int] | None = key(doc="ids; unset: those of tokenizer and generation_config.json")
     max_staleness: int = key(
         0,
         doc="steps that sampling is ahead of the updates, on servers or rollout.devices",
         at_least=0,
+    )
+    routing_replay: bool = key(
+        False,
+        doc="experts: the trainer uses those that the sampler chose for each token (R3)",
     )
     devices: int | None = key(
         doc="the last N only sample, the others only train; unset: all do both",
@@ -406,11 +411,18 @@ class RolloutConfig(Checked):
         super().__post_init__()
         for url in self.urls or ():
             check_server_url("rollout.urls", url, "VLLM_API_KEY")
+        if self.routing_replay and self.engine == "vllm":
+            raise UserError(
+                "rollout.routing_replay: experts of vLLM servers are not read; set rollout.engine=local, or an engine "
+                "of your own whose samples have `experts` and `prompt_experts`."
+            )
         sizes = self.mesh if isinstance(self.mesh, list) else []
-        if self.mesh != "auto" and (len(sizes) != 3 or any(type(size) is not int or size < 1 for size in sizes)):
+        if self.mesh != "auto" and (
+            len(sizes) not in (3, 4) or any(type(size) is not int or size < 1 for size in sizes)
+        ):
             raise UserError(
                 f"rollout.mesh: got {self.mesh!r}; give auto, or the numbers of devices along data, fsdp and tp, e.g. "
-                "[8, 1, 1]."
+                "[8, 1, 1], or along data, fsdp, ep and tp, e.g. [2, 1, 4, 1]."
             )
 
 
@@ -588,7 +600,8 @@ class MeshConfig(Checked):
     )
     axis_names: list[str] = key(
         ["fsdp", "tp"],
-        doc="of data (prompts), fsdp (prompts and weights), cp (tokens in training), tp (heads and features)",
+        doc="of data (prompts), fsdp (prompts and weights), ep (prompts and experts), cp (tokens in training), tp "
+        "(heads and features)",
     )
 
 

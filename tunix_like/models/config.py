@@ -184,6 +184,14 @@ class DecoderConfig:
     def is_recurrent(self, layer: int) -> bool:
         return bool(self.recurrent_layers) and self.recurrent_layers[layer]
 
+    @property
+    def recorded_bytes(self) -> int:
+        """Bytes per token of the indices of its experts in all layers; 0 without experts."""
+        if self.experts is None:
+            return 0
+        layers = sum(map(self.has_experts, range(self.num_layers)))
+        return layers * self.experts.per_token * (1 if self.experts.index_dtype == "uint8" else 2)
+
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and (not self.expert_layers or self.expert_layers[layer])
 

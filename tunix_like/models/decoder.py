@@ -8,13 +8,14 @@ and `extend` process new tokens of completions for sampling, and `completion_hid
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
 from tunix_like.config.schema import LORA_TARGETS
 from tunix_like.errors import UserError, check_type
@@ -25,7 +26,7 @@ from tunix_like.models.attention_parts import Causal, Lengths, Part, Positions, 
 from tunix_like.models.config import Adapters, DecoderConfig
 from tunix_like.models.delta_rule import Memory, Past
 from tunix_like.models.layer_stack import Segment
-from tunix_like.models.layers import Embedding, KeyValue, Layer, Linear, Rotation, norm_of, rotation
+from tunix_like.models.layers import Chosen, Embedding, KeyValue, Layer, Linear, Rotation, norm_of, rotation
 from tunix_like.models.sharding import gather_layer
 
 Kept = KeyValue | Memory
@@ -96,7 +97,7 @@ class Decoder(nnx.Module):
             real = attention_mask.astype(bool)
             positions = jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
             segments, offsets = jnp.where(real, 0, -1), jnp.where(real, positions, -1)
-        hidden, _ = self._causal(tokens, positions, offsets, segments)
+        hidden, _, _ = self._causal(tokens, positions, offsets, segments)
         return self.logits(self.norm(hidden))
 
     def _causal(
@@ -106,30 +107,56 @@ class Decoder(nnx.Module):
         offsets: Int[Array, "B L"],
         segments: Int[Array, "B L"] | None = None,
         remat: bool = False,
-    ) -> tuple[Float[Array, "B L D"], list[Kept]]:
-        """Runs all layers with causal attention; returns the hidden states, and what later tokens need of every layer.
-        `offsets` are the positions, and -1 at padding. The real tokens of a sequence must be contiguous, because
-        windows count columns of `tokens` instead of positions."""
+        experts: Integer[Array, "B L l k"] | None = None,
+    ) -> tuple[Float[Array, "B L D"], list[Kept], Chosen]:
+        """Runs all layers with causal attention; returns the hidden states, what later tokens need of every layer, and
+        the selected experts. `offsets` are the positions, and -1 at padding. The real tokens of a sequence must be
+        contiguous, because windows count columns of `tokens` instead of positions."""
         ropes = self._ropes(positions)
 
-        def run(layer: Layer, x: Array, _: None, index: int) -> tuple[Array, Kept]:
+        def run(layer: Layer, x: Array, chosen: Chosen, index: int) -> tuple[Array, tuple[Kept, Chosen]]:
             if self.config.is_recurrent(index):
-                return layer.recur(x, Past(self._no_memory(len(tokens)), offsets))
+                x, memory, chosen = layer.recur(x, Past(self._no_memory(len(tokens)), offsets), chosen)
+                return x, (memory, chosen)
 
             def attend(q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
                 part = part_of(k, v, Causal(segments, self.config.window(index)))
                 return attention(q, part, *self._attention, sinks)
 
-            x, (k, v) = layer(x, ropes[index], attend)
-            return x, laid_out(k, v)
+            x, (k, v), chosen = layer(x, ropes[index], attend, chosen)
+            return x, (laid_out(k, v), chosen)
 
-        return self._run_layers(run, self.embed_tokens(tokens), None, remat)
+        x, made = self._run_layers(run, self.embed_tokens(tokens), self._by_layer(experts), remat)
+        kept, chosen = zip(*made, strict=True)
+        return x, list(kept), None if self.segments is not None else self._recorded(chosen)
+
+    def _recorded(self, chosen: Iterable[Chosen]) -> Chosen:
+        """Returns the selected experts of all layers, `[... l k]`: those of layers with experts."""
+        found = [each for each in chosen if each is not None]
+        if not found:
+            return None
+        assert self.config.experts is not None
+        return jnp.stack(found, axis=-2).astype(self.config.experts.index_dtype)
+
+    def _by_layer(self, experts: Integer[Array, "... l k"] | None) -> list[Chosen]:
+        """Returns the experts that each layer, or each stack of layers (on its first axis), is to use; None for those
+        of its router."""
+        segments = self.segments or [Segment(index, 1, 1) for index in range(self.config.num_layers)]
+        slots = [segment.layers(offset) for segment in segments for offset in range(segment.period)]
+        if experts is None:
+            return [None] * len(slots)
+        order = np.cumsum([self.config.has_experts(index) for index in range(self.config.num_layers)]) - 1
+        chosen: list[Chosen] = []
+        for layers in slots:
+            own = jnp.moveaxis(experts[..., order[list(layers)], :], -2, 0)
+            chosen.append((own[0] if self.segments is None else own) if self.config.has_experts(layers[0]) else None)
+        return chosen
 
     def _run_layers(
         self,
         run: Callable[[Layer, Array, Any, int], tuple[Array, Any]],
         x: Array,
-        inputs: list[Any] | None,
+        inputs: list[Any],
         remat: bool,
     ) -> tuple[Array, list[Any]]:
         """Applies `run(layer, x, input, index) -> (x, output)` to all layers, in order. `x` is the hidden state, and
@@ -143,7 +170,6 @@ class Decoder(nnx.Module):
         Returns:
           the `x` that the last layer returns, and the outputs, one per layer or one per stack of layers.
         """
-        inputs = [None] * len(self.layers) if inputs is None else inputs
         outputs: list[Any] = []
         for segment in self.segments or [Segment(index, 1, 1) for index in range(self.config.num_layers)]:
             slots = slice(len(outputs), len(outputs) + segment.period)
@@ -233,16 +259,26 @@ class Decoder(nnx.Module):
         return {name: module for name, module in modules.items() if isinstance(module, Linear)}
 
     def prefill(
-        self, tokens: Int[Array, "P S"], lengths: Int[Array, "P"], remat: bool = False
-    ) -> tuple[Float[Array, "P D"], list[Kept]]:
+        self,
+        tokens: Int[Array, "P S"],
+        lengths: Int[Array, "P"],
+        remat: bool = False,
+        experts: Integer[Array, "P S l k"] | None = None,
+    ) -> tuple[Float[Array, "P D"], list[Kept], Chosen]:
         """Processes prompts, which are padded on the right. Returns the normalised hidden state of the last token of
-        each prompt, and the keys `[P K h S]` and values `[P K S h]` of every layer: P prompts of S tokens, K key heads
-        of width h. A recurrent layer has a `Memory` instead. With `remat`, each layer is recomputed in the backward
-        pass."""
+        each prompt, the keys `[P K h S]` and values `[P K S h]` of every layer (P prompts of S tokens, K key heads of
+        width h), and the selected experts `[P S l k]` (None without experts, or if layers are stacked). A recurrent
+        layer has a `Memory` instead of keys and values.
+
+        Args:
+          remat: whether each layer is recomputed in the backward pass.
+          experts: the experts to use in each of the `l` layers that have experts; None: those of the router.
+        """
         places = jnp.arange(tokens.shape[1])[None]
         # Padding is on the right, so causal attention needs no other mask.
-        hidden, cache = self._causal(tokens, places, jnp.where(places < lengths[:, None], places, -1), remat=remat)
-        return self.norm(hidden[jnp.arange(tokens.shape[0]), lengths - 1]), cache
+        offsets = jnp.where(places < lengths[:, None], places, -1)
+        hidden, cache, chosen = self._causal(tokens, places, offsets, remat=remat, experts=experts)
+        return self.norm(hidden[jnp.arange(tokens.shape[0]), lengths - 1]), cache, chosen
 
     def decode(
         self,
@@ -253,7 +289,7 @@ class Decoder(nnx.Module):
         cache: list[Kept],
         column: Int[Array, ""],
         columns: Int[Array, "P G U"],
-    ) -> tuple[Float[Array, "P G D"], list[Kept]]:
+    ) -> tuple[Float[Array, "P G D"], list[Kept], Chosen]:
         """Runs one decoding step, which processes one new token of every completion.
 
         Args:
@@ -270,17 +306,20 @@ class Decoder(nnx.Module):
             those before the window of a layer.
 
         Returns:
-          normalised hidden states that predict the next token, and the cache, which contains the new token at `column`.
+          normalised hidden states that predict the next token, the cache, which contains the new token at `column`, and
+          the selected experts `[P G l k]` of the tokens (None without experts).
         """
         ropes = self._ropes(positions[:, :, None])
         x = self.embed_tokens(tokens[:, :, None])
         filled: list[Kept] = []
+        routes: list[Chosen] = []
         offsets = jnp.where(positions >= 0, 0, -1)[..., None]
         first = positions == prompt_lengths[:, None]
         for index, (layer, prompt, own) in enumerate(zip(self.layers, prompt_cache, cache, strict=True)):
             if isinstance(prompt, Memory) and isinstance(own, Memory):
-                x, memory = layer.recur(x, Past(_memory_before(prompt, own, first), to_rows(offsets)))
+                x, memory, chosen = layer.recur(x, Past(_memory_before(prompt, own, first), to_rows(offsets)))
                 filled.append(memory)
+                routes.append(chosen)
                 continue
             window = self.config.window(index)
             starts = None if window is None else jnp.maximum(positions - window + 1, 0)
@@ -307,8 +346,10 @@ class Decoder(nnx.Module):
                     return decoding_attention(q, *parts, self.decoding, self.config.attention_cap, sinks)
                 return group_attention(q, *parts, kind="plain", cap=self.config.attention_cap, sinks=sinks)
 
-            x, _ = layer(x, ropes[index], attend)
-        return self.norm(x[:, :, 0]), filled
+            x, _, chosen = layer(x, ropes[index], attend)
+            routes.append(chosen)
+        recorded = self._recorded(routes)
+        return self.norm(x[:, :, 0]), filled, None if recorded is None else recorded[:, :, 0]
 
     def extend(
         self,
@@ -319,7 +360,7 @@ class Decoder(nnx.Module):
         cache: list[Kept],
         column: Int[Array, ""],
         columns: Int[Array, "P G U"],
-    ) -> tuple[Float[Array, "P G D"], list[Kept]]:
+    ) -> tuple[Float[Array, "P G D"], list[Kept], Chosen]:
         """Runs the model on several new tokens of every completion, given the keys and values of the earlier tokens.
 
         Args: (others as in `decode`)
@@ -329,20 +370,23 @@ class Decoder(nnx.Module):
             without an earlier token.
 
         Returns:
-          the normalised hidden states that predict the token after the last new token, and the cache with the new
-          columns. The hidden state is undefined for a completion without new tokens.
+          the normalised hidden states that predict the token after the last new token, the cache with the new columns,
+          and the selected experts `[P G N l k]` (None without experts). The hidden state is undefined for a completion
+          without new tokens.
         """
         segments = to_rows(jnp.where(positions >= 0, 0, -1))
         ropes = self._ropes(positions)
         x = self.embed_tokens(tokens)
         filled: list[Kept] = []
+        routes: list[Chosen] = []
         real = positions >= 0
         offsets = jnp.where(real, jnp.cumsum(real, axis=2) - 1, -1)
         first = (positions == prompt_lengths[:, None, None]).any(axis=2)
         for index, (layer, prompt, own) in enumerate(zip(self.layers, prompt_cache, cache, strict=True)):
             if isinstance(prompt, Memory) and isinstance(own, Memory):
-                x, memory = layer.recur(x, Past(_memory_before(prompt, own, first), to_rows(offsets)))
+                x, memory, chosen = layer.recur(x, Past(_memory_before(prompt, own, first), to_rows(offsets)))
                 filled.append(memory)
+                routes.append(chosen)
                 continue
             window = self.config.window(index)
             starts = None if window is None else jnp.maximum(positions - window + 1, 0)
@@ -370,8 +414,9 @@ class Decoder(nnx.Module):
                 cap = self.config.attention_cap
                 return group_attention(q, of_prompt, own, block, kind="auto", cap=cap, sinks=sinks)
 
-            x, _ = layer(x, ropes[index], attend)
-        return self.norm(x[:, :, -1]), filled
+            x, _, chosen = layer(x, ropes[index], attend)
+            routes.append(chosen)
+        return self.norm(x[:, :, -1]), filled, self._recorded(routes)
 
     def completion_hidden(
         self,
@@ -382,6 +427,7 @@ class Decoder(nnx.Module):
         offsets: Int[Array, "A b T"],
         segments: Int[Array, "A b T"],
         remat: bool = False,
+        experts: Integer[Array, "A b T l k"] | None = None,
     ) -> Float[Array, "A b T D"]:
         """Computes the normalised hidden states that predict each token of completions, given the results of `prefill`.
 
@@ -396,16 +442,18 @@ class Decoder(nnx.Module):
           segments: for each token of a bin, the number of the completion (or part of a completion) to which the token
             belongs; -1 for padding. Within the bin, a token sees only earlier tokens with the same number, and itself.
           remat: whether each layer is recomputed in the backward pass.
+          experts: the experts to use in each of the `l` layers that have experts; None: those of the router.
         """
         positions = prompt_lengths[:, None, None] + offsets
         ropes = self._ropes(positions)
 
         in_sequence = to_rows(jnp.where(segments >= 0, offsets, -1))
 
-        def run(layer: Layer, x: Array, prompt: Kept, index: int) -> tuple[Array, None]:
+        def run(layer: Layer, x: Array, given: tuple[Kept, Chosen], index: int) -> tuple[Array, None]:
+            prompt, chosen = given
             if isinstance(prompt, Memory):
                 before = Memory(*(jnp.repeat(part, tokens.shape[1], axis=0) for part in prompt))
-                return layer.recur(x, Past(before, in_sequence))[0], None
+                return layer.recur(x, Past(before, in_sequence), chosen)[0], None
             window = self.config.window(index)
             starts = None if window is None else positions.reshape(len(positions), -1) - window + 1
 
@@ -415,9 +463,10 @@ class Decoder(nnx.Module):
                 kind, cap = self._attention
                 return group_attention(q, of_prompt, own, kind=kind, cap=cap, sinks=sinks)
 
-            return layer(x, ropes[index], attend)[0], None
+            return layer(x, ropes[index], attend, chosen)[0], None
 
-        x, _ = self._run_layers(run, self.embed_tokens(tokens), prompt_cache, remat)
+        inputs = list(zip(prompt_cache, self._by_layer(experts), strict=True))
+        x, _ = self._run_layers(run, self.embed_tokens(tokens), inputs, remat)
         before = jnp.concatenate([jnp.zeros_like(x[:, :, :1]), self.norm(x[:, :, :-1])], axis=2)
         return jnp.where((offsets == 0)[..., None], first[:, None, None].astype(x.dtype), before)
 

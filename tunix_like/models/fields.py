@@ -354,6 +354,11 @@ class Experts:
                 f"{spelt('per_token', EXPERT_NAMES)} is {self.per_token}, but there are {self.number} experts."
             )
 
+    @property
+    def index_dtype(self) -> str:
+        """The smallest dtype of indices of experts."""
+        return "uint8" if self.number <= 256 else "uint16"
+
 
 @dataclasses.dataclass(frozen=True)
 class DeltaRule:

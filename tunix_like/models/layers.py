@@ -7,19 +7,21 @@ attention function (`Attend`).
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.delta_rule import Memory, Past, convolve, delta_rule, tail_after
 from tunix_like.models.fields import Experts, LinearScaling, RopeScaling, Scaling, YarnScaling
 from tunix_like.models.quantization import quantized_product
-from tunix_like.models.sharding import per_device, split_tokens
+from tunix_like.models.sharding import per_device, split_tokens, splits_over_experts
 
 Gating = Callable[[Array, Array], Array]
 """`gating(gate, up)`: the product of a gated MLP before its last projection."""
@@ -33,6 +35,9 @@ class Rotation(NamedTuple):
     queries: Tables
     keys: Tables
 
+
+Chosen = Array | None
+"""Indices of the selected experts of each token, `[... k]`; None: those that the router selects."""
 
 Attend = Callable[[Array, Array, Array, Array | None], Array]
 """`attend(q [... H h], k [... K h], v [... K h], sinks [H] or None) -> [... H h]`: attention with the caller's mask and
@@ -326,7 +331,8 @@ class ExpertMLPs(nnx.Module):
         self.dtype = kinds["dtype"]
 
     def __call__(self, x: Float[Array, "N D"], chosen: Int[Array, "N"]) -> Float[Array, "N D"]:
-        """Applies expert `chosen[i]` to row `i` of `x`. `chosen` is sorted."""
+        """Applies expert `chosen[i]` to row `i` of `x`. `chosen` is sorted. The results of rows whose expert is beyond
+        the last are undefined."""
         gate, up = (self._product(x, projection, chosen) for projection in (self.gate_proj, self.up_proj))
         # On a mesh with `tp`, a device has a share of the width and `per_device` adds the results up, so each device
         # adds this share of the bias.
@@ -347,6 +353,14 @@ class ExpertMLPs(nnx.Module):
         )
 
 
+ROUNDS = "rounds"
+"""Name of the loop over the rows of the experts of a device in a compiled program."""
+
+ROUND = 1.25
+"""Rows that a device with a part of the experts processes at once, relative to those that it gets if all experts get
+the same number. More rows take further rounds, so no row is dropped, and memory does not grow with an uneven choice."""
+
+
 class MixtureOfExperts(nnx.Module):
     """Selects experts for every token, without a capacity limit. Tokens are sorted by expert, and a grouped matrix
     product processes groups of any size.
@@ -355,9 +369,11 @@ class MixtureOfExperts(nnx.Module):
     float32 (`route`). With `Experts.biases`, router and experts have biases.
 
     On a mesh, each device sorts and multiplies its own tokens (`per_device`). Without `per_device`, the compiler would
-    sort the tokens of all devices together. The router matrix is cast to the compute dtype in training and in sampling,
-    because trainer and sampler must select the same experts. On the CPU, XLA computes a grouped product as one product
-    over all experts, with the same result.
+    sort the tokens of all devices together. With the axis `ep`, a device has a part of the experts: it receives the
+    tokens of all devices along `ep`, and these add up their results (an all-gather and a reduce-scatter; for `k` of at
+    least the size of `ep`, an exchange of the k copies of each token would move no less). The router matrix is cast to
+    the compute dtype in training and in sampling, because trainer and sampler must select the same experts. On the CPU,
+    XLA computes a grouped product as one product over all experts, with the same result.
     """
 
     def __init__(self, width: int, experts: Experts, gating: Gating, **kinds: Any):
@@ -365,31 +381,115 @@ class MixtureOfExperts(nnx.Module):
         self.experts = ExpertMLPs(width, experts, gating, **kinds)
         self.numbers = experts
 
-    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    def __call__(
+        self, x: Float[Array, "B *N D"], chosen: Integer[Array, "B *N k"] | None = None
+    ) -> tuple[Float[Array, "B *N D"], Integer[Array, "B *N k"]]:
+        """Returns the outputs, and the selected experts of each token: `chosen`, or by the router if it is None."""
         graph, params = nnx.split(self)
-        run = per_device(lambda params, rows: nnx.merge(graph, params)._mix(rows), nnx.to_pure_dict(params), x.shape)
-        return run(nnx.to_pure_dict(params), x)
+        exchanged = splits_over_experts(x.shape[0])
+        run = per_device(
+            lambda params, *rows: nnx.merge(graph, params)._mix(exchanged, *rows), nnx.to_pure_dict(params), x.shape
+        )
+        return run(nnx.to_pure_dict(params), x, *(() if chosen is None else (chosen,)))
 
-    def _mix(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        flat = x.reshape(-1, x.shape[-1])
-        weights, chosen = self.route(flat)
+    def _mix(self, exchanged: bool, x: Array, chosen: Array | None = None) -> tuple[Array, Array]:
+        flat, k = x.reshape(-1, x.shape[-1]), self.numbers.per_token
+        weights, chosen = self.route(flat, None if chosen is None else chosen.reshape(-1, k))
+        part = self.experts.gate_proj.kernel.shape[0] < self.numbers.number
+        mixed = self._exchange(flat, weights, chosen, exchanged) if part else self._apply(flat, weights, chosen)
+        return mixed.astype(x.dtype).reshape(x.shape), chosen.reshape(*x.shape[:-1], k)
+
+    def _apply(self, x: Float[Array, "N D"], weights: Float[Array, "N k"], chosen: Integer[Array, "N k"]) -> Array:
         assigned = chosen.reshape(-1)
         order = jnp.argsort(assigned, stable=True)
-        out = self.experts(flat[order // self.numbers.per_token], assigned[order])
+        out = self.experts(x[order // self.numbers.per_token], assigned[order])
         back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]), unique_indices=True)
         out = out[back].reshape(*chosen.shape, -1)  # the k outputs of a token, in the order of `chosen`
-        mixed = jnp.einsum("nkd,nk->nd", out, weights.astype(out.dtype), preferred_element_type=jnp.float32)
-        return mixed.astype(x.dtype).reshape(x.shape)
+        return jnp.einsum("nkd,nk->nd", out, weights.astype(out.dtype), preferred_element_type=jnp.float32)
 
-    def route(self, x: Float[Array, "N D"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
-        """Returns the weights (float32) and indices of the k selected experts of each token."""
+    def _exchange(
+        self, x: Float[Array, "N D"], weights: Float[Array, "N k"], chosen: Integer[Array, "N k"], exchanged: bool
+    ) -> Float[Array, "N D"]:
+        """Like `_apply`, on a device that has a part of the experts. `exchanged`: the devices along `ep` have different
+        rows, and not the same."""
+        dtype, here = x.dtype, self.experts.gate_proj.kernel.shape[0]
+        if exchanged:
+            x, weights, chosen = (jax.lax.all_gather(y, "ep", axis=0, tiled=True) for y in (x, weights, chosen))
+        own = (chosen - jax.lax.axis_index("ep") * here).reshape(-1)
+        own = jnp.where((own >= 0) & (own < here), own, here)
+        order = jnp.argsort(own, stable=True)
+        size = min(own.size, math.ceil(ROUND * own.size * here / self.numbers.number))
+        order = jnp.pad(order, (0, -own.size % size))
+        own = jnp.where(jnp.arange(order.size) < own.size, own[order], here)
+        graph, params = nnx.split(self.experts)
+        rounds = -(-(own < here).sum() // size)
+        one = functools.partial(_one_round, graph, size)
+        mixed = _summed(one, rounds, (order, own), (nnx.to_pure_dict(params), x, weights)).astype(dtype)
+        if exchanged:
+            return jax.lax.psum_scatter(mixed, "ep", scatter_dimension=0, tiled=True)
+        return jax.lax.psum(mixed, "ep")
+
+    def route(
+        self, x: Float[Array, "N D"], chosen: Integer[Array, "N k"] | None = None
+    ) -> tuple[Float[Array, "N k"], Integer[Array, "N k"]]:
+        """Returns the weights (float32) and indices of the k selected experts of each token. With `chosen`, these are
+        the selected experts, and the router gives only the weights."""
         logits = jnp.matmul(x, self.gate.kernel[...].astype(x.dtype), preferred_element_type=jnp.float32)
         if self.gate.bias is not None:
             logits += jnp.broadcast_to(self.gate.bias[...].astype(jnp.float32), logits.shape)
-        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.numbers.per_token)
+        shares = jax.nn.softmax(logits, axis=-1)
+        if chosen is None:
+            weights, chosen = jax.lax.top_k(shares, self.numbers.per_token)
+        else:
+            chosen = chosen.astype(jnp.int32)
+            weights = jnp.take_along_axis(shares, chosen, axis=-1)
         if self.numbers.normalised:
             weights /= weights.sum(-1, keepdims=True)
         return weights, chosen
+
+
+def _one_round(graph: Any, size: int, number: Array, indices: Any, inputs: Any) -> Float[Array, "N D"]:
+    """Returns what `size` rows of experts, from row `number * size` on, add to the outputs of N tokens (float32).
+
+    Args:
+      indices: for each row, in the order of the experts, the index of its token and choice, and its expert.
+      inputs: the weights of the experts, the tokens `[N D]` and the weights of their choices `[N k]`.
+    """
+    params, x, weights = inputs
+    place, expert = (jax.lax.dynamic_slice_in_dim(y, number * size, size) for y in indices)
+    experts = nnx.merge(graph, params)
+    real = (expert < experts.gate_proj.kernel.shape[0])[:, None]
+    token = place // weights.shape[1]
+    out = experts(jnp.where(real, x[token], 0), expert)
+    share = weights.reshape(-1)[place].astype(out.dtype)[:, None]
+    added = jnp.where(real, out, 0).astype(jnp.float32) * share.astype(jnp.float32)
+    return jnp.zeros(x.shape, jnp.float32).at[token].add(added)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _summed(function: Callable[..., Array], count: Int[Array, ""], indices: Any, inputs: Any) -> Array:
+    """Returns the sum of `function(number, indices, inputs)` over `number` below `count`, with a gradient that computes
+    `function` again, one number after the other."""
+    shape = jax.eval_shape(function, 0, indices, inputs)
+    with jax.named_scope(ROUNDS):
+        return jax.lax.fori_loop(
+            0, count, lambda i, total: total + function(i, indices, inputs), jnp.zeros(shape.shape, shape.dtype)
+        )
+
+
+def _summed_backward(function: Callable[..., Array], saved: Any, cotangent: Array) -> tuple[None, None, Any]:
+    count, indices, inputs = saved
+
+    def add(number: Array, total: Any) -> Any:
+        _, pull_back = jax.vjp(lambda inputs: function(number, indices, inputs), inputs)
+        return jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, pull_back(cotangent)[0])
+
+    with jax.named_scope(ROUNDS):
+        total = jax.lax.fori_loop(0, count, add, jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), inputs))
+    return None, None, jax.tree.map(lambda x, like: x.astype(like.dtype), total, inputs)
+
+
+_summed.defvjp(lambda function, *given: (_summed(function, *given), given), _summed_backward)
 
 
 class Layer(nnx.Module):
@@ -412,24 +512,39 @@ class Layer(nnx.Module):
             self.mlp = MLP(config, **kinds)
         self.post_feedforward_layernorm = norm_of(width, config, **kinds) if post else None
 
-    def __call__(self, x: Float[Array, "... D"], rope: Rotation | None, attend: Attend) -> tuple[Array, KeyValue]:
-        """Returns the output of the layer, and its (rotated) keys and values."""
+    def __call__(
+        self, x: Float[Array, "... D"], rope: Rotation | None, attend: Attend, chosen: Chosen = None
+    ) -> tuple[Array, KeyValue, Chosen]:
+        """Returns the output of the layer, its (rotated) keys and values, and the selected experts of each token. These
+        are `chosen`, or selected by the router; None without experts."""
         assert self.self_attn is not None
         mixed, key_value = self.self_attn(normed(self.input_layernorm, x), rope, attend)
-        return self._finish(x, mixed), key_value
+        x, chosen = self._finish(x, mixed, chosen)
+        return x, key_value, chosen
 
-    def recur(self, x: Float[Array, "... D"], past: Past) -> tuple[Float[Array, "... D"], Memory]:
-        """Returns the output of a recurrent layer, and its memory after the last token of each row of `past`."""
+    def recur(
+        self, x: Float[Array, "... D"], past: Past, chosen: Chosen = None
+    ) -> tuple[Float[Array, "... D"], Memory, Chosen]:
+        """Returns the output of a recurrent layer, its memory after the last token of each row of `past`, and the
+        selected experts of each token."""
         assert self.linear_attn is not None
         mixed, memory = self.linear_attn(normed(self.input_layernorm, x), past)
-        return self._finish(x, mixed), memory
+        x, chosen = self._finish(x, mixed, chosen)
+        return x, memory, chosen
 
-    def _finish(self, x: Float[Array, "... D"], mixed: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    def _finish(
+        self, x: Float[Array, "... D"], mixed: Float[Array, "... D"], chosen: Chosen
+    ) -> tuple[Float[Array, "... D"], Chosen]:
         if self.post_feedforward_layernorm is None:
             x = x + mixed
-            return x + self.mlp(self.post_attention_layernorm(x))
+            out, chosen = self._feed_forward(self.post_attention_layernorm(x), chosen)
+            return x + out, chosen
         x = x + self.post_attention_layernorm(mixed)
-        return x + self.post_feedforward_layernorm(self.mlp(normed(self.pre_feedforward_layernorm, x)))
+        out, chosen = self._feed_forward(normed(self.pre_feedforward_layernorm, x), chosen)
+        return x + self.post_feedforward_layernorm(out), chosen
+
+    def _feed_forward(self, x: Float[Array, "... D"], chosen: Chosen) -> tuple[Float[Array, "... D"], Chosen]:
+        return self.mlp(x, chosen) if isinstance(self.mlp, MixtureOfExperts) else (self.mlp(x), None)
 
 
 def normed(norm: RMSNorm | None, x: Float[Array, "... D"]) -> Float[Array, "... D"]:

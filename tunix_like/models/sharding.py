@@ -1,4 +1,4 @@
-"""Shards parameters over a device mesh by a table of parameter names, prompts over the axes `data` and `fsdp`, and the
+"""Shards parameters over a device mesh by a table of parameter names, prompts over the axes `BATCH_AXES`, and the
 tokens of a sequence over `cp`.
 
 The compiler derives all other shardings from the shardings of the inputs. The devices can belong to several processes.
@@ -24,22 +24,20 @@ from tunix_like.config.schema import LORA_TARGETS, MeshConfig, RolloutConfig
 from tunix_like.errors import UserError, check_type
 from tunix_like.models.config import DecoderConfig
 
-AXES = ("data", "fsdp", "cp", "tp")
-SAMPLING_AXES = ("data", "fsdp", "tp")
+AXES = ("data", "fsdp", "ep", "cp", "tp")
 SCALE = "kernel_scale"
 """Name of the scales of a quantised kernel (`quantization.py`)."""
-BATCH_AXES = ("data", "fsdp")
-"""Mesh axes that shard prompts and their completions. Weights are sharded over `fsdp`, `cp` and `tp`."""
-GATHERED_AXES = ("fsdp", "cp")
-"""Mesh axes over which a layer's weights are gathered before it runs: the entry `fsdp` of `PARAMETER_AXES`."""
+BATCH_AXES = ("data", "fsdp", "ep")
+"""Mesh axes that shard prompts and their completions. Weights are sharded over `fsdp`, `ep`, `cp` and `tp`."""
 
 PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "embedding": ("tp", "fsdp"),
-    "experts.gate_proj.kernel": (None, "fsdp", "tp"),
-    "experts.up_proj.kernel": (None, "fsdp", "tp"),
-    "experts.down_proj.kernel": (None, "tp", "fsdp"),
-    "experts.gate_proj.bias": (None, "tp"),
-    "experts.up_proj.bias": (None, "tp"),
+    "experts.gate_proj.kernel": ("ep", "fsdp", "tp"),
+    "experts.up_proj.kernel": ("ep", "fsdp", "tp"),
+    "experts.down_proj.kernel": ("ep", "tp", "fsdp"),
+    "experts.gate_proj.bias": ("ep", "tp"),
+    "experts.up_proj.bias": ("ep", "tp"),
+    "experts.down_proj.bias": ("ep", None),
     "q_proj.kernel": ("fsdp", "tp"),
     "k_proj.kernel": ("fsdp", "tp"),
     "v_proj.kernel": ("fsdp", "tp"),
@@ -55,7 +53,8 @@ PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "out_proj.kernel": ("tp", "fsdp"),
 }
 """Maps the suffix of a parameter's dotted name to the mesh axis of each dimension. The first matching suffix applies. A
-parameter without a matching suffix is replicated."""
+parameter without a matching suffix is replicated. With `ep`, other parameters than those of experts are split over
+`fsdp` and `ep` together where the table says `fsdp`, unless `fsdp` has one device: they are then not gathered."""
 
 for _name in LORA_TARGETS:  # entries for adapters and for the arrays of a quantised kernel
     _input, _output = PARAMETER_AXES[f"{_name}.kernel"]
@@ -112,7 +111,8 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
     if len(devices) == 1 and here:
         return None
     types = (AxisType.Auto,) * len(shape)
-    if slices == 1:  # jax.make_mesh does not split a physical axis of most TPUs, such as 8 of a 4x4x4 slice
+    if slices == 1:
+        # An axis may be a part of an axis of the physical torus, such as 8 of 4 x 4 x 4.
         arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         return Mesh(arranged, names, axis_types=types)
     check_slices("mesh.shape", dict(zip(names, shape, strict=True)), devices)
@@ -137,11 +137,15 @@ def check_slices(key: str, sizes: Mapping[str, int], devices: Iterable[Any]) -> 
         )
 
 
-def layout_mesh(mesh: Mesh, shape: Sequence[int]) -> Mesh:
-    """Returns a mesh of the devices of `mesh` for the sampler, with the sizes `shape` of `data`, `fsdp` and `tp`. The
-    devices keep their order, except that `data` becomes the first axis, so that each of several slices stays whole."""
+def layout_mesh(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
+    """Returns a mesh of the devices of `mesh` with the axes `data`, `fsdp`, `tp`, and others of `sizes` above 1; a
+    missing size is 1. The devices keep their order, except that `data` becomes the first axis, so that each of several
+    slices stays whole."""
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index("data"), 0) if "data" in mesh.shape else mesh.devices
-    return Mesh(devices.reshape(shape), SAMPLING_AXES, axis_types=(AxisType.Auto,) * len(SAMPLING_AXES))
+    names = [name for name in AXES if name in ("data", "fsdp", "tp") or sizes.get(name, 1) > 1]
+    return Mesh(
+        devices.reshape([sizes.get(name, 1) for name in names]), names, axis_types=(AxisType.Auto,) * len(names)
+    )
 
 
 def parameter_shardings(params: Any, mesh: Mesh) -> Any:
@@ -166,24 +170,22 @@ def constrain_params(params: Any) -> Any:
 def _spec(path: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """Returns the `PartitionSpec` of a parameter. The additional first axis of a stacked parameter is not sharded."""
     name = ".".join(str(getattr(key, "key", key)) for key in path)
-    axes = next((axes for end, axes in PARAMETER_AXES.items() if name.endswith(end)), (None,) * len(shape))
-    split: list[tuple[str, ...]] = [()] * (len(shape) - len(axes)) + [_present(axis, mesh) for axis in axes]
-    for place, (size, names) in enumerate(zip(shape, split, strict=True)):
-        parts = math.prod(mesh.shape[axis] for axis in names)
-        if size % parts and not name.endswith(SCALE):
+    table = next((axes for end, axes in PARAMETER_AXES.items() if name.endswith(end)), (None,) * len(shape))
+    both = "ep" not in table and mesh.shape.get("fsdp", 1) > 1
+    axes: list[tuple[str, ...]] = [()] * (len(shape) - len(table))
+    for axis in table:
+        wanted = ("fsdp", *(("ep",) if both else ()), "cp") if axis == "fsdp" else (axis,)
+        axes.append(tuple(each for each in wanted if each is not None and each in mesh.shape))
+    counts = [math.prod(mesh.shape[each] for each in names) for names in axes]
+    for index, (size, count) in enumerate(zip(shape, counts, strict=True)):
+        if size % count and name.endswith(SCALE):  # small, so replicated along an axis that does not divide it
+            axes[index] = ()
+        elif size % count:
+            along = " and ".join(f"'{each}'" for each in axes[index])
             raise UserError(
-                f"mesh.shape: {parts} devices along '{' and '.join(names)}' do not divide {name} {list(shape)}; "
-                "set a shape that does."
+                f"mesh.shape: {count} devices along {along} do not divide {name} {list(shape)}; set a shape that does."
             )
-        if size % parts:  # scales are small, so they are replicated along an axis that does not divide them
-            split[place] = ()
-    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in split))
-
-
-def _present(axis: str | None, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Returns the axes of the mesh that an entry of `PARAMETER_AXES` names."""
-    names = GATHERED_AXES if axis == "fsdp" else (axis,)
-    return tuple(name for name in names if name is not None and name in mesh.shape)
+    return PartitionSpec(*((names[0] if len(names) == 1 else names) or None for names in axes))
 
 
 def place_params(params: Any, mesh: Mesh | None) -> Any:
@@ -231,6 +233,8 @@ def check_divides(mesh: Mesh | None, config: DecoderConfig) -> None:
             f"mesh: no mesh is given, but there are {jax.process_count()} processes, each of which would train its own "
             "model; pass tunix_like.models.sharding.build_mesh(MeshConfig()) in all of them."
         )
+    if mesh is not None and mesh.shape.get("ep", 1) > 1 and config.experts is None:
+        raise UserError("mesh.axis_names: 'ep' splits experts, and this model has none; use fsdp.")
     parts = 1 if mesh is None else mesh.shape.get("tp", 1)
     for name, heads in (("query", config.num_heads), ("key", config.num_kv_heads)):
         if heads % parts:
@@ -253,7 +257,7 @@ def check_model(mesh: Mesh | None, config: DecoderConfig, params: Any) -> None:
 def check_batch(mesh: Mesh | None, key: str, prompts: int) -> None:
     if prompts % (parts := prompt_parts(mesh)):
         raise UserError(
-            f"{key}: {prompts} prompts are not divisible by the {parts} devices along data and fsdp (mesh.shape); "
+            f"{key}: {prompts} prompts are not divisible by the {parts} devices along data, fsdp and ep (mesh.shape); "
             f"set a multiple of {parts}."
         )
 
@@ -285,8 +289,8 @@ def check_lengths(mesh: Mesh | None, rollout: RolloutConfig) -> None:
 
 
 def place_prompts(tree: Any, mesh: Mesh | None, axis: int) -> Any:
-    """Shards dimension `axis` (prompts) of arrays over the mesh axes `data` and `fsdp`. An array is replicated if these
-    axes do not divide the dimension."""
+    """Shards dimension `axis` (prompts) of arrays over the mesh axes `BATCH_AXES`. An array is replicated if these axes
+    do not divide the dimension."""
     if mesh is None:
         return tree
     arrays = jax.tree.map(np.asarray, tree)
@@ -298,8 +302,8 @@ def place_replicated(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def place_slots(tree: Any, mesh: Mesh | None) -> Any:
-    """Places the arrays of the sampler on the mesh: the first dimension (prompts or completions) over `data` and
-    `fsdp`, the heads of a cache of keys or values (four dimensions) over `tp`, if they divide it."""
+    """Places the arrays of the sampler on the mesh: the first dimension (prompts or completions) over
+    `BATCH_AXES`, the heads of a cache of keys or values (four dimensions) over `tp`, if they divide it."""
     if mesh is None:
         return tree
     return jax.tree.map(lambda x: _put(x, _slots(x.shape, mesh)), tree)
@@ -323,8 +327,8 @@ def scope(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def split_tokens(x: jax.Array) -> jax.Array:
-    """Shards vectors of tokens `[rows, ..., tokens, width]` over the mesh inside a compiled function: rows over `data`
-    and `fsdp`, tokens over `cp`.
+    """Shards vectors of tokens `[rows, ..., tokens, width]` over the mesh inside a compiled function: rows over
+    `BATCH_AXES`, tokens over `cp`.
 
     Without this constraint, the compiler would shard the vectors over the model width, like the embedding table. Every
     device would then hold a part of every token.
@@ -380,7 +384,7 @@ def gather_layer(params: Any) -> Any:
     results of the size of the activations. The gradients have the sharding that the parameters have before gathering.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if all(mesh.shape.get(name, 1) == 1 for name in GATHERED_AXES):
+    if all(mesh.shape.get(name, 1) == 1 for name in ("fsdp", "cp")):
         return params
 
     def gather(path: Any, x: jax.Array) -> jax.Array:
@@ -395,16 +399,16 @@ def replicate(x: jax.Array) -> jax.Array:
     return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, PartitionSpec())
 
 
-def per_device(
-    function: Callable[[Any, jax.Array], jax.Array], params: Any, shape: tuple[int, ...]
-) -> Callable[..., jax.Array]:
-    """Wraps `function(params, x)`, so that each device processes its own tokens of `x`, in a compiled function.
+def per_device(function: Callable[..., Any], params: Any, shape: tuple[int, ...]) -> Callable[..., Any]:
+    """Wraps `function(params, *arrays) -> (out, *others)`, so that each device processes its own tokens of the arrays,
+    in a compiled function.
 
-    If parameters are split along `tp`, each device computes a partial result, and the partial results are added up.
+    If parameters are split along `tp`, each device computes a partial `out`, and these are added up. Over `ep`, which
+    splits experts, `function` exchanges rows itself (`MixtureOfExperts`).
 
     Args:
-      params: parameters that are not split over `GATHERED_AXES` (`gather_layer`), or their shapes.
-      shape: shape of `x`: vectors of tokens, `[rows, ..., tokens, width]`.
+      params: parameters that are gathered (`gather_layer`), or their shapes.
+      shape: shape of the arrays and of the results, except for the last axis: `[rows, ..., tokens, width]`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -412,23 +416,32 @@ def per_device(
     specs = jax.tree_util.tree_map_with_path(lambda path, x: _gathered(_spec(path, x.shape, mesh)), params)
     shared = "tp" in mesh.shape and any("tp" in spec for spec in jax.tree.leaves(specs))
 
-    def run(params: Any, x: jax.Array) -> jax.Array:
-        out = function(params, x)
-        return jax.lax.psum(out, "tp") if shared else out
+    def run(params: Any, *arrays: jax.Array) -> Any:
+        out, *others = function(params, *arrays)
+        return jax.lax.psum(out, "tp") if shared else out, *others
 
     own = token_spec(mesh, shape)
-    return jax.shard_map(run, mesh=mesh, in_specs=(specs, own), out_specs=own, check_vma=False)
+    return lambda params, *arrays: jax.shard_map(
+        run, mesh=mesh, in_specs=(specs, *[own] * len(arrays)), out_specs=own, check_vma=False
+    )(params, *arrays)
+
+
+def splits_over_experts(rows: int) -> bool:
+    """Whether the mesh splits `rows` rows over `ep`."""
+    return jax.sharding.get_abstract_mesh().shape.get("ep", 1) > 1 and "ep" in row_axes(
+        jax.sharding.get_abstract_mesh(), rows
+    )
 
 
 def row_axes(mesh: Mesh | AbstractMesh, rows: int) -> tuple[str, ...]:
-    """Returns the mesh axes (`data`, `fsdp`) that split `rows` rows of prompts; `()` if the product of the sizes of
+    """Returns the mesh axes (of `BATCH_AXES`) that split `rows` rows of prompts; `()` if the product of the sizes of
     these axes does not divide `rows`."""
     axes = tuple(name for name in BATCH_AXES if name in mesh.shape)
     return axes if rows % math.prod(mesh.shape[name] for name in axes) == 0 else ()
 
 
 def _gathered(spec: PartitionSpec) -> PartitionSpec:
-    return PartitionSpec(*("tp" if axis == "tp" else None for axis in spec))
+    return PartitionSpec(*(axis if axis in ("ep", "tp") else None for axis in spec))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

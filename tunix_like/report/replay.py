@@ -141,7 +141,7 @@ def norms_of(
     config, mesh = trained.config, trained.mesh
     params, frozen = split_params(trained.params)
     model, most = trained.model, int(in_update.sum())
-    placed, *placed_logprobs = place_replicated((batch, *logprobs), mesh)
+    placed, *placed_logprobs = place_replicated((batch.routed_freely, *logprobs), mesh)
 
     def of(rows: np.ndarray) -> tuple[float, float]:
         packed = place_packed(pack_update(config.training, model, mesh, batch, rows, most), mesh)

@@ -37,6 +37,7 @@ from tunix_like.rollout.rollouts import (
     rollout_metrics,
     score_completions,
     succeeds,
+    with_length,
     with_width,
 )
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
@@ -296,6 +297,8 @@ def training_batch(rollout: Rollout, task: Task, objective: Objective) -> GroupB
         trained=out.finished if task.algo.overlong == "mask" else None,
         estimator_ids=estimator_ids(objective, rollout),
         prompt_weights=None if None in factors else np.array(factors, np.float32),
+        experts=None if out.experts is None else out.experts[:, :, :steps],
+        prompt_experts=None if out.prompt_experts is None else with_length(out.prompt_experts, width, axis=1),
     )
 
 

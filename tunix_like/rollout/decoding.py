@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
 
 from tunix_like.models.decoder import Decoder, Kept, KeyValue, to_rows
 from tunix_like.models.delta_rule import Memory
@@ -37,11 +37,12 @@ TOKENS = "tokens"
 
 class Prompts(NamedTuple):
     """Prefilled prompts: their keys and values, and the hidden states from which the first tokens of completions are
-    predicted."""
+    predicted. `experts` are the selected experts of their tokens, if they are recorded."""
 
     lengths: Int[Array, "A"]
     hidden: Float[Array, "A D"]
     cache: list[Kept]
+    experts: Integer[Array, "A S l k"] | None = None
 
 
 class Rows(NamedTuple):
@@ -63,6 +64,7 @@ class Rows(NamedTuple):
       held: whether the completion of a row can still get tokens, for example after a reply. The columns of a held row
         are kept even if the row is not live. Always False if completions have a single turn.
       keys: data of each row's random key (`jax.random.key_data`).
+      experts: the selected experts of each token in the layers with experts; None if they are not recorded.
     """
 
     column: Int[Array, ""]
@@ -79,6 +81,7 @@ class Rows(NamedTuple):
     tokens: Int[Array, "A g T"]
     logprobs: Float[Array, "A g T"]
     cache: list[Kept]
+    experts: Integer[Array, "A g T l k"] | None = None
 
     @property
     def room(self) -> int:
@@ -91,11 +94,14 @@ class Rows(NamedTuple):
         return self.age - self.first
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef",))
-def prefill(graphdef: Any, params: Any, tokens: Int[Array, "A S"], lengths: Int[Array, "A"]) -> Prompts:
+@functools.partial(jax.jit, static_argnames=("graphdef", "record"))
+def prefill(
+    graphdef: Any, params: Any, tokens: Int[Array, "A S"], lengths: Int[Array, "A"], record: bool = False
+) -> Prompts:
     """Computes the keys and values of each prompt, and the hidden state of its last token. All completions of a prompt
-    share this result."""
-    return Prompts(lengths, *_merge(graphdef, params).prefill(tokens, lengths))
+    share this result. With `record`, the result has the selected experts, also of later tokens (`Rows.experts`)."""
+    hidden, cache, experts = _merge(graphdef, params).prefill(tokens, lengths)
+    return Prompts(lengths, hidden, cache, experts if record else None)
 
 
 def _merge(graphdef: Any, params: Any) -> Decoder:
@@ -143,6 +149,9 @@ def empty_rows(prompts: Prompts, size: int, max_tokens: int, room: int, key_word
         tokens=jnp.zeros((*shape, max_tokens), jnp.int32),
         logprobs=jnp.zeros((*shape, max_tokens), jnp.float32),
         cache=[_empty_layer(layer, count, room) for layer in prompts.cache],
+        experts=None
+        if (experts := prompts.experts) is None
+        else jnp.zeros((*shape, max_tokens, *experts.shape[2:]), experts.dtype),
     )
 
 
@@ -246,12 +255,14 @@ def advance(
         uniform = draw(rows.keys.reshape(-1, rows.keys.shape[-1]), rows.age.reshape(-1))
         tokens, logprobs = (x.reshape(slots, size) for x in choose(logits, uniform, sampling))
         written = (*row_index, jnp.where(rows.live, rows.age, limit))  # the index `limit` is out of range and dropped
-        rows, ended = decode(model, prompts, rows, tokens), rows.ended | (rows.live & jnp.isin(tokens, eos))
+        ended = rows.ended | (rows.live & jnp.isin(tokens, eos))
+        rows, experts = decode(model, prompts, rows, tokens)
         return rows._replace(
             live=rows.live & ~ended & (rows.age < limit),
             ended=ended,
             tokens=rows.tokens.at[written].set(tokens, mode="drop"),
             logprobs=rows.logprobs.at[written].set(logprobs, mode="drop"),
+            experts=_with_experts(rows.experts, written, experts),
         )
 
     def more(rows: Rows) -> Array:
@@ -262,7 +273,12 @@ def advance(
         return jax.lax.while_loop(more, body, rows)
 
 
-def decode(model: Decoder, prompts: Prompts, rows: Rows, tokens: Int[Array, "A g"]) -> Rows:
+def _with_experts(recorded: Array | None, place: Any, experts: Array | None) -> Array | None:
+    """Writes the selected experts of tokens to their places in `Rows.experts`, if they are recorded."""
+    return None if recorded is None else recorded.at[place].set(experts, mode="drop")
+
+
+def decode(model: Decoder, prompts: Prompts, rows: Rows, tokens: Int[Array, "A g"]) -> tuple[Rows, Array | None]:
     """Runs the model on the next token of every completion, and writes the keys and values of these tokens to the
     cache.
 
@@ -271,11 +287,14 @@ def decode(model: Decoder, prompts: Prompts, rows: Rows, tokens: Int[Array, "A g
 
     Returns:
       the updated rows. Each completion that is being sampled has one more token in the cache, and the hidden state of
-      this token. `Rows.tokens` is not changed.
+      this token. `Rows.tokens` and `Rows.experts` are not changed. Also the selected experts of the tokens, `[A g l k]`
+      (None without experts).
     """
     new = jnp.where(rows.live, prompts.lengths[:, None] + rows.cached, -1)
     positions = jax.lax.dynamic_update_slice_in_dim(rows.positions, new[..., None], rows.column, axis=2)
-    hidden, cache = model.decode(tokens, new, prompts.lengths, prompts.cache, rows.cache, rows.column, positions)
+    hidden, cache, experts = model.decode(
+        tokens, new, prompts.lengths, prompts.cache, rows.cache, rows.column, positions
+    )
     return rows._replace(
         column=(rows.column + 1) % rows.room,
         positions=positions,
@@ -284,7 +303,7 @@ def decode(model: Decoder, prompts: Prompts, rows: Rows, tokens: Int[Array, "A g
         age=rows.age + rows.live,
         hidden=jnp.where(rows.live[..., None], hidden, rows.hidden),
         cache=cache,
-    )
+    ), experts
 
 
 def compact_columns(rows: Rows) -> Rows:
@@ -385,9 +404,9 @@ def regroup(
 @jax.jit
 def _regrouped(rows: Rows, picked: Int[Array, "B c"], real: Bool[Array, "B c"]) -> Rows:
     moved = {
-        name: (x := getattr(rows, name)).reshape(-1, *x.shape[2:])[picked]
-        for name in Rows._fields
-        if name not in ("column", "steps", "cache")
+        name: x.reshape(-1, *x.shape[2:])[picked]
+        for name, x in rows._asdict().items()
+        if name not in ("column", "steps", "cache") and x is not None
     }
     moved["live"] &= real
     return rows._replace(**moved)
@@ -411,7 +430,7 @@ def append(
     real = number >= 0
     new = jnp.where(real, prompts.lengths[:, None, None] + rows.cached[..., None] + number, -1)
     given = prompts.lengths, prompts.cache, rows.cache, rows.column, rows.positions
-    hidden, cache = model.extend(tokens, new, *given)
+    hidden, cache, experts = model.extend(tokens, new, *given)
     slots, samples = _row_index(rows)
     place = jnp.where(real, rows.age[..., None] + number, rows.tokens.shape[-1])  # padding is not written
     written = slots[..., None], samples[..., None], place
@@ -423,5 +442,6 @@ def append(
         hidden=jnp.where((counts > 0)[..., None], hidden, rows.hidden),
         tokens=rows.tokens.at[written].set(tokens, mode="drop"),
         logprobs=rows.logprobs.at[written].set(0.0, mode="drop"),
+        experts=_with_experts(rows.experts, written, experts),
         cache=cache,
     )

@@ -55,12 +55,27 @@ def collect(samples: Iterable[Sample], requests: Sequence[Request]) -> Completio
         out.tokens[index][:length], out.logprobs[index][:length] = sample.tokens, sample.logprobs
         out.token_mask[index][:length] = True if sample.token_mask is None else sample.token_mask
         out.finished[index] = sample.finished
+    out = _with_experts(out, found, max(len(request.tokens) for request in requests))
     if all(sample.segment_start is None for sample in found.values()):
         return out
     starts = np.zeros((*shape, width), np.int32)
     for index, sample in found.items():
         starts[index][: len(sample.tokens)] = 0 if sample.segment_start is None else sample.segment_start
     return out._replace(segment_start=starts)
+
+
+def _with_experts(out: Completions, found: dict[tuple[int, int], Sample], width: int) -> Completions:
+    """Adds the recorded experts of samples, if all have them. `width` is the length of the longest prompt."""
+    first = next(iter(found.values())).experts
+    if first is None or any(sample.experts is None for sample in found.values()):
+        return out
+    experts = np.zeros((*out.tokens.shape, *first.shape[1:]), first.dtype)
+    of_prompts = np.zeros((len(experts), width, *first.shape[1:]), first.dtype)
+    for (prompt, number), sample in found.items():
+        experts[prompt, number, : len(sample.tokens)] = sample.experts
+        if number == 0 and sample.prompt_experts is not None:
+            of_prompts[prompt, : len(sample.prompt_experts)] = sample.prompt_experts
+    return out._replace(experts=experts, prompt_experts=of_prompts)
 
 
 def samples_of(completions: Completions) -> Iterator[Sample]:
@@ -71,7 +86,10 @@ def samples_of(completions: Completions) -> Iterator[Sample]:
         mask = None if completions.token_mask is None else completions.token_mask[index]
         finished = bool(completions.finished[request, sample])
         start = None if completions.segment_start is None else completions.segment_start[index]
-        yield Sample(request, sample, completions.tokens[index], completions.logprobs[index], finished, mask, start)
+        experts = None if completions.experts is None else completions.experts[index]
+        of_prompt = None if completions.prompt_experts is None else completions.prompt_experts[request]
+        tokens, logprobs = completions.tokens[index], completions.logprobs[index]
+        yield Sample(request, sample, tokens, logprobs, finished, mask, start, experts, of_prompt)
 
 
 @runtime_checkable

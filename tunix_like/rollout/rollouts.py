@@ -98,8 +98,7 @@ def with_width(completions: Completions, width: int, segments: bool = False) -> 
     `segment_start` of zeros, if they are None."""
 
     def fit(values: np.ndarray) -> np.ndarray:
-        missing = max(0, width - values.shape[-1])
-        return np.pad(values[..., :width], ((0, 0), (0, 0), (0, missing))) if missing else values[..., :width]
+        return with_length(values, width, axis=2)
 
     mask = completions.token_mask
     mask = np.arange(width) < completions.lengths[..., None] if mask is None else fit(mask)
@@ -111,7 +110,15 @@ def with_width(completions: Completions, width: int, segments: bool = False) -> 
         logprobs=fit(completions.logprobs),
         token_mask=mask,
         segment_start=None if start is None else fit(start),
+        experts=None if completions.experts is None else fit(completions.experts),
     )
+
+
+def with_length(values: np.ndarray, length: int, axis: int) -> np.ndarray:
+    """Pads an axis of an array with zeros, or cuts it, to `length`."""
+    values = values[(slice(None),) * axis + (slice(length),)]
+    missing = [(0, length - values.shape[axis] if i == axis else 0) for i in range(values.ndim)]
+    return np.pad(values, missing) if values.shape[axis] < length else values
 
 
 def join_rollouts(first: Rollout, second: Rollout) -> Rollout:
@@ -119,6 +126,9 @@ def join_rollouts(first: Rollout, second: Rollout) -> Rollout:
     sides = [first.completions, second.completions]
     if any(side.segment_start is not None for side in sides):  # no segments: one segment, which starts at 0
         sides = [s._replace(segment_start=np.zeros_like(s.tokens)) if s.segment_start is None else s for s in sides]
+    if first.completions.prompt_experts is not None and second.completions.prompt_experts is not None:
+        width = max(side.prompt_experts.shape[1] for side in sides)  # type: ignore[union-attr]
+        sides = [s._replace(prompt_experts=with_length(s.prompt_experts, width, axis=1)) for s in sides]  # type: ignore[arg-type]
     parts = zip(*sides, strict=True)
     completions = Completions(*(None if part[0] is None else np.concatenate(part) for part in parts))  # type: ignore[arg-type]
     episodes = None if first.episodes is None else [*first.episodes, *(second.episodes or ())]

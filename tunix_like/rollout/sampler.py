@@ -64,8 +64,9 @@ class Sampler:
       max_prompt_length, max_tokens: maximum length of a prompt and of a completion, in tokens.
       max_concurrent_rows: maximum number of completions that are sampled at the same time, or a function that returns
         it for a number of prompts and a number of completions per prompt; None means no limit.
-      mesh: the device mesh. Prompts are sharded over the axes `data` and `fsdp`, attention heads over the axis `tp`.
-        None means a single device.
+      mesh: the device mesh. Prompts are sharded over the axes `data`, `fsdp` and `ep`, attention heads over `tp`. None
+        means a single device.
+      record_experts: whether samples have the experts that processed their tokens.
 
     Attributes:
       row_steps: number of completion tokens that the model has computed so far, including tokens that are not used
@@ -82,8 +83,9 @@ class Sampler:
         max_tokens: int,
         max_concurrent_rows: int | Callable[[int, int], int] | None = None,
         mesh: Mesh | None = None,
+        record_experts: bool = False,
     ):
-        self.graphdef = graphdef
+        self.graphdef, self.record_experts = graphdef, record_experts
         self.eos_ids = tuple(int(i) for i in eos_ids)
         self.max_prompt_length = max_prompt_length
         self.max_tokens = max_tokens

@@ -108,7 +108,8 @@ class Schedule:
 
     def _prefill(self, chosen: Int[np.ndarray, "N"]) -> decoding.Prompts:
         inputs = place_prompts((self.tokens[chosen], self.lengths[chosen]), self.sampler.mesh, axis=0)
-        return self._placed(decoding.prefill(self.sampler.graphdef, self.params, *inputs))
+        sampler = self.sampler
+        return self._placed(decoding.prefill(sampler.graphdef, self.params, *inputs, record=sampler.record_experts))
 
     def _divisible(self, chosen: Int[np.ndarray, "N"]) -> Int[np.ndarray, "M"]:
         """Repeats the last prompt until the number of prompts is divisible by the number of devices over which prompts
@@ -162,7 +163,9 @@ class Schedule:
         """Returns the completions in the rows of the arrays for which `done` is True, and frees these rows."""
         if not done.any():
             return []
-        tokens, logprobs = fetch((self.rows.tokens, self.rows.logprobs), self.sampler.mesh)
+        rows, mesh = self.rows, self.sampler.mesh
+        tokens, logprobs = fetch((rows.tokens, rows.logprobs), mesh)
+        experts, of_prompts = fetch((rows.experts, self.prompts.experts), mesh)
         samples = []
         for slot, row in np.argwhere(done):
             index, length = (slot, row), ages[slot, row]
@@ -173,6 +176,10 @@ class Schedule:
                     tokens[index][:length].copy(),  # a copy, because a view keeps the tokens of all rows
                     logprobs[index][:length].copy(),
                     bool(finished[index]),
+                    experts=None if experts is None else experts[index][:length].copy(),
+                    prompt_experts=None
+                    if of_prompts is None
+                    else of_prompts[slot, : self.lengths[self.slot_prompt[slot]]].copy(),
                 )
             )
         self.row_sample[done] = -1

@@ -164,7 +164,7 @@ def _check_pairs(config: Config) -> tuple[Config, type[DPOLearner]]:
     pairs = dataclasses.replace(unset, num_generations=2)  # as this function returns it, and a run folder stores it
     unread = [f"algorithm.{key}" for key in _changed(config.algorithm, unset) if config.algorithm != pairs]
     rollout = RolloutConfig()
-    for key in ("engine", "max_staleness", "devices"):
+    for key in ("engine", "max_staleness", "devices", "routing_replay"):
         unread += [f"rollout.{key}"] if getattr(config.rollout, key) != getattr(rollout, key) else []
     unread += ["training.mini_batch_size"] if config.training.mini_batch_size is not None else []
     unread += ["environment.name"] if kind_of(config) is not None else []

@@ -126,7 +126,7 @@ def continue_prompt(
     # To `extend` they are the tokens of a completion whose prompt has no tokens.
     nothing = [(k[..., :1], v[:, :, :1]) for k, v in prompts.cache]
     given = jnp.zeros(count, jnp.int32), nothing, prompts.cache, begin, columns
-    hidden, cache = nnx.merge(graphdef, params).extend(tokens[:, None], positions, *given)
+    hidden, cache, _ = nnx.merge(graphdef, params).extend(tokens[:, None], positions, *given)
     return Prompts(jnp.full(count, begin + width), hidden[:, 0], cache)
 
 
@@ -255,7 +255,8 @@ def advance(
         tokens, logprobs = (x[:, None] for x in choose_each(logits, uniform, sampling))
         found = jax.lax.cond(top.any(), lambda: most_likely(logits, sampling.temperature, count), lambda: none)
         tops = jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y[None], step, 0), tops, found)
-        rows, ended = decode(model, prompts, rows, tokens), rows.ended | (rows.live & jnp.isin(tokens, eos))
+        ended = rows.ended | (rows.live & jnp.isin(tokens, eos))
+        rows, _ = decode(model, prompts, rows, tokens)
         rows = rows._replace(
             live=rows.live & ~ended & (rows.age < state.limits[:, None]),
             ended=ended,

@@ -39,7 +39,7 @@ def weight_bytes(model: Decoder, mesh: Mesh | None, tokens: float, head: bool = 
     """Returns the bytes of weights that a device reads in a forward pass over `tokens` tokens.
 
     These are its shards of all matrices, in the compute dtype or quantised, and one row of the embedding per token. A
-    mixture of experts reads at most `per_token` experts per token.
+    mixture of experts reads at most `per_token` experts per token, also of the other devices along `ep`.
 
     Args:
       head: whether logits are computed, so that the output matrix (with tied embeddings, the embedding) is read too.
@@ -52,7 +52,8 @@ def weight_bytes(model: Decoder, mesh: Mesh | None, tokens: float, head: bool = 
     total -= 0 if head or config.tie_embeddings else held_bytes(params["lm_head"])
     if config.experts is not None:
         experts = [layer["mlp"]["experts"] for layer in params["layers"].values() if "experts" in layer["mlp"]]
-        total -= held_bytes(experts) * max(0.0, 1 - tokens * config.experts.per_token / config.experts.number)
+        received = tokens * (1 if mesh is None else mesh.shape.get("ep", 1))
+        total -= held_bytes(experts) * max(0.0, 1 - received * config.experts.per_token / config.experts.number)
     return total + table * min(tokens / config.vocab_size, 1.0)
 
 

@@ -62,6 +62,7 @@ def make_engine(
         max_tokens=rollout.max_tokens_to_generate,
         max_concurrent_rows=rows,
         mesh=sampling_mesh,
+        record_experts=rollout.routing_replay,
     )
 
 
@@ -76,6 +77,12 @@ def training_devices(rollout: RolloutConfig) -> list[Any] | None:
             "least one; lower it or omit it."
         )
     return devices[: -rollout.devices]
+
+
+def check_routing_replay(rollout: RolloutConfig, model: DecoderConfig) -> None:
+    """Raises UserError if `rollout.routing_replay` is set, and the model has no experts."""
+    if rollout.routing_replay and model.experts is None:
+        raise UserError("rollout.routing_replay: this model has no experts; set it to false.")
 
 
 def check_staleness(
@@ -142,6 +149,7 @@ class CheckedEngine(WrappedEngine):
     def __init__(self, engine: Engine, model: DecoderConfig, task: Task):
         super().__init__(engine)
         self.vocab_size, self.max_tokens = model.vocab_size, task.rollout_config.max_tokens_to_generate
+        self.model, self.replays = model, task.rollout_config.routing_replay
 
     def generate(
         self,
@@ -173,6 +181,7 @@ class CheckedEngine(WrappedEngine):
             missing.remove(index)
             try:
                 checked = self._checked(sample, responder is not None)
+                checked = self._with_experts(checked, len(requests[sample.request].tokens))
             except _WrongSampleError as error:
                 raise UserError(f"{name}: {where}: {error}.") from None
             yield checked
@@ -208,6 +217,25 @@ class CheckedEngine(WrappedEngine):
             _check_all("segment_start", start, right, "0 at first, then the token's index or the value before it")
         checked = sample._replace(tokens=tokens, logprobs=logprobs, finished=bool(sample.finished))
         return checked._replace(token_mask=mask, segment_start=start)
+
+    def _with_experts(self, sample: Sample, prompt: int) -> Sample:
+        """Returns the sample with checked experts (none without `rollout.routing_replay`)."""
+        if not self.replays or self.model.experts is None:
+            return sample._replace(experts=None, prompt_experts=None)
+        layers = sum(map(self.model.has_experts, range(self.model.num_layers)))
+        found = dict[str, Any]()
+        for name, length in (("experts", len(sample.tokens)), ("prompt_experts", prompt)):
+            shape, array = (length, layers, self.model.experts.per_token), np.asarray(getattr(sample, name))
+            if array.shape != shape or not np.issubdtype(array.dtype, np.integer):
+                raise _WrongSampleError(
+                    f"`{name}` must be integers of the shape {list(shape)}, because of rollout.routing_replay; it has "
+                    f"the shape {list(array.shape)} and the dtype {array.dtype}"
+                )
+            most = self.model.experts.number - 1
+            if array.size and not (array.min() >= 0 and array.max() <= most):
+                raise _WrongSampleError(f"`{name}` must be indices of experts between 0 and {most}")
+            found[name] = array.astype(self.model.experts.index_dtype)
+        return sample._replace(**found)
 
 
 class _WrongSampleError(Exception):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from tunix_like.models.decoder import Kept
 from tunix_like.models.divergence import Outputs, token_divergence
@@ -68,6 +68,7 @@ class Chunk(NamedTuple):
       sample: index of each completion among the completions of its prompt.
       start: first position of each completion in its bin.
       length: number of tokens of each completion; 0 for unused entries.
+      experts: experts of each place of a bin; None: those of the router.
     """
 
     lane: Int[AnyArray, "A"] | None
@@ -75,6 +76,7 @@ class Chunk(NamedTuple):
     sample: Int[AnyArray, "A b r"]
     start: Int[AnyArray, "A b r"]
     length: Int[AnyArray, "A b r"]
+    experts: Integer[AnyArray, "A b T l k"] | None = None
 
     @property
     def mask(self) -> Bool[Array, "A b r"]:
@@ -101,17 +103,23 @@ def _on_mesh(packed: Packed, mesh: Mesh | None, split: Callable[..., Any], repli
     if mesh is None:
         return packed
     numbers = replicated({"sets": packed.sets, "chunks": packed.chunks}, mesh)
-    lanes = {name: split(getattr(packed, name), mesh, axis=2) for name in ("sample", "start", "length")}
-    return packed._replace(prompts=split(packed.prompts, mesh, axis=1), **numbers, **lanes)
+    lanes = {name: split(getattr(packed, name), mesh, axis=2) for name in ("sample", "start", "length", "experts")}
+    prompts = {name: split(getattr(packed, name), mesh, axis=1) for name in ("prompts", "prompt_experts")}
+    return packed._replace(**prompts, **numbers, **lanes)
 
 
 def prompt_states(
-    graphdef: Any, params: Any, batch: GroupBatch, prompts: Int[Array, "p"], options: ForwardOptions
+    graphdef: Any,
+    params: Any,
+    batch: GroupBatch,
+    prompts: Int[Array, "p"],
+    options: ForwardOptions,
+    experts: Integer[Array, "p S l k"] | None = None,
 ) -> PromptStates:
-    """Runs the model on the prompts of the batch with the indices `prompts`. Returns their last hidden states, keys and
-    values."""
+    """Runs the model on the prompts of the batch with the indices `prompts`, with the given experts or those of its
+    router. Returns their last hidden states, keys and values."""
     tokens, lengths = jnp.asarray(batch.prompt_tokens)[prompts], jnp.asarray(batch.prompt_lengths)[prompts]
-    return PromptStates(*nnx.merge(graphdef, params).prefill(tokens, lengths, options.remat))
+    return PromptStates(*nnx.merge(graphdef, params).prefill(tokens, lengths, options.remat, experts)[:2])
 
 
 def chunk_of(packed: Packed, number: Any, chunk: Any) -> Chunk:
@@ -119,7 +127,13 @@ def chunk_of(packed: Packed, number: Any, chunk: Any) -> Chunk:
     packed = jax.tree.map(jnp.asarray, packed)
     lane = None if packed.lane is None else packed.lane[number, chunk]
     group = packed.prompts[number] if lane is None else packed.prompts[number][lane]
-    return Chunk(lane, group, *(array[number, chunk] for array in (packed.sample, packed.start, packed.length)))
+    arrays = packed.sample, packed.start, packed.length, packed.experts
+    return Chunk(lane, group, *(None if array is None else array[number, chunk] for array in arrays))
+
+
+def set_experts(packed: Packed, number: Any) -> Integer[Array, "p S l k"] | None:
+    """Returns the recorded experts of the prompts of set `number`."""
+    return None if packed.prompt_experts is None else jnp.asarray(packed.prompt_experts)[number]
 
 
 class ChunkTeacher(NamedTuple):
@@ -167,7 +181,7 @@ def chunk_logprobs(
     found: tuple[Array, ...] = token_logprobs(*arguments)
     if teacher is not None:
         of_teacher = teacher.graphdef, teacher.params, teacher.states, teacher.batch
-        theirs = _outputs(*_chunk_hidden(*of_teacher, chunk, options)[:2])
+        theirs = _outputs(*_chunk_hidden(*of_teacher, chunk._replace(experts=None), options)[:2])
         found = *found, *token_divergence(outputs, theirs, targets, teacher.beta, *where)
     return ChunkOutputs(*(_of_completions(chunk, tokens, values) for values in found))
 
@@ -203,7 +217,14 @@ def _chunk_hidden(
     tokens, offsets, segments = _bins(chunk, chunk.rows_of(batch.completion_tokens), first)
     lengths = jnp.asarray(batch.prompt_lengths)[chunk.group]
     hidden = model.completion_hidden(
-        states.hidden, states.cache, lengths, tokens, offsets, segments, remat=options.remat
+        states.hidden,
+        states.cache,
+        lengths,
+        tokens,
+        offsets,
+        segments,
+        remat=options.remat,
+        experts=chunk.experts,
     )
     return model, hidden.reshape(len(tokens), -1, hidden.shape[-1]), tokens
 
@@ -297,7 +318,8 @@ def _batch_values(
     shape = batch.completion_tokens.shape
 
     def one_set(number: Array, out: Array) -> Array:
-        states = prompt_states(graphdef, params, batch, jnp.asarray(packed.prompts)[number], options)
+        prompts, experts = jnp.asarray(packed.prompts)[number], set_experts(packed, number)
+        states = prompt_states(graphdef, params, batch, prompts, options, experts)
 
         def one_chunk(index: Array, out: Array) -> Array:
             chunk = chunk_of(packed, number, index)

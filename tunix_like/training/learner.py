@@ -63,7 +63,7 @@ from tunix_like.training.arguments import (
 )
 from tunix_like.training.critic import Critic, resolve_critic
 from tunix_like.training.diagnosis import SignalWatch
-from tunix_like.training.engine import CheckedEngine, check_staleness, make_engine
+from tunix_like.training.engine import CheckedEngine, check_routing_replay, check_staleness, make_engine
 from tunix_like.training.fingerprints import INPUTS, fingerprints
 from tunix_like.training.generation import generate_texts, with_rollout
 from tunix_like.training.guards import remove_files_after
@@ -204,6 +204,7 @@ class Learner(Trainer):
         self.set_rewards(reward_fns, reward_weights)
         check_turns(self.player is not None, engine)
         check_engine(self.rollout_config)
+        check_routing_replay(self.rollout_config, model.config)
         check_staleness(self.algo, self.rollout_config, self.training, engine is not None)
         self.teacher: Teacher | None = None
         if self.teacher_config.path is not None:

@@ -61,6 +61,10 @@ ROUTED_COPIES = 8
 """Number of temporary arrays in the backward pass of one layer with experts. Each array has the model's width, and one
 row per token and chosen expert. Measured by compiling the update of Qwen3-30B-A3B's shapes for v5p-64."""
 
+EXCHANGED_COPIES = 6
+"""Number of temporary arrays of the model's width in the backward pass of one layer whose experts are split over `ep`,
+each with a row per token of the devices along `ep`: tokens, outputs, and both gradients in float32 (two each)."""
+
 GRADIENT_COPIES = 2
 """Number of arrays of the size of the trained weights while chunks of completions are processed: the sum of the
 gradients, and the gradient of one chunk."""
@@ -214,6 +218,8 @@ class Work:
       parts: number of parts into which the prompts of an update and their completions are divided over devices.
       sequence: number of devices that share the tokens of a sequence in an update (`attention_sequence.py`).
       whole_groups: whether all completions of a prompt are in one chunk (`packing.choose_layout`).
+      expert_parts: number of parts into which experts are divided over devices (`ep`).
+      recorded: bytes per token of the recorded experts (`rollout.routing_replay`).
       rollout_share: the part of the weights on one device while sampling; None: sampling uses the weights in `share`.
       rollout_parts: while sampling, the number of parts into which prompts and completions are divided over devices,
         and the number of devices that share the attention heads of one part; None means `parts` and 1.
@@ -242,6 +248,8 @@ class Work:
     parts: int = 1
     sequence: int = 1
     whole_groups: bool = False
+    expert_parts: int = 1
+    recorded: int = 0
     rollout_share: Share | None = None
     rollout_parts: tuple[int, int] | None = None
 
@@ -386,8 +394,13 @@ def _layer_working(work: Work, tokens: int) -> int:
     `work.sequence` is above 1, they include the gathered matrices of the layer and their gradient."""
     model, parts = work.model, work.parts
     widths = work.inner + model.hidden_size + work.query
-    routed = 0 if model.experts is None else ROUTED_COPIES * model.experts.per_token * model.hidden_size
-    layer = layer_count(model) if parts * work.sequence > 1 else 0
+    routed, layer = 0, layer_count(model) if parts * work.sequence > 1 else 0
+    if (experts := model.experts) is not None:
+        routed = ROUTED_COPIES * experts.per_token * model.hidden_size
+        if work.expert_parts > 1:
+            routed += EXCHANGED_COPIES * work.expert_parts * model.hidden_size
+            every = 3 * experts.number * model.hidden_size * experts.intermediate_size
+            layer -= every - every // work.expert_parts  # experts are not gathered over `ep`
     gathered = layer * work.size * (1 if work.adapters else 2)
     # XLA:GPU recomputes layers of a pattern early, during collectives (measured: half of the six layers of Gemma 3).
     layers = max(1, longest_period(model) // 2) if work.backend == "gpu" and parts > 1 else 1
@@ -422,7 +435,7 @@ def rollout_phase(
     layer = max(cache * _room_before(width) // width, parts * max(cache // 2, prompt_cache)) // model.num_layers
     forward = _prompt_forward(work, slots if prefilled is None else -(-prefilled // parts), tp)
     prefill_weights = max(copy, cast * (work.size < 4)) + dequantized
-    buffers = rows * (8 * width + 16) + (rows + slots) * model.hidden_size * work.size
+    buffers = rows * ((8 + work.recorded) * width + 16) + (rows + slots) * model.hidden_size * work.size
     kept = {"prompt cache": prompt_cache, "buffers": buffers}
     moments = [
         kept | {"cast weights": cast + dequantized, "logits": logits + scores, "completion cache": cache},
@@ -569,7 +582,8 @@ def _batch(work: Work) -> int:
     its values, returns and advantages."""
     prompt_width, width = work.widths
     each = 3 + work.reference + 3 * (work.critic is not None)
-    return 4 * (work.prompts * prompt_width + work.rows * width * each + 8 * work.rows)
+    experts = (work.prompts * prompt_width + work.rows * width) * work.recorded // work.parts
+    return 4 * (work.prompts * prompt_width + work.rows * width * each + 8 * work.rows) + experts
 
 
 def _room_before(width: int) -> int:

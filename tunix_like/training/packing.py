@@ -15,10 +15,10 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Integer
 
 if TYPE_CHECKING:
-    from tunix_like.types import AnyArray
+    from tunix_like.types import AnyArray, GroupBatch
 
 ROWS_PER_BIN = 16
 """Maximum number of completions per bin. This number limits the size of arrays with one entry per completion of a
@@ -54,6 +54,8 @@ class Packed(NamedTuple):
       sample: index of each completion among the completions of its prompt.
       start: first position of each completion in its bin.
       length: number of tokens of each completion; 0 for unused entries.
+      experts: experts of each place of a bin, in each of `l` layers with experts; None: those of the router.
+      prompt_experts: experts of each token of the prompts of a set.
     """
 
     sets: Int[AnyArray, ""]
@@ -63,6 +65,8 @@ class Packed(NamedTuple):
     sample: Int[AnyArray, "M C A b r"]
     start: Int[AnyArray, "M C A b r"]
     length: Int[AnyArray, "M C A b r"]
+    experts: Integer[AnyArray, "M C A b T l k"] | None = None
+    prompt_experts: Integer[AnyArray, "M p S l k"] | None = None
 
 
 def choose_layout(
@@ -161,6 +165,30 @@ def pack(
                 sample[into], length[into], start[into] = members, sizes, np.cumsum(sizes) - sizes
     sets = np.int32(np.count_nonzero(chunks))
     return Packed(sets, prompts, chunks, None if layout.own_lanes else lane, sample, start, length)
+
+
+def with_experts(packed: Packed, batch: GroupBatch, number: int) -> Packed:
+    """Adds the recorded experts of a batch to packed completions. `number` is the number of experts; places without a
+    token get all of them in turn, because one device would otherwise process all these places (`ep`)."""
+    recorded, of_prompts = batch.experts, batch.prompt_experts
+    assert recorded is not None and of_prompts is not None
+    (*_, width, layers, k), shape = recorded.shape, packed.length.shape
+
+    def spread(steps: int) -> np.ndarray:
+        turns = (np.arange(steps * k) % number).astype(recorded.dtype)
+        return np.repeat(turns.reshape(steps, 1, k), layers, axis=1)
+
+    of_prompts = of_prompts[packed.prompts]
+    beyond = np.arange(of_prompts.shape[2]) >= batch.prompt_lengths[packed.prompts][..., None]
+    of_prompts = np.where(beyond[..., None, None], spread(of_prompts.shape[2]), of_prompts)
+    experts = np.broadcast_to(spread(width), (*shape[:4], width, layers, k)).copy()
+    for place in np.argwhere(packed.length > 0).tolist():
+        number_of_set, chunk, at, bin, _ = place
+        prompt = at if packed.lane is None else packed.lane[number_of_set, chunk, at]
+        group, sample = packed.prompts[number_of_set, prompt], packed.sample[tuple(place)]
+        start, length = packed.start[tuple(place)], packed.length[tuple(place)]
+        experts[number_of_set, chunk, at, bin, start : start + length] = recorded[group, sample, :length]
+    return packed._replace(experts=experts, prompt_experts=of_prompts)
 
 
 def token_places(packed: Packed, width: int) -> int:

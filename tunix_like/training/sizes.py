@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,7 +30,6 @@ from tunix_like.errors import UserError
 from tunix_like.models.counts import Share, parameter_shapes, share_of
 from tunix_like.models.loading import load_config
 from tunix_like.models.sharding import (
-    SAMPLING_AXES,
     check_model,
     check_slices,
     count_slices,
@@ -152,6 +151,7 @@ def _work(
         backend=jax.default_backend() if device is None else device.backend,
         parts=prompt_parts(mesh),
         sequence=sequence_parts(mesh),
+        expert_parts=1 if mesh is None else mesh.shape.get("ep", 1),
     )
 
 
@@ -319,7 +319,7 @@ def _most_that_fits(top: int, needed: Callable[[int], int], limit: float) -> int
 
 
 class SamplingLayout(NamedTuple):
-    """The mesh of the sampler, with axes `data`, `fsdp` and `tp`, and why it was chosen."""
+    """The mesh of the sampler (`layout_mesh`), and why it was chosen."""
 
     mesh: Mesh
     reason: str
@@ -355,20 +355,21 @@ def rollout_layout(
         sizes of `rollout.mesh`, or its `data` is no multiple of the TPU slices.
     """
     if rollout.devices is not None:
-        own = np.array(jax.devices()[-rollout.devices :]).reshape(rollout.devices, 1, 1)
-        mesh = Mesh(own, SAMPLING_AXES, axis_types=(AxisType.Auto,) * len(SAMPLING_AXES))
+        mesh = Mesh(np.array(jax.devices()[-rollout.devices :]), ("data",), axis_types=(AxisType.Auto,))
     if mesh is None:
         return None
     size = mesh.size
     if isinstance(rollout.mesh, list):
         if math.prod(rollout.mesh) != size:
             raise UserError(
-                f"rollout.mesh: got {rollout.mesh}; give the numbers of devices along data, fsdp and tp, whose product "
-                f"must be {size}, e.g. [{size}, 1, 1], or set auto."
+                f"rollout.mesh: got {rollout.mesh}; give the numbers of devices along data, fsdp and tp (or data, "
+                f"fsdp, ep and tp), whose product must be {size}, e.g. [{size}, 1, 1], or set auto."
             )
-        check_slices("rollout.mesh", dict(zip(SAMPLING_AXES, rollout.mesh, strict=True)), mesh.devices.flat)
+        names = ("data", "fsdp", "tp") if len(rollout.mesh) == 3 else ("data", "fsdp", "ep", "tp")
+        sizes = dict(zip(names, rollout.mesh, strict=True))
+        check_slices("rollout.mesh", sizes, mesh.devices.flat)
         try:
-            return SamplingLayout(_dividing(mesh, rollout.mesh, model), "as set")
+            return SamplingLayout(_dividing(mesh, sizes, model), "as set")
         except UserError as error:
             raise UserError(str(error).replace("mesh.shape", "rollout.mesh", 1)) from None
     device = device or this_device()
@@ -376,14 +377,16 @@ def rollout_layout(
     slices = count_slices(mesh.devices.flat)
     per_process = math.gcd(processes.count(processes[0]), size // slices)
     splits = [tp for tp in range(1, per_process + 1) if per_process % tp == 0]
-    possible = [layout for tp in splits if (layout := _possible(mesh, (size // tp, 1, tp), model)) is not None]
+    possible = [
+        layout for tp in splits if (layout := _possible(mesh, {"data": size // tp, "tp": tp}, model)) is not None
+    ]
     works = [_rollout_work(model, rollout, mesh, layout, device, (reference, teacher, critic)) for layout in possible]
     rows = rollout.max_concurrent_rows
     least, usual = (rows if isinstance(rows, int) else each * size for each in (ROWS_PER_DEVICE, USUAL_ROWS_PER_DEVICE))
     fitting = [i for i, work in enumerate(works) if _sampling(work, least, USUAL_GROUP, least).bytes <= device.usable]
     if not fitting:
         tp = possible[-1].shape["tp"]
-        split = _possible(mesh, (slices, size // slices // tp, tp), model)
+        split = _possible(mesh, {"data": slices, "fsdp": size // slices // tp, "tp": tp}, model)
         return SamplingLayout(split or mesh, "the weights fit for no tp alone")
     if (kind := device.kind) is None:
         return SamplingLayout(possible[fitting[0]], "the smallest tp that fits")
@@ -408,17 +411,17 @@ def decode_seconds(model: Decoder, mesh: Mesh, rows: int, widths: tuple[int, int
     return read / kind.memory_bytes + sent / kind.network(tp) + sums * COLLECTIVE_SECONDS
 
 
-def _dividing(mesh: Mesh, shape: Sequence[int], model: Decoder) -> Mesh:
-    """Returns a mesh with axis sizes `shape`. Raises UserError if heads or weights of the model are not divisible by
+def _dividing(mesh: Mesh, sizes: Mapping[str, int], model: Decoder) -> Mesh:
+    """Returns a mesh with axis sizes `sizes`. Raises UserError if heads or weights of the model are not divisible by
     these sizes."""
-    chosen = layout_mesh(mesh, shape)
+    chosen = layout_mesh(mesh, sizes)
     check_model(chosen, model.config, _shapes(model))
     return chosen
 
 
-def _possible(mesh: Mesh, shape: Sequence[int], model: Decoder) -> Mesh | None:
+def _possible(mesh: Mesh, sizes: Mapping[str, int], model: Decoder) -> Mesh | None:
     try:
-        return _dividing(mesh, shape, model)
+        return _dividing(mesh, sizes, model)
     except UserError:
         return None
 
@@ -466,7 +469,8 @@ def _rollout_work(
 def _for_sampling(work: Work, model: Decoder, rollout: RolloutConfig, chosen: Mesh | None) -> Work:
     """Returns `work` with the sharding of weights and completions on `chosen`, the mesh of the sampler. On a single
     device, the weights are not copied to another layout."""
-    work = dataclasses.replace(work, filtered=rollout.top_p < 1 or rollout.top_k is not None)
+    recorded = model.config.recorded_bytes if rollout.routing_replay else 0
+    work = dataclasses.replace(work, filtered=rollout.top_p < 1 or rollout.top_k is not None, recorded=recorded)
     if chosen is None or chosen.size == 1:
         return work
     parts = prompt_parts(chosen), chosen.shape.get("tp", 1)
@@ -614,7 +618,8 @@ def estimate_memory(
     reference, teacher, critic = others
     update = update_work(training, model, (most, group), widths, reference, mesh, device, teacher, critic, pairs)
     size = chosen(lambda: chunk_size(setting, update, device))
-    update = dataclasses.replace(update, prompts=data.batch_size, update_prompts=most)
+    recorded = model.config.recorded_bytes if rollout.routing_replay else 0
+    update = dataclasses.replace(update, prompts=data.batch_size, update_prompts=most, recorded=recorded)
     layout = rollout_layout(model, rollout, mesh, device, *others)
     evaluated = config.eval.batch_size, config.eval.samples
     sampling_mesh = None if layout is None else layout.mesh

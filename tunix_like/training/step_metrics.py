@@ -18,6 +18,18 @@ from tunix_like.runtime.profile import Compilations, peak_flops
 from tunix_like.types import GroupBatch
 
 
+def expert_metrics(batch: GroupBatch, model: DecoderConfig) -> dict[str, float]:
+    """Returns the tokens of the expert with the most, relative to the mean of all experts: mean and maximum over the
+    layers. Empty if the experts of the completions are not recorded."""
+    if batch.experts is None or model.experts is None:
+        return {}
+    inside = np.arange(batch.experts.shape[2]) < batch.completion_lengths[..., None]
+    chosen = batch.experts[inside]  # [tokens, layers, k]
+    counts = [np.bincount(layer.ravel(), minlength=model.experts.number) for layer in np.moveaxis(chosen, 1, 0)]
+    loads = [float(count.max() / count.mean()) for count in counts if count.any()]
+    return {"experts/load_mean": float(np.mean(loads)), "experts/load_max": max(loads)} if loads else {}
+
+
 def advantage_metrics(
     rollout: Rollout,
     batch: GroupBatch,

@@ -37,6 +37,7 @@ from tunix_like.training.forward import (
     chunk_logprobs,
     chunk_of,
     prompt_states,
+    set_experts,
     with_prompts,
 )
 from tunix_like.training.packing import Packed
@@ -264,7 +265,8 @@ def gradient(
 
     def states_of(params: Any, number: Any) -> PromptStates:
         whole = join_params(params, fixed)
-        return prompt_states(spec.graphdef, whole, inputs.batch, packed.prompts[number], spec.options)
+        prompts, experts = packed.prompts[number], set_experts(packed, number)
+        return prompt_states(spec.graphdef, whole, inputs.batch, prompts, spec.options, experts)
 
     teacher_of = _teacher(spec, join_params(working, fixed), inputs)
     add = functools.partial(jax.tree.map, lambda total, part: total + part.astype(total.dtype))

@@ -28,8 +28,9 @@ from tunix_like.training.forward import place_packed
 from tunix_like.training.guards import GapWatch, SkippedUpdate, SkipWatch, save_skipped
 from tunix_like.training.memory import CriticWork, TeacherWork
 from tunix_like.training.optimizer import updates_done
-from tunix_like.training.packing import Packed, choose_layout, pack, token_places
+from tunix_like.training.packing import Packed, choose_layout, pack, token_places, with_experts
 from tunix_like.training.sizes import chunk_size, update_work
+from tunix_like.training.step_metrics import expert_metrics
 from tunix_like.training.teacher import Teacher
 from tunix_like.training.train_step import MAXIMA, TeacherInputs, step_inputs
 from tunix_like.training.trainer import Trainer
@@ -133,7 +134,7 @@ class Updates:
         """
         if self.reference is None:
             return batch, None, {}
-        ref = self._logprobs(*self.reference, batch)
+        ref = self._logprobs(*self.reference, batch.routed_freely)
         if not self.algo.kl_in_reward or self.critic is not None:
             return batch, ref, {}
         mask = batch.sampled
@@ -171,12 +172,12 @@ class Updates:
         starts = [*range(0, count, self.mini_batch_size)] * self.algo.num_iterations
         parts = [(np.arange(count) >= start) & (np.arange(count) < start + self.mini_batch_size) for start in starts]
         old, signals = self._signals(problems, batch, live, ref, len(parts) > 1)
-        metrics |= signals.metrics or {}
+        metrics |= (signals.metrics or {}) | expert_metrics(batch, trainer.model.config)
         old = old if len(parts) > 1 else None
         ref = ref if self.objective.reference_in_loss else None
         if trainer.schedule is not None:
             metrics["learning_rate"] = float(trainer.schedule(updates_done(trainer.state.opt_state)))
-        arrays = batch, old, ref, signals.advantages, scheduled, signals.estimates
+        arrays = batch.routed_freely, old, ref, signals.advantages, scheduled, signals.estimates
         placed, old, ref, by_token, scheduled, estimates = place_replicated(arrays, mesh)
         given = {"token_advantages": by_token, "teacher": signals.lesson, "scheduled": scheduled}
         rows: list[dict[str, Any]] = []
@@ -236,7 +237,7 @@ class Updates:
         if several or (teacher is not None and teacher.spec is None) or penalised:
             old = self._logprobs(trainer.graphdef, trainer.params, batch, live)
         if teacher is not None:
-            seen = teacher.batch(batch, problems)
+            seen = teacher.batch(batch.routed_freely, problems)
             if teacher.spec is not None:
                 prompts = place_replicated((seen.prompt_tokens, seen.prompt_lengths), trainer.mesh)
                 signals = signals._replace(lesson=TeacherInputs(teacher.params, *prompts))
@@ -299,7 +300,7 @@ class Updates:
             given = (jnp.asarray(values) for values in (old, ref, mask))
             kl = np.where(mask, np.asarray(kl_estimate(str(self.algo.kl_loss_mode), *given)), 0.0)
             penalties, metrics = self.algo.beta * kl, {"kl": float(kl.sum() / max(mask.sum(), 1))}
-        values = self._logprobs(critic.graphdef, critic.params, batch, live)
+        values = self._logprobs(critic.graphdef, critic.params, batch.routed_freely, live)
         settings = critic.settings
         found = estimate(batch.rewards, values, mask, settings.gamma, settings.gae_lambda, penalties)
         return found, metrics | found.metrics(mask)
@@ -317,7 +318,7 @@ class Updates:
     ) -> Float[np.ndarray, "P G T"]:
         """Runs a program that gives one number per token on the completions `rows`; the other entries are 0."""
         packed = place_packed(self._pack(batch, rows, len(rows)), self.trainer.mesh)
-        placed = place_replicated(batch, self.trainer.mesh)
+        placed = place_replicated(batch.routed_freely, self.trainer.mesh)
         return np.asarray(fetch(program(graphdef, params, placed, packed), self.trainer.mesh))
 
     def _pack(self, batch: GroupBatch, rows: Bool[np.ndarray, "P G"], most_prompts: int) -> Packed:
@@ -363,6 +364,7 @@ def _update_critic(
 ) -> dict[str, Any]:
     """Replaces the train state of a critic by that after one update. Returns its metrics, on the device."""
     batch = placed._replace(rollout_logprobs=None)
+    packed = packed._replace(experts=None, prompt_experts=None)  # those of the policy
     data = step_inputs(batch, part, packed, estimates.values, None, estimates.returns)
     critic.state, row, _ = critic.programs.train_step(critic.state, data, critic.frozen)
     return row
@@ -403,7 +405,10 @@ def pack_update(
     work = update_work(training, model, shape, widths, reference, mesh, None, *others, whole_groups=whole_groups)
     chunk = chunk_size(training.train_micro_batch_size, work)
     layout = choose_layout(size, most_prompts, widths, chunk, prompt_parts(mesh), whole_groups)
-    return pack(batch.completion_lengths, rows, widths[1], layout, most_prompts)
+    packed = pack(batch.completion_lengths, rows, widths[1], layout, most_prompts)
+    if batch.experts is None or model.config.experts is None:
+        return packed
+    return with_experts(packed, batch, model.config.experts.number)
 
 
 def _aggregate(name: str, values: Sequence[Any]) -> float:

@@ -100,5 +100,5 @@ def _next_logprobs(
 ) -> Float[Array, "P V"]:
     """Computes the log-probability of each of V vocabulary entries as the next token after each of P prompts."""
     model = nnx.merge(graphdef, params)
-    hidden, _ = model.prefill(prompts, jnp.full(prompts.shape[0], prompts.shape[1]))
+    hidden, *_ = model.prefill(prompts, jnp.full(prompts.shape[0], prompts.shape[1]))
     return jax.nn.log_softmax(model.scores(hidden, model.head()) / temperature)
