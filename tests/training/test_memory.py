@@ -19,7 +19,8 @@ from tests.training.small_learner import make
 from tunix_like.algorithms.objective import build_objective, resolve
 from tunix_like.config.load import load
 from tunix_like.config.schema import (
-    LORA_TARGETS,
+    ATTENTION_TARGETS,
+    MLP_TARGETS,
     AlgorithmConfig,
     Config,
     DataConfig,
@@ -167,7 +168,8 @@ def accelerated(backend: str, parts: int = 8, **changes: Any) -> Work:
     )  # fmt: skip
 
 
-ADAPTERS = Adapters(4, 4.0, LORA_TARGETS)
+PLAIN_TARGETS = ATTENTION_TARGETS + MLP_TARGETS
+ADAPTERS = Adapters(4, 4.0, PLAIN_TARGETS)
 LARGE = dict(prompts=1, group=2, hidden_size=256, intermediate_size=1536, vocab_size=64, widths=(8, 8))
 """Weights are most of the memory."""
 
@@ -298,7 +300,7 @@ def test_parameters_are_counted(changes):
 @pytest.mark.parametrize("quantized", [None, "int8", "nf4"])
 def test_adapters_and_quantised_weights_are_counted(quantized):
     """Adapters of all projections and of some. Trained arrays have moments and gradients, and no reference is held."""
-    for targets in (LORA_TARGETS, ("k_proj", "down_proj")):
+    for targets in (PLAIN_TARGETS, ("k_proj", "down_proj")):
         work = changed(num_layers=3, adapters=Adapters(5, 5.0, targets), quantized=quantized, reference=True)
         params = abstract_of(work)[1]
         trained, _ = split_params(params)
@@ -331,7 +333,7 @@ def test_estimate_depends_on_reference_and_devices():
 def test_share_of_a_device_equals_its_arrays(shape_of_mesh, quantized):
     """The oracle are real arrays on the mesh: weights are replicated along `data`, and of each adapter one half along
     `fsdp`."""
-    adapters = quantized and Adapters(8, 8.0, LORA_TARGETS)
+    adapters = quantized and Adapters(8, 8.0, PLAIN_TARGETS)
     model = dataclasses.replace(SMALL, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8)
     mesh = build_mesh(MeshConfig(shape=shape_of_mesh, axis_names=["data", "fsdp", "tp"]))
     made = nnx.merge(*abstract(model, "auto", adapters, quantized))
@@ -353,7 +355,7 @@ def test_shapes_equal_those_of_the_model():
     """The model has experts in some layers, adapters and quantised projections."""
     experts = Experts(number=4, per_token=2, intermediate_size=64, normalised=True)
     mixed = dataclasses.replace(SMALL, num_layers=3, experts=experts, expert_layers=(True, False, True))
-    rest = Adapters(2, 2.0, LORA_TARGETS[:4]), "int8"
+    rest = Adapters(2, 2.0, ATTENTION_TARGETS), "int8"
     made, real = parameter_shapes(mixed, jnp.float32, *rest), abstract(mixed, "auto", *rest)[1]
     same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), made, real)
     assert all(jax.tree.leaves(same))

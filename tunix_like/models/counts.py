@@ -69,12 +69,14 @@ def parameter_shapes(
     return trees[kinds[0]] | {"layers": {index: trees[kind]["layers"][0] for index, kind in enumerate(kinds)}}
 
 
-def memory_bytes(config: DecoderConfig, dtype: Any) -> int:
-    """Returns the bytes of the memory of one sequence in a recurrent layer (`delta_rule.Memory`)."""
+def memory_bytes(config: DecoderConfig, dtype: Any, tp: int = 1) -> int:
+    """Returns the bytes of the memory of one sequence in a recurrent layer (`delta_rule.Memory`) on each of `tp`
+    devices. They split the heads of the state, if their number divides them; each holds the whole tail."""
     rule = config.delta_rule
     assert rule is not None
     state = 4 * rule.value_heads * rule.key_width * rule.value_width
-    return state + (rule.taps - 1) * rule.channels * jnp.dtype(dtype).itemsize
+    share = tp if rule.value_heads % tp == 0 else 1
+    return state // share + (rule.taps - 1) * rule.channels * jnp.dtype(dtype).itemsize
 
 
 class Share(NamedTuple):
@@ -160,7 +162,9 @@ def _operations(
     mixers = [recurrent if config.is_recurrent(layer) else attention for layer in layers]
     matrices = sum(mixers) + sum(3 * width * config.active_width(layer) for layer in layers)
     if config.experts is not None:
-        matrices += width * config.experts.number * sum(config.has_experts(layer) for layer in layers)
+        routers = sum(config.has_experts(layer) for layer in layers)
+        gate = width if config.experts.shared == "gated" else 0
+        matrices += (width * config.experts.number + gate) * routers
     scores = 0.0
     for layer in layers:
         if rule is not None and config.is_recurrent(layer):  # two reads of the state and its correction

@@ -352,7 +352,8 @@ class MixtureOfExperts(nnx.Module):
     product processes groups of any size.
 
     Computes `sum over the k selected experts of weight * expert(x)`. The weights come from the router's softmax, in
-    float32 (`route`). With `Experts.biases`, router and experts have biases.
+    float32 (`route`). With `Experts.biases`, router and experts have biases. With `Experts.shared`, adds
+    `sigmoid(x g) * shared_expert(x)`.
 
     On a mesh, each device sorts and multiplies its own tokens (`per_device`). Without `per_device`, the compiler would
     sort the tokens of all devices together. The router matrix is cast to the compute dtype in training and in sampling,
@@ -360,36 +361,51 @@ class MixtureOfExperts(nnx.Module):
     over all experts, with the same result.
     """
 
-    def __init__(self, width: int, experts: Experts, gating: Gating, **kinds: Any):
+    def __init__(self, config: DecoderConfig, experts: Experts, **kinds: Any):
+        width = config.hidden_size
         self.gate = Kernel(width, experts.number, bias=experts.biases, **kinds)
-        self.experts = ExpertMLPs(width, experts, gating, **kinds)
+        self.experts = ExpertMLPs(width, experts, _GATINGS[config.activation], **kinds)
+        self.shared_expert = MLP(config, **kinds) if experts.shared else None
+        self.shared_expert_gate = Linear(width, 1, bias=False, **kinds) if experts.shared else None
         self.numbers = experts
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        graph, params = nnx.split(self)
-        run = per_device(lambda params, rows: nnx.merge(graph, params)._mix(rows), nnx.to_pure_dict(params), x.shape[0])
-        return run(nnx.to_pure_dict(params), x)
+        out = mixed(self.gate, self.experts, self.numbers, x)
+        if self.shared_expert is None or self.shared_expert_gate is None:
+            return out
+        share = jax.nn.sigmoid(self.shared_expert_gate(x).astype(jnp.float32))
+        return out + (share * self.shared_expert(x)).astype(x.dtype)
 
-    def _mix(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        flat = x.reshape(-1, x.shape[-1])
-        weights, chosen = self.route(flat)
+
+def mixed(gate: Kernel, experts: ExpertMLPs, numbers: Experts, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    """Returns the weighted sum of the outputs of the experts that the router `gate` selects for each token."""
+    graph, state = nnx.split({"gate": gate, "experts": experts})
+
+    def mix(params: Any, rows: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        parts = nnx.merge(graph, params)
+        flat = rows.reshape(-1, rows.shape[-1])
+        weights, chosen = route(parts["gate"], numbers, flat)
         assigned = chosen.reshape(-1)
         order = jnp.argsort(assigned, stable=True)
-        out = self.experts(flat[order // self.numbers.per_token], assigned[order])
+        out = parts["experts"](flat[order // numbers.per_token], assigned[order])
         back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]), unique_indices=True)
         out = out[back].reshape(*chosen.shape, -1)  # the k outputs of a token, in the order of `chosen`
-        mixed = jnp.einsum("nkd,nk->nd", out, weights.astype(out.dtype), preferred_element_type=jnp.float32)
-        return mixed.astype(x.dtype).reshape(x.shape)
+        total = jnp.einsum("nkd,nk->nd", out, weights.astype(out.dtype), preferred_element_type=jnp.float32)
+        return total.astype(rows.dtype).reshape(rows.shape)
 
-    def route(self, x: Float[Array, "N D"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
-        """Returns the weights (float32) and indices of the k selected experts of each token."""
-        logits = jnp.matmul(x, self.gate.kernel[...].astype(x.dtype), preferred_element_type=jnp.float32)
-        if self.gate.bias is not None:
-            logits += jnp.broadcast_to(self.gate.bias[...].astype(jnp.float32), logits.shape)
-        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.numbers.per_token)
-        if self.numbers.normalised:
-            weights /= weights.sum(-1, keepdims=True)
-        return weights, chosen
+    params = nnx.to_pure_dict(state)
+    return per_device(mix, params, x.shape[0])(params, x)
+
+
+def route(gate: Kernel, numbers: Experts, x: Float[Array, "N D"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
+    """Returns the weights (float32) and indices of the k selected experts of each token."""
+    logits = jnp.matmul(x, gate.kernel[...].astype(x.dtype), preferred_element_type=jnp.float32)
+    if gate.bias is not None:
+        logits += jnp.broadcast_to(gate.bias[...].astype(jnp.float32), logits.shape)
+    weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), numbers.per_token)
+    if numbers.normalised:
+        weights /= weights.sum(-1, keepdims=True)
+    return weights, chosen
 
 
 class Layer(nnx.Module):
@@ -407,7 +423,7 @@ class Layer(nnx.Module):
         self.pre_feedforward_layernorm = norm_of(width, config, **kinds) if before and post else None
         self.mlp: MLP | MixtureOfExperts
         if config.experts is not None and config.has_experts(index):
-            self.mlp = MixtureOfExperts(width, config.experts, _GATINGS[config.activation], **kinds)
+            self.mlp = MixtureOfExperts(config, config.experts, **kinds)
         else:
             self.mlp = MLP(config, **kinds)
         self.post_feedforward_layernorm = norm_of(width, config, **kinds) if post else None
