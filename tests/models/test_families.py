@@ -418,7 +418,10 @@ def test_experts_beside_a_shared_one_in_either_form(tmp_path):
     save_model(params, model.config, None, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.2.mlp.experts.gate_up_proj"
-    assert tensors[name].shape == (4, 2 * 6, 8) and tensors["model.layers.2.mlp.shared_expert_gate.weight"].shape == (1, 8)
+    assert tensors[name].shape == (4, 2 * 6, 8) and tensors["model.layers.2.mlp.shared_expert_gate.weight"].shape == (
+        1,
+        8,
+    )
     separate = {key: value for key, value in tensors.items() if ".experts." not in key}
     for key in tensors.keys() - separate.keys():
         for part, stack in zip(("gate", "up"), np.split(tensors[key], 2, axis=1), strict=True):

@@ -334,7 +334,18 @@ def test_sampled_tokens_and_their_log_probabilities(reference):
 
 
 NEW = (
-    *("gemma3", "qwen3.5", "qwen3.5-moe", "gemma2", "mistral", "ministral3", "olmo3", "gpt-oss", "smollm3", "qwen3-moe"),
+    *(
+        "gemma3",
+        "qwen3.5",
+        "qwen3.5-moe",
+        "gemma2",
+        "mistral",
+        "ministral3",
+        "olmo3",
+        "gpt-oss",
+        "smollm3",
+        "qwen3-moe",
+    ),
     "qwen3-moe-shares",
 )
 BINS = ((9, 7), (3, 12))  # lengths of completions that share a bin of 20, for prompts of 17 and 3 tokens

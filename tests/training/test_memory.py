@@ -35,10 +35,10 @@ from tunix_like.errors import UserError
 from tunix_like.models.config import Adapters, DecoderConfig
 from tunix_like.models.counts import Share, adapter_count, parameter_count, parameter_shapes, share_of
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.fields import Experts
+from tunix_like.models.fields import DeltaRule, Experts
 from tunix_like.models.lora import add_lora, split_params
 from tunix_like.models.quantization import quantize_base
-from tunix_like.models.sharding import build_mesh, place_params, prompt_parts
+from tunix_like.models.sharding import build_mesh, place_params, place_slots, prompt_parts
 from tunix_like.rollout import decoding
 from tunix_like.rollout.shapes import slot_shape
 from tunix_like.training import sizes
@@ -349,6 +349,19 @@ def test_share_of_a_device_equals_its_arrays(shape_of_mesh, quantized):
     cast = on_a_device([x for x in plain if not quantized or x.ndim == 1 or x.shape[0] == model.vocab_size]) // 2
     matrices = on_a_device([x for x in jax.tree.leaves(frozen) if x.dtype == jnp.uint8])
     assert update["cast weights"] == cast + 2 * 4 * 2 * matrices, "two numbers a byte, twice in float32"
+
+
+@pytest.mark.parametrize(("heads", "tp"), [(4, 2), (4, 4), (3, 2)])
+def test_memories_of_recurrent_layers_on_devices_that_share_heads(heads, tp):
+    """The oracle is what a device holds of a memory that is placed as the sampler does: a share of the state if `tp`
+    divides its heads, and the whole tail."""
+    rule = DeltaRule(key_heads=1, value_heads=heads, key_width=8, value_width=8, taps=4)
+    mesh = build_mesh(MeshConfig(shape=[1, 8 // tp, tp], axis_names=["data", "fsdp", "tp"]))
+    memory = jnp.zeros((8, heads, 8, 8)), jnp.zeros((8, 3, rule.channels))
+    one = {"num_layers": 1, "delta_rule": rule, "recurrent_layers": (True,)}
+    decode = rollout_phase(changed(**one, rollout_parts=(8 // tp, tp)), 8, 8).decode
+    held = on_a_device(place_slots(memory, mesh))
+    assert decode["completion cache"] == decode["prompt cache"] == held
 
 
 def test_shapes_equal_those_of_the_model():

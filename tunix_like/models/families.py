@@ -70,7 +70,7 @@ class Family:
     fields: frozenset[str] = frozenset()
     fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    names: dict[str, str] = dataclasses.field(default_factory=dict)
     packed: str | None = None
 
 

@@ -112,9 +112,7 @@ def resolve_adapters(model: DecoderConfig, config: LoraConfig) -> Adapters:
         cause = "no layer of this model is recurrent"
         if set(unsupported) & set(MLP_TARGETS):
             cause = "the MLPs of this model are mixtures of experts, which do not support adapters"
-        raise UserError(
-            f"lora.targets: {', '.join(unsupported)}: {cause}; choose from {', '.join(supported)}."
-        )
+        raise UserError(f"lora.targets: {', '.join(unsupported)}: {cause}; choose from {', '.join(supported)}.")
     return Adapters(config.rank, float(config.alpha or config.rank), targets)
 
 
