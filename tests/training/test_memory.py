@@ -21,6 +21,7 @@ from tunix_like.config.load import load
 from tunix_like.config.schema import (
     ATTENTION_TARGETS,
     MLP_TARGETS,
+    RECURRENT_TARGETS,
     AlgorithmConfig,
     Config,
     DataConfig,
@@ -370,6 +371,19 @@ def test_shapes_equal_those_of_the_model():
     mixed = dataclasses.replace(SMALL, num_layers=3, experts=experts, expert_layers=(True, False, True))
     rest = Adapters(2, 2.0, ATTENTION_TARGETS), "int8"
     made, real = parameter_shapes(mixed, jnp.float32, *rest), abstract(mixed, "auto", *rest)[1]
+    check(made, real)
+
+
+@pytest.mark.parametrize("targets", [ATTENTION_TARGETS + RECURRENT_TARGETS, RECURRENT_TARGETS[:1]], ids=["all", "one"])
+def test_shapes_with_adapters_on_recurrent_layers(targets):
+    """Layers of one kind have none of the adapters, or not all."""
+    rule = DeltaRule(key_heads=1, value_heads=2, key_width=8, value_width=8, taps=4)
+    mixed = dataclasses.replace(SMALL, num_layers=2, delta_rule=rule, recurrent_layers=(True, False))
+    rest = Adapters(2, 2.0, targets), "int8"
+    check(parameter_shapes(mixed, jnp.float32, *rest), abstract(mixed, "auto", *rest)[1])
+
+
+def check(made: Any, real: Any) -> None:
     same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), made, real)
     assert all(jax.tree.leaves(same))
 

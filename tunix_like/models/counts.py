@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from tunix_like.config.schema import LoraConfig
 from tunix_like.models.config import Adapters, DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.lora import add_lora, part_params
+from tunix_like.models.lora import add_lora, part_params, supported_targets
 from tunix_like.models.quantization import LEAVES, quantize_base
 from tunix_like.models.sharding import param_shapes
 from tunix_like.models.weights import Params
@@ -63,8 +63,10 @@ def parameter_shapes(
             return quantize_base(Decoder(single, rngs=nnx.Rngs(0), param_dtype=param_dtype), quantized)
 
         one = nnx.eval_shape(make)
-        if adapters is not None:
-            one = add_lora(one, LoraConfig(adapters.rank, adapters.alpha, list(adapters.targets)))
+        # a layer of one kind lacks the projections of others
+        targets = [] if adapters is None else [name for name in supported_targets(single) if name in adapters.targets]
+        if adapters is not None and targets:
+            one = add_lora(one, LoraConfig(adapters.rank, adapters.alpha, targets))
         trees[kind] = nnx.to_pure_dict(nnx.split(one)[1])
     return trees[kinds[0]] | {"layers": {index: trees[kind]["layers"][0] for index, kind in enumerate(kinds)}}
 

@@ -382,7 +382,7 @@ def mixed(gate: Kernel, experts: ExpertMLPs, numbers: Experts, x: Float[Array, "
     graph, state = nnx.split({"gate": gate, "experts": experts})
 
     def mix(params: Any, rows: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        parts = nnx.merge(graph, params)
+        parts: dict[str, Any] = nnx.merge(graph, params)
         flat = rows.reshape(-1, rows.shape[-1])
         weights, chosen = route(parts["gate"], numbers, flat)
         assigned = chosen.reshape(-1)

@@ -104,9 +104,7 @@ def resolve_adapters(model: DecoderConfig, config: LoraConfig) -> Adapters:
     all projections that support adapters."""
     if config.rank is None:
         raise UserError("lora.rank: set the rank of the adapters, e.g. 16.")
-    supported = ATTENTION_TARGETS
-    supported += MLP_TARGETS if model.experts is None or model.experts.shared else ()
-    supported += RECURRENT_TARGETS if model.recurrent_layers else ()
+    supported = supported_targets(model)
     targets = supported if config.targets is None else tuple(name for name in LORA_TARGETS if name in config.targets)
     if unsupported := [name for name in targets if name not in supported]:
         cause = "no layer of this model is recurrent"
@@ -114,6 +112,13 @@ def resolve_adapters(model: DecoderConfig, config: LoraConfig) -> Adapters:
             cause = "the MLPs of this model are mixtures of experts, which do not support adapters"
         raise UserError(f"lora.targets: {', '.join(unsupported)}: {cause}; choose from {', '.join(supported)}.")
     return Adapters(config.rank, float(config.alpha or config.rank), targets)
+
+
+def supported_targets(model: DecoderConfig) -> tuple[str, ...]:
+    """Returns those of `LORA_TARGETS` that layers of the model have."""
+    supported: tuple[str, ...] = ATTENTION_TARGETS
+    supported += MLP_TARGETS if model.experts is None or model.experts.shared else ()
+    return supported + (RECURRENT_TARGETS if model.recurrent_layers else ())
 
 
 def _adapted(model: Decoder) -> dict[str, Linear]:
