@@ -486,3 +486,21 @@ QWEN35 = {
     "use_cache": True,
     "vocab_size": 248320,
 }
+
+QWEN35_MOE = {
+    **{name: value for name, value in QWEN35.items() if name != "intermediate_size"},
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "hidden_size": 2048,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10,
+    "linear_num_value_heads": 32,
+    "model_type": "qwen3_5_moe_text",
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+}
+"""Qwen3.5-35B-A3B, from the defaults of transformers."""

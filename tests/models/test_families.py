@@ -23,6 +23,7 @@ from tests.models.published_configs import (
     OLMO3,
     QWEN3_MOE,
     QWEN35,
+    QWEN35_MOE,
     SMOLLM3,
 )
 from tunix_like.errors import UserError
@@ -34,7 +35,8 @@ from tunix_like.models.loading import load_model, save_model
 from tunix_like.models.weights import save_weights
 
 PARTS = ("vision_tower.x.weight", "model.multi_modal_projector.y")
-PUBLISHED = (GEMMA2, GEMMA3, MISTRAL, MINISTRAL3, OLMO3, SMOLLM3, QWEN3_MOE, GPT_OSS, QWEN35)
+QWEN_PARTS = ("model.visual.x.weight", "mtp.layers.0.x.weight")
+PUBLISHED = (GEMMA2, GEMMA3, MISTRAL, MINISTRAL3, OLMO3, SMOLLM3, QWEN3_MOE, GPT_OSS, QWEN35, QWEN35_MOE)
 TINY = {
     "vocab_size": 13,
     "hidden_size": 8,
@@ -56,6 +58,8 @@ def tiny(fields, **changes):
     experts = (
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6} if "num_experts" in fields else {}
     )
+    if "shared_expert_intermediate_size" in fields:
+        experts |= {"shared_expert_intermediate_size": 10}
     if "num_local_experts" in fields:
         experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_per_token": 2}
     recurrent = (
@@ -201,6 +205,17 @@ def test_qwen35_numbers():
     assert DecoderConfig.from_hf(outside) == config
 
 
+def test_qwen35_moe_numbers():
+    config = read(QWEN35_MOE)
+    assert config.experts == Experts(256, 8, 512, normalised=True, shared="gated") and config.intermediate_size == 512
+    assert config.active_width(0) == 9 * 512 and config.recurrent_layers == (True, True, True, False) * 10
+    assert parameter_count(config) == pytest.approx(35e9, rel=0.02)  # without images and layers for several tokens
+    outside = {"model_type": "qwen3_5_moe", "text_config": QWEN35_MOE, "tie_word_embeddings": False}
+    assert read(outside) == config
+    with pytest.raises(UserError, match="cannot be exported"):
+        dataclasses.replace(config, experts=dataclasses.replace(config.experts, normalised=False)).to_hf()
+
+
 @pytest.mark.parametrize("fields", PUBLISHED, ids=lambda fields: fields["model_type"])
 def test_round_trip(fields):
     config = read(fields)
@@ -298,6 +313,8 @@ def without(fields, name):
         bad(GEMMA3 | {"attention_bias": True}, "attention_bias", id="bias"),
         bad(QWEN35 | {"attn_output_gate": False}, "attn_output_gate", id="no-gate"),
         bad(without(QWEN35, "linear_key_head_dim"), "missing: linear_key_head_dim", id="no-key-width"),
+        bad(without(QWEN35_MOE, "shared_expert_intermediate_size"), "missing: shared_expert_", id="no-shared-expert"),
+        bad(QWEN35_MOE | {"mlp_only_layers": [1]}, "mlp_only_layers", id="dense-layer"),
         bad(QWEN35 | {"linear_num_value_heads": 24}, "24", "multiple of linear_num_key_heads", id="value-heads"),
         bad(QWEN35 | {"layer_types": ["linear_attention"] * 64}, "at least one", id="only-recurrent"),
         bad(QWEN35 | {"head_dim": 4, "rope_parameters": None}, "partial_rotary_factor", id="odd-rotation"),
@@ -370,7 +387,8 @@ def test_unsupported_configs_raise_an_error(fields, said):
         ("gemma3", GEMMA3, "model.language_model.", "lm_head.", PARTS),
         ("mistral3", MINISTRAL3, "language_model.model.", "language_model.lm_head.", PARTS),
         ("mistral3", MINISTRAL3, "model.language_model.", "lm_head.", PARTS),
-        ("qwen3_5", QWEN35, "model.language_model.", "lm_head.", ("model.visual.x.weight", "mtp.layers.0.x.weight")),
+        ("qwen3_5", QWEN35, "model.language_model.", "lm_head.", QWEN_PARTS),
+        ("qwen3_5_moe", QWEN35_MOE, "model.language_model.", "lm_head.", QWEN_PARTS),
     ],
 )
 def test_decoder_weights_of_an_image_model(family, fields, decoder, head, parts, tmp_path):
@@ -390,6 +408,32 @@ def test_decoder_weights_of_an_image_model(family, fields, decoder, head, parts,
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.split(again)[1]), params)
     save_file(tensors | {"audio_tower.x": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="unexpected tensor.*audio_tower.x"):
+        load_model(tmp_path)
+
+
+def test_experts_beside_a_shared_one_in_either_form(tmp_path):
+    """They are written as one tensor. Separate tensors load too, and one of too few rows is named."""
+    model, _ = load_model(tiny(QWEN35_MOE), init="random")
+    params = nnx.to_pure_dict(nnx.split(model)[1])
+    save_model(params, model.config, None, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.2.mlp.experts.gate_up_proj"
+    assert tensors[name].shape == (4, 2 * 6, 8) and tensors["model.layers.2.mlp.shared_expert_gate.weight"].shape == (
+        1,
+        8,
+    )
+    separate = {key: value for key, value in tensors.items() if ".experts." not in key}
+    for key in tensors.keys() - separate.keys():
+        for part, stack in zip(("gate", "up"), np.split(tensors[key], 2, axis=1), strict=True):
+            stem, names = key.rsplit(".", 1)
+            which = names.replace("gate_up", part)
+            stack = tensors[key] if names == "down_proj" else stack
+            separate |= {f"{stem}.{i}.{which}.weight": np.ascontiguousarray(one) for i, one in enumerate(stack)}
+    save_file(separate, tmp_path / "model.safetensors")
+    again, _ = load_model(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.split(again)[1]), params)
+    save_file(tensors | {name: tensors[name][:, :10].copy()}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=rf"{name} has shape \(5, 8\), but config.json needs \(6, 8\)"):
         load_model(tmp_path)
 
 

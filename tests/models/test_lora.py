@@ -27,11 +27,14 @@ REAL = MASKS["right"]
 
 @pytest.fixture(
     scope="module",
-    params=others_slow(["qwen2", "qwen3", "llama-rope", "gemma3", "olmo3", "ministral3", "gpt-oss"], "qwen3"),
+    params=others_slow(
+        ["qwen2", "qwen3", "llama-rope", "gemma3", "olmo3", "ministral3", "gpt-oss", "qwen3.5", "qwen3.5-moe"], "qwen3"
+    ),
 )
 def place(request, tmp_path_factory):
     """Returns (transformers model, its folder) of one family. The families cover biases, another head width, norms
-    after the MLP with and without others, queries scaled by position, and experts."""
+    after the MLP with and without others, queries scaled by position, experts without and with a shared one, and
+    recurrent layers."""
     import torch
     import transformers
 
@@ -108,14 +111,17 @@ def test_an_adapter_from_peft(place, tmp_path):
     import torch
 
     reference, folder = place
-    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=r".*\.(q_proj|down_proj)", init_lora_weights=False)
+    pattern = r".*\.(q_proj|down_proj|in_proj_qkv|out_proj)"
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=pattern, init_lora_weights=False)
     torch.manual_seed(1)
     made = peft.get_peft_model(reference, config)
     made.save_pretrained(tmp_path / "adapter")
     expected = torch_logits(made)
     made.unload()
     model = load_adapter(load_model(folder)[0], tmp_path / "adapter")
-    targets = ("q_proj", "down_proj") if model.config.experts is None else ("q_proj",)
+    adapted = model.config.experts is None or model.config.experts.shared
+    targets = ("q_proj", "down_proj") if adapted else ("q_proj",)
+    targets += ("in_proj_qkv", "out_proj") if model.config.recurrent_layers else ()
     assert (model.adapters.rank, model.adapters.alpha, model.adapters.targets) == (3, 5, targets)
     np.testing.assert_allclose(logits(model), expected, atol=1e-4)
     assert np.abs(torch_logits(reference) - expected).max() > 0.01
@@ -202,6 +208,8 @@ def test_projections_without_adapter_support_raise_an_error(model, tmp_path):
     for bad in ([], ["q_proj", "q_proj"]):
         with pytest.raises(UserError, match=r"lora\.targets: list at least one projection, each once"):
             LoraConfig(rank=2, targets=bad)
+    with pytest.raises(UserError, match=r"lora\.targets: out_proj: no layer of this model is recurrent"):
+        add_lora(model, LoraConfig(rank=2, targets=["q_proj", "out_proj"]))
     with pytest.raises(UserError, match="has no adapters"):
         save_adapter(model, tmp_path)
     with pytest.raises(UserError, match="merge adapters first"):

@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 
 from tunix_like.config.schema import MeshConfig
+from tunix_like.models.config import DecoderConfig
 from tunix_like.models.fields import Experts
-from tunix_like.models.layers import _GATINGS, MixtureOfExperts
+from tunix_like.models.layers import MixtureOfExperts, RoutedExperts
 from tunix_like.models.sharding import build_mesh, place_params, place_prompts, scope
 
 pytestmark = pytest.mark.slow
@@ -18,17 +19,12 @@ pytestmark = pytest.mark.slow
 WIDTH, INNER, E, N = 8, 12, 5, 11
 
 
-def silu(gate, up):
-    return jax.nn.silu(gate) * up
-
-
 def make(normalised, per_token=2, dtype=jnp.float32, biases=False, number=E):
     """Biases are random, and the kernels large enough for the clamps of GPT-OSS, whose activation goes with biases."""
     experts = Experts(number, per_token, INNER, normalised, biases)
     kinds = {"rngs": nnx.Rngs(0), "dtype": dtype, "param_dtype": jnp.float32}
-    graphdef, state = nnx.split(
-        MixtureOfExperts(WIDTH, experts, _GATINGS["clamped_swiglu"] if biases else silu, **kinds)
-    )
+    config = DecoderConfig(13, WIDTH, 16, 1, 2, 1, 4, activation="clamped_swiglu" if biases else "silu")
+    graphdef, state = nnx.split(MixtureOfExperts(config, experts, **kinds))
     params, random = nnx.to_pure_dict(state), np.random.default_rng(5)
     if biases:
         wider = lambda x: 4 * x + jnp.asarray(random.normal(size=x.shape), x.dtype)  # noqa: E731
@@ -91,7 +87,8 @@ def test_experts_equal_a_loop_over_tokens(case, per_token, normalised, biases):
         return (by_token(params, x, per_token, normalised) * weights).sum()
 
     found, wanted = jax.jit(jax.value_and_grad(ours, (0, 1)))(params, x), jax.value_and_grad(theirs, (0, 1))(params, x)
-    chosen = np.asarray(nnx.merge(graphdef, params).route(x)[1])
+    model = nnx.merge(graphdef, params)
+    chosen = np.asarray(RoutedExperts(model.gate, model.experts, model.numbers).route(x)[1])
     assert (case == "as it comes") or ((chosen[:, 0] == 3).all() and (per_token > 2 or len(np.unique(chosen)) < E))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * max(1.0, np.abs(other).max()))
@@ -100,7 +97,10 @@ def test_experts_equal_a_loop_over_tokens(case, per_token, normalised, biases):
 def test_the_router_is_float32():
     """In bfloat16, nearly equal weights that bfloat16 could not distinguish still sum to 1."""
     graphdef, params = make(True, dtype=jnp.bfloat16)
-    weights, chosen = nnx.merge(graphdef, params).route(inputs("as it comes").astype(jnp.bfloat16))
+    model = nnx.merge(graphdef, params)
+    weights, chosen = RoutedExperts(model.gate, model.experts, model.numbers).route(
+        inputs("as it comes").astype(jnp.bfloat16)
+    )
     assert weights.dtype == jnp.float32 and chosen.shape == (N, 2)
     np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-6)
     out, _ = nnx.merge(graphdef, params)(inputs("as it comes").astype(jnp.bfloat16))

@@ -109,6 +109,24 @@ FAMILIES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
         },
     ),
+    # As above, with experts, a shared one of another width, and weights of all experts in one tensor.
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        {
+            "head_dim": 8,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 20,
+        },
+    ),
     "mistral": ("Mistral", {"sliding_window": 11, "head_dim": 16}),
     # Queries grow at positions 16, 32, ...
     "ministral3": ("Ministral3", {"head_dim": 16, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.7}}),
@@ -316,7 +334,18 @@ def test_sampled_tokens_and_their_log_probabilities(reference):
 
 
 NEW = (
-    *("gemma3", "qwen3.5", "gemma2", "mistral", "ministral3", "olmo3", "gpt-oss", "smollm3", "qwen3-moe"),
+    *(
+        "gemma3",
+        "qwen3.5",
+        "qwen3.5-moe",
+        "gemma2",
+        "mistral",
+        "ministral3",
+        "olmo3",
+        "gpt-oss",
+        "smollm3",
+        "qwen3-moe",
+    ),
     "qwen3-moe-shares",
 )
 BINS = ((9, 7), (3, 12))  # lengths of completions that share a bin of 20, for prompts of 17 and 3 tokens

@@ -68,6 +68,10 @@ OTHER_CONFIGS = {
     "OLMo 3": dict(
         windows=(4, None), local_rope_theta=1e4, qk_norm=True, joint_qk_norm=True, input_norms=False, post_norms=True
     ),
+    "Qwen3.5-MoE": dict(
+        output_gate=True,
+        experts=Experts(number=4, per_token=2, intermediate_size=24, normalised=True, shared="gated"),
+    ),
     "Ministral 3": dict(rope_scaling=YarnScaling(2.0, 8), query_scaling=0.5),
     "GPT-OSS": dict(
         windows=(4, None),

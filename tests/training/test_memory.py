@@ -19,7 +19,9 @@ from tests.training.small_learner import make
 from tunix_like.algorithms.objective import build_objective, resolve
 from tunix_like.config.load import load
 from tunix_like.config.schema import (
-    LORA_TARGETS,
+    ATTENTION_TARGETS,
+    MLP_TARGETS,
+    RECURRENT_TARGETS,
     AlgorithmConfig,
     Config,
     DataConfig,
@@ -34,10 +36,10 @@ from tunix_like.errors import UserError
 from tunix_like.models.config import Adapters, DecoderConfig
 from tunix_like.models.counts import Share, adapter_count, parameter_count, parameter_shapes, share_of
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.fields import Experts
+from tunix_like.models.fields import DeltaRule, Experts
 from tunix_like.models.lora import add_lora, split_params
 from tunix_like.models.quantization import quantize_base
-from tunix_like.models.sharding import build_mesh, place_params, prompt_parts
+from tunix_like.models.sharding import build_mesh, place_params, place_slots, prompt_parts
 from tunix_like.rollout import decoding
 from tunix_like.rollout.shapes import slot_shape
 from tunix_like.training import sizes
@@ -167,7 +169,8 @@ def accelerated(backend: str, parts: int = 8, **changes: Any) -> Work:
     )  # fmt: skip
 
 
-ADAPTERS = Adapters(4, 4.0, LORA_TARGETS)
+PLAIN_TARGETS = ATTENTION_TARGETS + MLP_TARGETS
+ADAPTERS = Adapters(4, 4.0, PLAIN_TARGETS)
 LARGE = dict(prompts=1, group=2, hidden_size=256, intermediate_size=1536, vocab_size=64, widths=(8, 8))
 """Weights are most of the memory."""
 
@@ -298,7 +301,7 @@ def test_parameters_are_counted(changes):
 @pytest.mark.parametrize("quantized", [None, "int8", "nf4"])
 def test_adapters_and_quantised_weights_are_counted(quantized):
     """Adapters of all projections and of some. Trained arrays have moments and gradients, and no reference is held."""
-    for targets in (LORA_TARGETS, ("k_proj", "down_proj")):
+    for targets in (PLAIN_TARGETS, ("k_proj", "down_proj")):
         work = changed(num_layers=3, adapters=Adapters(5, 5.0, targets), quantized=quantized, reference=True)
         params = abstract_of(work)[1]
         trained, _ = split_params(params)
@@ -331,7 +334,7 @@ def test_estimate_depends_on_reference_and_devices():
 def test_share_of_a_device_equals_its_arrays(shape_of_mesh, quantized):
     """The oracle are real arrays on the mesh: weights are replicated along `data`, and of each adapter one half along
     `fsdp`."""
-    adapters = quantized and Adapters(8, 8.0, LORA_TARGETS)
+    adapters = quantized and Adapters(8, 8.0, PLAIN_TARGETS)
     model = dataclasses.replace(SMALL, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8)
     mesh = build_mesh(MeshConfig(shape=shape_of_mesh, axis_names=["data", "fsdp", "tp"]))
     made = nnx.merge(*abstract(model, "auto", adapters, quantized))
@@ -349,12 +352,38 @@ def test_share_of_a_device_equals_its_arrays(shape_of_mesh, quantized):
     assert update["cast weights"] == cast + 2 * 4 * 2 * matrices, "two numbers a byte, twice in float32"
 
 
+@pytest.mark.parametrize(("heads", "tp"), [(4, 2), (4, 4), (3, 2)])
+def test_memories_of_recurrent_layers_on_devices_that_share_heads(heads, tp):
+    """The oracle is what a device holds of a memory that is placed as the sampler does: a share of the state if `tp`
+    divides its heads, and the whole tail."""
+    rule = DeltaRule(key_heads=1, value_heads=heads, key_width=8, value_width=8, taps=4)
+    mesh = build_mesh(MeshConfig(shape=[1, 8 // tp, tp], axis_names=["data", "fsdp", "tp"]))
+    memory = jnp.zeros((8, heads, 8, 8)), jnp.zeros((8, 3, rule.channels))
+    one = {"num_layers": 1, "delta_rule": rule, "recurrent_layers": (True,)}
+    decode = rollout_phase(changed(**one, rollout_parts=(8 // tp, tp)), 8, 8).decode
+    held = on_a_device(place_slots(memory, mesh))
+    assert decode["completion cache"] == decode["prompt cache"] == held
+
+
 def test_shapes_equal_those_of_the_model():
     """The model has experts in some layers, adapters and quantised projections."""
     experts = Experts(number=4, per_token=2, intermediate_size=64, normalised=True)
     mixed = dataclasses.replace(SMALL, num_layers=3, experts=experts, expert_layers=(True, False, True))
-    rest = Adapters(2, 2.0, LORA_TARGETS[:4]), "int8"
+    rest = Adapters(2, 2.0, ATTENTION_TARGETS), "int8"
     made, real = parameter_shapes(mixed, jnp.float32, *rest), abstract(mixed, "auto", *rest)[1]
+    check(made, real)
+
+
+@pytest.mark.parametrize("targets", [ATTENTION_TARGETS + RECURRENT_TARGETS, RECURRENT_TARGETS[:1]], ids=["all", "one"])
+def test_shapes_with_adapters_on_recurrent_layers(targets):
+    """Layers of one kind have none of the adapters, or not all."""
+    rule = DeltaRule(key_heads=1, value_heads=2, key_width=8, value_width=8, taps=4)
+    mixed = dataclasses.replace(SMALL, num_layers=2, delta_rule=rule, recurrent_layers=(True, False))
+    rest = Adapters(2, 2.0, targets), "int8"
+    check(parameter_shapes(mixed, jnp.float32, *rest), abstract(mixed, "auto", *rest)[1])
+
+
+def check(made: Any, real: Any) -> None:
     same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), made, real)
     assert all(jax.tree.leaves(same))
 

@@ -24,7 +24,10 @@ PAIR_LEARNERS = ("dpo", "reward_model")
 SELF = "self"
 """Value of `teacher.path`: the policy itself is the teacher."""
 OVERLONG = ("skip", "error")
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
+RECURRENT_TARGETS = ("in_proj_qkv", "in_proj_z", "out_proj")
+LORA_TARGETS = (*ATTENTION_TARGETS, *MLP_TARGETS, *RECURRENT_TARGETS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +69,8 @@ class LoraConfig(Checked):
     rank: int | None = key(doc="unset: all weights are trained", at_least=1)
     alpha: float | None = key(doc="adapters are scaled by alpha / rank; unset: rank", above=0)
     targets: list[str] | None = key(
-        doc="of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; unset: all (with experts: the first "
-        "four)"
+        doc="of q_proj, k_proj, v_proj, o_proj (attention), gate_proj, up_proj, down_proj (MLPs, also shared experts), "
+        "in_proj_qkv, in_proj_z, out_proj (recurrent layers); unset: all that the model has"
     )
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tunix_like.errors import UserError
 from tunix_like.models.families import (
+    FAMILIES,
     NOT_COPIED,
     family_fields,
     family_of,
@@ -45,7 +46,7 @@ class DecoderConfig:
     Attributes:
       vocab_size: rows of the embedding table, V.
       hidden_size: model width, D.
-      intermediate_size: width of the gated MLP.
+      intermediate_size: width of the gated MLP, in a layer with experts of the one beside the experts.
       num_layers: number of layers.
       num_heads: query heads, H.
       num_kv_heads: key and value heads, K; it divides H.
@@ -199,7 +200,8 @@ class DecoderConfig:
         """Returns the total width of the gated MLPs that process a token in this layer."""
         if self.experts is None or not self.has_experts(layer):
             return self.intermediate_size
-        return self.experts.per_token * self.experts.intermediate_size
+        shared = self.intermediate_size if self.experts.shared else 0
+        return self.experts.per_token * self.experts.intermediate_size + shared
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> DecoderConfig:
@@ -224,7 +226,7 @@ class DecoderConfig:
         family = self._family(source.get("model_type"))
         result = {name: value for name, value in source.items() if name not in NOT_COPIED}
         result |= {"model_type": family} | head_fields(family, self.scalar_head)
-        result |= {hf: getattr(self, name) for name, hf in HF_NAMES.items()}
+        result |= {hf: getattr(self, name) for name, hf in (HF_NAMES | FAMILIES[family].names).items()}
         layers = range(self.num_layers)
         result |= family_fields(
             family,

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from tunix_like.config.schema import LoraConfig
 from tunix_like.models.config import Adapters, DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.lora import add_lora, part_params
+from tunix_like.models.lora import add_lora, part_params, supported_targets
 from tunix_like.models.quantization import LEAVES, quantize_base
 from tunix_like.models.sharding import param_shapes
 from tunix_like.models.weights import Params
@@ -63,18 +63,22 @@ def parameter_shapes(
             return quantize_base(Decoder(single, rngs=nnx.Rngs(0), param_dtype=param_dtype), quantized)
 
         one = nnx.eval_shape(make)
-        if adapters is not None:
-            one = add_lora(one, LoraConfig(adapters.rank, adapters.alpha, list(adapters.targets)))
+        # a layer of one kind lacks the projections of others
+        targets = [] if adapters is None else [name for name in supported_targets(single) if name in adapters.targets]
+        if adapters is not None and targets:
+            one = add_lora(one, LoraConfig(adapters.rank, adapters.alpha, targets))
         trees[kind] = nnx.to_pure_dict(nnx.split(one)[1])
     return trees[kinds[0]] | {"layers": {index: trees[kind]["layers"][0] for index, kind in enumerate(kinds)}}
 
 
-def memory_bytes(config: DecoderConfig, dtype: Any) -> int:
-    """Returns the bytes of the memory of one sequence in a recurrent layer (`delta_rule.Memory`)."""
+def memory_bytes(config: DecoderConfig, dtype: Any, tp: int = 1) -> int:
+    """Returns the bytes of the memory of one sequence in a recurrent layer (`delta_rule.Memory`) on each of `tp`
+    devices. They split the heads of the state, if their number divides them; each holds the whole tail."""
     rule = config.delta_rule
     assert rule is not None
     state = 4 * rule.value_heads * rule.key_width * rule.value_width
-    return state + (rule.taps - 1) * rule.channels * jnp.dtype(dtype).itemsize
+    share = tp if rule.value_heads % tp == 0 else 1
+    return state // share + (rule.taps - 1) * rule.channels * jnp.dtype(dtype).itemsize
 
 
 class Share(NamedTuple):
@@ -160,7 +164,9 @@ def _operations(
     mixers = [recurrent if config.is_recurrent(layer) else attention for layer in layers]
     matrices = sum(mixers) + sum(3 * width * config.active_width(layer) for layer in layers)
     if config.experts is not None:
-        matrices += width * config.experts.number * sum(config.has_experts(layer) for layer in layers)
+        routers = sum(config.has_experts(layer) for layer in layers)
+        gate = width if config.experts.shared == "gated" else 0
+        matrices += (width * config.experts.number + gate) * routers
     scores = 0.0
     for layer in layers:
         if rule is not None and config.is_recurrent(layer):  # two reads of the state and its correction

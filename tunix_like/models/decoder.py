@@ -246,12 +246,17 @@ class Decoder(nnx.Module):
         return jnp.tensordot(hidden.astype(jnp.float32), self.score.kernel[...], axes=1)[..., 0]
 
     def projections(self) -> dict[str, Linear]:
-        """Returns the projections to which adapters and quantisation apply, by dotted name: all projections of
-        attention and of MLPs without experts."""
+        """Returns the projections to which adapters and quantisation apply, by dotted name: the matrices of
+        `LORA_TARGETS` in attention, recurrent layers, MLPs and shared experts."""
         parts = {
             f"layers.{index}.{name}": module
             for index, layer in enumerate(self.layers)
-            for name, module in (("self_attn", layer.self_attn), ("mlp", layer.mlp))
+            for name, module in (
+                ("self_attn", layer.self_attn),
+                ("linear_attn", layer.linear_attn),
+                ("mlp", layer.mlp),
+                ("mlp.shared_expert", getattr(layer.mlp, "shared_expert", None)),
+            )
         }
         modules = {
             f"{part}.{name}": getattr(module, name, None) for part, module in parts.items() for name in LORA_TARGETS

@@ -57,6 +57,7 @@ class Family:
       fixed: maps HF fields to their allowed values in this family. An entry replaces the entry of the same field in
         `_FIXED`, which holds the allowed values for all families.
       experts: the fields of `Experts` that are equal in all models of the family; empty: its models have none.
+      names: the HF names of fields of `DecoderConfig` whose names differ from `HF_NAMES`.
       packed: the `quant_method` in which weights may be stored; they are dequantised when they are read.
     """
 
@@ -69,6 +70,7 @@ class Family:
     fields: frozenset[str] = frozenset()
     fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    names: dict[str, str] = dataclasses.field(default_factory=dict)
     packed: str | None = None
 
 
@@ -86,6 +88,10 @@ OLMO3_THETA = 5e5
 `rope_theta` is that of the other layers; in transformers 4, that of all layers."""
 _MTP_FIELDS = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
 """Fields of the layers that predict several tokens. As in transformers, these layers are not read."""
+_QWEN35 = {"qk_norm": True, "norm_offset": True, "output_gate": True}
+_QWEN35_OPTIONS = frozenset({"rotary_width", "delta_rule", "recurrent_layers"})
+_QWEN35_FIELDS = PARTIAL_ROPE_FIELDS | {*DELTA_NAMES.values(), "full_attention_interval"} | _MTP_FIELDS
+_QWEN35_FIXED = {"attn_output_gate": (True,), "mlp_only_layers": ([],), "mamba_ssm_dtype": ("float32",)}
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
@@ -121,11 +127,24 @@ FAMILIES = {
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
-        {"qk_norm": True, "norm_offset": True, "output_gate": True},
-        options=frozenset({"rotary_width", "delta_rule", "recurrent_layers"}),
+        _QWEN35,
+        options=_QWEN35_OPTIONS,
         required=("num_kv_heads", "head_dim"),
-        fields=PARTIAL_ROPE_FIELDS | {*DELTA_NAMES.values(), "full_attention_interval"} | _MTP_FIELDS,
-        fixed={"attn_output_gate": (True,), "mlp_only_layers": ([],), "mamba_ssm_dtype": ("float32",)},
+        fields=_QWEN35_FIELDS,
+        fixed=_QWEN35_FIXED,
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        _QWEN35,
+        options=_QWEN35_OPTIONS | {"experts"},
+        required=("num_kv_heads", "head_dim"),
+        named=("num_experts_per_tok", "moe_intermediate_size"),
+        fields=_QWEN35_FIELDS
+        | {"num_experts", "num_experts_per_tok", "moe_intermediate_size"}
+        | {"shared_expert_intermediate_size", "router_aux_loss_coef"},
+        fixed=_QWEN35_FIXED | {"output_router_logits": (False,)},
+        experts={"normalised": True, "biases": False, "shared": "gated"},
+        names={"intermediate_size": "shared_expert_intermediate_size"},
     ),
     "mistral": Family(
         "MistralForCausalLM",
@@ -183,7 +202,12 @@ window. The HF field `layer_types` overrides a pattern n > 0."""
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
 
-_MULTIMODAL = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3"), "qwen3_5": ("qwen3_5_text",)}
+_MULTIMODAL = {
+    "gemma3": ("gemma3_text",),
+    "mistral3": ("mistral", "ministral3"),
+    "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
+}
 """Maps multimodal families to the families of their `text_config`, first the default. The weights of their other parts
 are not read."""
 
@@ -197,7 +221,6 @@ _TEXT_DEFAULTS = {
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
     },
-    "qwen3_5_text": {},
 }
 """Defaults of transformers for fields that published `text_config`s omit."""
 
@@ -265,7 +288,7 @@ def numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
     family = FAMILIES[name]
     _refuse_unsupported(fields, family)
     result: dict[str, Any] = {**family.defaults, **family.adds}
-    names = HF_NAMES | {ours: hf for ours, hf in OPTION_NAMES.items() if ours in family.options}
+    names = HF_NAMES | family.names | {ours: hf for ours, hf in OPTION_NAMES.items() if ours in family.options}
     result |= {ours: checked(ours, fields[hf]) for ours, hf in names.items() if fields.get(hf) is not None}
     result |= _ropes(fields, name)
     missing = [names.get(ours, ours) for ours in (*_REQUIRED, *family.required) if ours not in result]

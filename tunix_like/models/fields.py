@@ -63,6 +63,8 @@ DELTA_NAMES = {
     "taps": "linear_conv_kernel_dim",
 }
 
+SHARED = ("gated",)
+
 ROPE_FIELDS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 PARTIAL_ROPE_FIELDS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
 EXPERT_FIELDS = frozenset({*EXPERT_NAMES.values(), "num_local_experts", "decoder_sparse_step", "mlp_only_layers"})
@@ -338,6 +340,8 @@ class Experts:
       normalised: whether the weights of the k selected experts are normalised to a sum of 1. If False, the weights are
         the softmax probabilities over all experts.
       biases: whether the router and the projections of the experts have biases.
+      shared: how the gated MLP of width `DecoderConfig.intermediate_size` that processes every token in addition is
+        added, one of `SHARED`: "gated" multiplies its output by a sigmoid gate (Qwen3.5). None: no such MLP.
     """
 
     number: int
@@ -345,8 +349,11 @@ class Experts:
     intermediate_size: int
     normalised: bool
     biases: bool = False
+    shared: str | None = None
 
     def __post_init__(self) -> None:
+        if self.shared not in (None, *SHARED):
+            raise UserError(f"shared must be one of {', '.join(SHARED)} or None, not {self.shared!r}.")
         for name in (*EXPERT_NAMES, "biases"):
             checked(name, getattr(self, name), EXPERT_NAMES)
         if self.per_token > self.number:

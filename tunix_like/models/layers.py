@@ -366,7 +366,8 @@ class MixtureOfExperts(nnx.Module):
     product processes groups of any size.
 
     Computes `sum over the k selected experts of weight * expert(x)`. The weights come from the router's softmax, in
-    float32 (`route`). With `Experts.biases`, router and experts have biases.
+    float32 (`route`). With `Experts.biases`, router and experts have biases. With `Experts.shared`, adds
+    `sigmoid(x g) * shared_expert(x)`.
 
     On a mesh, each device sorts and multiplies its own tokens (`per_device`). Without `per_device`, the compiler would
     sort the tokens of all devices together. With the axis `ep`, a device has a part of the experts: it receives the
@@ -376,23 +377,35 @@ class MixtureOfExperts(nnx.Module):
     XLA computes a grouped product as one product over all experts, with the same result.
     """
 
-    def __init__(self, width: int, experts: Experts, gating: Gating, **kinds: Any):
+    def __init__(self, config: DecoderConfig, experts: Experts, **kinds: Any):
+        width = config.hidden_size
         self.gate = Kernel(width, experts.number, bias=experts.biases, **kinds)
-        self.experts = ExpertMLPs(width, experts, gating, **kinds)
+        self.experts = ExpertMLPs(width, experts, _GATINGS[config.activation], **kinds)
+        self.shared_expert = MLP(config, **kinds) if experts.shared else None
+        self.shared_expert_gate = Linear(width, 1, bias=False, **kinds) if experts.shared else None
         self.numbers = experts
 
     def __call__(
         self, x: Float[Array, "B *N D"], chosen: Integer[Array, "B *N k"] | None = None
     ) -> tuple[Float[Array, "B *N D"], Integer[Array, "B *N k"]]:
         """Returns the outputs, and the selected experts of each token: `chosen`, or by the router if it is None."""
-        graph, params = nnx.split(self)
-        exchanged = splits_over_experts(x.shape[0])
-        run = per_device(
-            lambda params, *rows: nnx.merge(graph, params)._mix(exchanged, *rows), nnx.to_pure_dict(params), x.shape
-        )
-        return run(nnx.to_pure_dict(params), x, *(() if chosen is None else (chosen,)))
+        graph, state = nnx.split(RoutedExperts(self.gate, self.experts, self.numbers))
+        exchanged, params = splits_over_experts(x.shape[0]), nnx.to_pure_dict(state)
+        run = per_device(lambda params, *rows: nnx.merge(graph, params).mix(exchanged, *rows), params, x.shape)
+        out, chosen = run(params, x, *(() if chosen is None else (chosen,)))
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            share = jax.nn.sigmoid(self.shared_expert_gate(x).astype(jnp.float32))
+            out = out + (share * self.shared_expert(x)).astype(x.dtype)
+        return out, chosen
 
-    def _mix(self, exchanged: bool, x: Array, chosen: Array | None = None) -> tuple[Array, Array]:
+
+class RoutedExperts(nnx.Module):
+    """The router and the experts of a layer, as one device has them."""
+
+    def __init__(self, gate: Kernel, experts: ExpertMLPs, numbers: Experts):
+        self.gate, self.experts, self.numbers = gate, experts, numbers
+
+    def mix(self, exchanged: bool, x: Array, chosen: Array | None = None) -> tuple[Array, Array]:
         flat, k = x.reshape(-1, x.shape[-1]), self.numbers.per_token
         weights, chosen = self.route(flat, None if chosen is None else chosen.reshape(-1, k))
         part = self.experts.gate_proj.kernel.shape[0] < self.numbers.number
@@ -507,7 +520,7 @@ class Layer(nnx.Module):
         self.pre_feedforward_layernorm = norm_of(width, config, **kinds) if before and post else None
         self.mlp: MLP | MixtureOfExperts
         if config.experts is not None and config.has_experts(index):
-            self.mlp = MixtureOfExperts(width, config.experts, _GATINGS[config.activation], **kinds)
+            self.mlp = MixtureOfExperts(config, config.experts, **kinds)
         else:
             self.mlp = MLP(config, **kinds)
         self.post_feedforward_layernorm = norm_of(width, config, **kinds) if post else None

@@ -23,7 +23,13 @@ from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 from jax.sharding import Mesh
 from safetensors.numpy import load_file
 
-from tunix_like.config.schema import LORA_TARGETS, LoraConfig
+from tunix_like.config.schema import (
+    ATTENTION_TARGETS,
+    LORA_TARGETS,
+    MLP_TARGETS,
+    RECURRENT_TARGETS,
+    LoraConfig,
+)
 from tunix_like.errors import UserError
 from tunix_like.models.config import Adapters, DecoderConfig
 from tunix_like.models.decoder import Decoder, check_decoder
@@ -98,14 +104,21 @@ def resolve_adapters(model: DecoderConfig, config: LoraConfig) -> Adapters:
     all projections that support adapters."""
     if config.rank is None:
         raise UserError("lora.rank: set the rank of the adapters, e.g. 16.")
-    supported = LORA_TARGETS if model.experts is None else LORA_TARGETS[:4]
+    supported = supported_targets(model)
     targets = supported if config.targets is None else tuple(name for name in LORA_TARGETS if name in config.targets)
     if unsupported := [name for name in targets if name not in supported]:
-        raise UserError(
-            f"lora.targets: {', '.join(unsupported)}: the MLPs of this model are mixtures of experts, which do not "
-            f"support adapters; choose from {', '.join(supported)}."
-        )
+        cause = "no layer of this model is recurrent"
+        if set(unsupported) & set(MLP_TARGETS):
+            cause = "the MLPs of this model are mixtures of experts, which do not support adapters"
+        raise UserError(f"lora.targets: {', '.join(unsupported)}: {cause}; choose from {', '.join(supported)}.")
     return Adapters(config.rank, float(config.alpha or config.rank), targets)
+
+
+def supported_targets(model: DecoderConfig) -> tuple[str, ...]:
+    """Returns those of `LORA_TARGETS` that layers of the model have."""
+    supported: tuple[str, ...] = ATTENTION_TARGETS
+    supported += MLP_TARGETS if model.experts is None or model.experts.shared else ()
+    return supported + (RECURRENT_TARGETS if model.recurrent_layers else ())
 
 
 def _adapted(model: Decoder) -> dict[str, Linear]:

@@ -3,7 +3,8 @@
 The modules of the decoder have the attribute names of HF, so the tensor names follow a rule (`hf_name`), and no list
 per family is needed. The experts of a layer are stacked in one array in memory, and are separate tensors in the files.
 Experts with biases (GPT-OSS) are fused in the files instead: one tensor for all experts, in which the columns of gate
-and up alternate. It may be packed in MXFP4. Parameter trees are pure dicts, such as `nnx.to_pure_dict` returns. Pickled
+and up alternate. It may be packed in MXFP4. Experts beside a shared MLP are fused with the rows of gate before those of
+up, or separate. Parameter trees are pure dicts, such as `nnx.to_pure_dict` returns. Pickled
 weights are never opened.
 """
 
@@ -52,8 +53,8 @@ _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias", "sinks": "sinks"}
 _LEAVES |= {"taps": "weight", "A_log": "A_log", "dt_bias": "dt_bias"}  # of recurrent layers
 _EXPERTS = "experts"
-_INTERLEAVED = ("gate_proj", "up_proj")
-"""The projections whose columns alternate in a fused tensor of experts, from the first column on."""
+_HALVES = ("gate_proj", "up_proj")
+"""The projections that share a fused tensor of experts, in this order."""
 _PACKED = ("_blocks", "_scales")
 _MX_BLOCK = 32
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -80,21 +81,28 @@ def hf_name(path: tuple[Any, ...], expert: int | None = None) -> str:
 
 
 def fused_name(path: tuple[Any, ...]) -> str:
-    """Returns the HF name of a parameter of a model with fused experts: of a parameter of experts, without `.weight`
-    and with `_bias` for `.bias`. The tensors of gate and up have the same name."""
-    if _EXPERTS not in path:
-        return hf_name(tuple("router" if name == "gate" else name for name in path))
+    """Returns the HF name of the fused tensor that has a parameter of experts, without `.weight` and with `_bias` for
+    `.bias`. The tensors of gate and up have the same name."""
     name = hf_name(path).replace(".gate_proj.", ".gate_up_proj.").replace(".up_proj.", ".gate_up_proj.")
     return name.removesuffix(".weight").replace("_proj.bias", "_proj_bias")
 
 
-def _is_fused(config: DecoderConfig) -> bool:
+def _alternate(config: DecoderConfig) -> bool:
     return config.experts is not None and config.experts.biases
+
+
+def _is_fused(path: tuple[Any, ...], config: DecoderConfig, found: Container[str]) -> bool:
+    """Returns whether a parameter is part of a fused tensor; for an empty `found`, in the files that are written."""
+    if _EXPERTS not in path or config.experts is None:
+        return False
+    return config.experts.biases or (config.experts.shared is not None and hf_name(path, 0) not in found)
 
 
 def _names(path: tuple[Any, ...], leaf: Any, config: DecoderConfig, found: Container[str] = ()) -> list[str]:
     """Returns the names of the tensors that hold a parameter: of packed tensors, if `found` has these."""
-    if _is_fused(config):
+    if _alternate(config) and _EXPERTS not in path:
+        return [hf_name(tuple("router" if name == "gate" else name for name in path))]
+    if _is_fused(path, config, found):
         name = fused_name(path)
         packed = [name + end for end in _PACKED]
         return packed if any(part in found for part in packed) else [name]
@@ -109,23 +117,25 @@ def _all_names(abstract_params: Params, config: DecoderConfig, found: Container[
 def _source(path: tuple[Any, ...], leaf: Any, config: DecoderConfig, stored: Mapping[str, Stored]) -> Source:
     tensors = [stored[name] for name in _names(path, leaf, config, stored)]
     kernel, stacked = path[-1] == "kernel", _EXPERTS in path
-    if not stacked or not _is_fused(config):
+    if not stacked or not _is_fused(path, config, stored):
         return Source(tensors, kernel, stacked)
     if len(found := tensors[0].shape) < 2 or found[0] != leaf.shape[0]:
         raise UserError(
             f"{tensors[0].file}: tensor {tensors[0].name} has shape {found}, but config.json needs {leaf.shape[0]}"
             " experts. Weights and config are of different models; use the files of one model."
         )
-    columns = slice(_column(path), None, 2 if path[-2] in _INTERLEAVED else 1)
+    parts = len(_HALVES) if path[-2] in _HALVES else 1
+    if not _alternate(config):
+        return Source([RowsOfExpert(tensors[0], i, _half(path), parts) for i in range(leaf.shape[0])], True, True)
+    columns = slice(_half(path), None, parts)
     if len(tensors) == 1:
         return Source([OfExpert(tensors[0], expert, columns) for expert in range(leaf.shape[0])], False, True)
     codes, scales = tensors
     return Source([Packed(codes, scales, expert, columns) for expert in range(leaf.shape[0])], True, True)
 
 
-def _column(path: tuple[Any, ...]) -> int:
-    """Returns the first column of a fused tensor of experts that belongs to the parameter."""
-    return _INTERLEAVED.index(path[-2]) if path[-2] in _INTERLEAVED else 0
+def _half(path: tuple[Any, ...]) -> int:
+    return _HALVES.index(path[-2]) if path[-2] in _HALVES else 0
 
 
 def load_weights(
@@ -226,7 +236,7 @@ def save_weights(
     sizes: dict[str, int] = {}
     for path, leaf in flatten_mapping(params).items():
         names = _names(path, leaf, config)
-        separate = _EXPERTS in path and not _is_fused(config)
+        separate = _EXPERTS in path and not _is_fused(path, config, ())
         for expert, name in enumerate(names):
             tensors.setdefault(name, []).append((path, leaf, expert if separate else None))
             sizes[name] = sizes.get(name, 0) + leaf.nbytes // len(names)
@@ -236,7 +246,7 @@ def save_weights(
         folder.mkdir(parents=True, exist_ok=True)
         try:
             for file, names in files.items():
-                arrays = {name: _to_host(tensors[name], _is_fused(config)) for name in names}
+                arrays = {name: _to_host(tensors[name], _alternate(config)) for name in names}
                 save_tensors(arrays, folder / temporary[file])
                 del arrays
             _publish(folder, temporary, files, sum(sizes.values()))
@@ -322,7 +332,7 @@ def _check_names(folder: Path, abstract_params: Params, config: DecoderConfig, f
             )
 
 
-def _check_tensor(tensor: Stored | OfExpert | Packed, shape: tuple[int, ...]) -> None:
+def _check_tensor(tensor: Stored | OfExpert | RowsOfExpert | Packed, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
         raise UserError(
             f"{tensor.file}: tensor {tensor.name} has shape {tensor.shape}, but config.json needs {shape}. Weights and"
@@ -343,17 +353,19 @@ def _check_tied(stored: Mapping[str, Stored]) -> None:
         )
 
 
-def _to_host(parts: list[tuple[tuple[Any, ...], Any, int | None]], fused: bool) -> np.ndarray:
-    """Returns a tensor for a file, from one parameter (of one expert), or from those of gate and up."""
+def _to_host(parts: list[tuple[tuple[Any, ...], Any, int | None]], alternate: bool) -> np.ndarray:
+    """Returns a tensor for a file, from one parameter (of one expert), or from those of gate and up, whose columns
+    alternate in the file or follow each other as rows."""
     arrays = [
         np.asarray(leaf if expert is None else leaf[expert])
-        for _, leaf, expert in sorted(parts, key=lambda part: _column(part[0]))
+        for _, leaf, expert in sorted(parts, key=lambda part: _half(part[0]))
     ]
-    if len(arrays) > 1:
+    if alternate and len(arrays) > 1:
         return np.stack(arrays, axis=-1).reshape(*arrays[0].shape[:-1], -1)
     path = parts[0][0]
-    transposed = path[-1] == "kernel" and not (fused and _EXPERTS in path)
-    return np.ascontiguousarray(arrays[0].T if transposed else arrays[0])
+    transposed = path[-1] == "kernel" and not (alternate and _EXPERTS in path)
+    arrays = [array.swapaxes(-1, -2) if transposed else array for array in arrays]
+    return np.ascontiguousarray(arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-2))
 
 
 Index = tuple[slice, ...]
@@ -425,6 +437,42 @@ class OfExpert(NamedTuple):
             yield within, block(of_file)
 
 
+class RowsOfExpert(NamedTuple):
+    """One of `parts` equal groups of rows of one expert `[outputs, inputs]` in a tensor of all experts. It has the
+    interface of `Stored`."""
+
+    whole: Stored
+    expert: int
+    part: int
+    parts: int
+
+    @property
+    def file(self) -> Path:
+        return self.whole.file
+
+    @property
+    def name(self) -> str:
+        return self.whole.name
+
+    @property
+    def kind(self) -> str:
+        return self.whole.kind
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        _, rows, *inner = self.whole.shape
+        return rows // self.parts, *inner
+
+    def blocks(self, index: Index) -> Iterator[tuple[slice, np.ndarray]]:
+        part, count = self.whole.reader.get_slice(self.name), self.shape[0]
+        rows, columns = (slice(*i.indices(n)[:2]) for i, n in zip(index, self.shape, strict=True))
+        before = self.part * count
+        for within, of_file in _row_blocks(
+            slice(before + rows.start, before + rows.stop), columns.stop - columns.start
+        ):
+            yield within, part[(slice(self.expert, self.expert + 1), of_file, columns)][0]
+
+
 class Packed(NamedTuple):
     """The matrix `[outputs, inputs]` of one expert, as `OfExpert`, that is packed in MXFP4 (Open Compute Project,
     Microscaling Formats 1.0): 32 inputs of an output have one exponent in `scales` `[E, O, I / 32]`, and two of them
@@ -490,7 +538,7 @@ class Source(NamedTuple):
       stacked: whether the first axis of the parameter runs over the tensors.
     """
 
-    tensors: Sequence[Stored | OfExpert | Packed]
+    tensors: Sequence[Stored | OfExpert | RowsOfExpert | Packed]
     transposed: bool
     stacked: bool
 
@@ -516,7 +564,7 @@ def place(source: Source, leaf: Any) -> jax.Array:
 
 def _read(source: Source, index: Index, dtype: Any) -> np.ndarray:
     out = np.empty([part.stop - part.start for part in index], dtype)
-    pairs: Iterable[tuple[Stored | OfExpert | Packed, np.ndarray]] = [(source.tensors[0], out)]
+    pairs: Iterable[tuple[Stored | OfExpert | RowsOfExpert | Packed, np.ndarray]] = [(source.tensors[0], out)]
     if source.stacked:
         pairs = zip(source.tensors[index[0]], list(out), strict=True)
     within = index[1:] if source.stacked else index

@@ -111,14 +111,9 @@ def _recurrent_layers(model: Decoder) -> int:
 
 
 def _memory_bytes(model: Decoder, mesh: Mesh | None) -> float:
-    """Returns the bytes of the memory of a sequence in a recurrent layer. `tp` splits the heads of the state, if it
-    divides them."""
-    if (rule := model.config.delta_rule) is None:
+    if model.config.delta_rule is None:
         return 0.0
-    tp = 1 if mesh is None else mesh.shape.get("tp", 1)
-    whole = memory_bytes(model.config, model.dtype)
-    state = 4 * rule.value_heads * rule.key_width * rule.value_width
-    return whole - state + state / (1 if rule.value_heads % tp else tp)
+    return memory_bytes(model.config, model.dtype, 1 if mesh is None else mesh.shape.get("tp", 1))
 
 
 def bound_seconds(operations: float, needed: float, kind: Accelerator, shares: tuple[float, float] = PEAK) -> float:

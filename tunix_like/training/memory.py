@@ -424,8 +424,7 @@ def rollout_phase(
     parts, tp = work.rollout_parts or (work.parts, 1)
     rows, slots = -(-rows // parts), -(-slots // parts)
     model, (prompt_width, width) = work.model, work.widths
-    cache = rows * _cache(work, width) // tp
-    prompt_cache = slots * _cache(work, prompt_width) // tp
+    cache, prompt_cache = rows * _cache(work, width, tp), slots * _cache(work, prompt_width, tp)
     logits = SAMPLED_LOGITS_COPIES[work.filtered] * rows * model.vocab_size * 4 // tp
     scores = rows * model.num_heads * (prompt_width + width) * 4 // tp
     copy = 0 if work.rollout_share is None else _in_compute_dtype(work, work.rollout_share)
@@ -467,13 +466,13 @@ def _held(work: Work) -> dict[str, int]:
     return held | ({"teacher": work.teacher.weights} if work.teacher is not None else {})
 
 
-def _cache(work: Work, width: int) -> int:
+def _cache(work: Work, width: int, tp: int = 1) -> int:
     """Returns the bytes of the keys and values of one completion of `width` tokens, and of its memories of recurrent
-    layers, in all layers."""
+    layers, in all layers, on each of `tp` devices that share its heads."""
     model, recurrent = work.model, work.recurrent_layers
     position = 2 * model.num_kv_heads * model.head_dim * work.size
-    memories = recurrent * memory_bytes(model, work.dtype) if recurrent else 0
-    return (model.num_layers - recurrent) * position * width + memories
+    memories = recurrent * memory_bytes(model, work.dtype, tp) if recurrent else 0
+    return (model.num_layers - recurrent) * position * width // tp + memories
 
 
 def _cast_weights(work: Work) -> int:
