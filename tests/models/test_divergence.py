@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tunix_like.models.divergence import Outputs, token_divergence
-from tunix_like.models.sharding import AXES, scope
+from tunix_like.models.sharding import scope
 
 LANES, TOKENS, WIDTH, TEACHER_WIDTH, SIZE = 2, 13, 6, 9, 31
 RNG = np.random.default_rng(0)
@@ -159,6 +159,6 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary():
 
 def test_a_split_vocabulary_gives_the_same():
     whole = found(0.3, head=HEAD[:, :24], teacher_head=TEACHER_HEAD[:, :24], chunk=2)
-    mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     with scope(mesh):
         assert_close(found(0.3, head=HEAD[:, :24], teacher_head=TEACHER_HEAD[:, :24], chunk=2)[2:], whole[2:])
