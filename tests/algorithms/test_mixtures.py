@@ -229,6 +229,7 @@ def test_estimators_that_are_special_cases(size):
         )
 
 
+@pytest.mark.slow
 def test_large_groups_in_float32():
     """For G = 1024 the binomials overflow float64. The identities hold in float32 within 1e-5 of the largest value."""
     rewards = np.random.default_rng(0).normal(size=(1, 1024)).astype(np.float32).astype(np.float64)

@@ -89,6 +89,7 @@ def real_of(drawn):
     return np.arange(STEPS)[None, None] < drawn.lengths[..., None]
 
 
+@pytest.mark.slow
 def test_sampler_matches_the_plain_model(drawn, expected):
     np.testing.assert_allclose(np.where(real_of(drawn), drawn.logprobs, 0), expected, rtol=0, atol=1e-4)
 

@@ -214,8 +214,8 @@ def test_history_is_not_recomputed(monkeypatch):
     """All prompts are computed in one prefill. Later calls of the model are as wide as the longest reply."""
     prefilled, appended = [], []
     prefill, append = decoding.prefill, decoding.append
-    monkeypatch.setattr(decoding, "prefill", lambda *a: prefilled.append(a[2].shape) or prefill(*a))
-    monkeypatch.setattr(decoding, "append", lambda *a: appended.append(a[4].shape[-1]) or append(*a))
+    monkeypatch.setattr(decoding, "prefill", lambda *a, **k: prefilled.append(a[2].shape) or prefill(*a, **k))
+    monkeypatch.setattr(decoding, "append", lambda *a, **k: appended.append(a[4].shape[-1]) or append(*a, **k))
     play(Scripted())
     assert len(prefilled) == 1 and max(appended) <= 20, "at most 20 tokens are replied"
     assert len(appended) <= 4, "one block for all rows of a turn"

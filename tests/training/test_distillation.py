@@ -112,6 +112,7 @@ def step_gradient(layout, objective, teacher=TEACHER[1], spec=None, **options):
     return state.opt_state, metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", others_slow([LAYOUTS[2], LAYOUTS[6]], LAYOUTS[2]))
 def test_divergence_in_the_loss_equals_that_of_repeated_prompts(layout):
     """The second layout also has stacked layers that are recomputed, as on accelerators."""
@@ -202,6 +203,7 @@ def exact(model, teacher, out, divergence, prompts=None):
     return sums[:2] / sums[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", others_slow(KINDS, "a model, jsd", "self, reverse_kl"))
 def test_metrics_are_those_of_the_plain_models(case):
     """The policy alone and its teacher see the same completions after their own prompts."""
@@ -285,6 +287,7 @@ def test_several_turns(divergence):
     np.testing.assert_allclose(found, expected, rtol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divergence", others_slow(DIVERGENCES, "jsd"))
 def test_mesh_equals_a_single_device(divergence):
     """The teacher is sharded like the policy. Its vocabulary is padded to another size."""
@@ -305,6 +308,7 @@ def test_mesh_equals_a_single_device(divergence):
     assert difference(*moved) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divergence", others_slow(DIVERGENCES, "jsd"))
 def test_adapters_learn_from_their_base_with_another_prompt(divergence):
     """New adapters have the weights of the base: the current and the initial weights are equal in the first step and
@@ -499,6 +503,7 @@ def test_the_command_trains_with_a_folder_and_resumes(tmp_path, monkeypatch, cap
     assert "rewards.functions: this run had no rewards" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_programs_for_absent_devices():
     """The programs of a run with a teacher are traced from shapes."""
     yaml = str(EXAMPLES / "debug" / "reverse_text.yaml")

@@ -192,6 +192,7 @@ def test_the_gradients_of_the_kl():
     assert 0.26 < difference(jax.grad(in_loss)(params, "mse_kl"), true) < 0.28, "the figure of docs/algorithms.md"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", others_slow(WORLDS, "one turn"))
 def test_the_expected_gradient_of_a_teachers_advantages(kind):
     """It is that of the sum of the next-token divergences KL(policy || teacher) at the sampled prefixes, and not that

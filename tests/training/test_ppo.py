@@ -130,6 +130,7 @@ def logprobs(model, prompt, tokens):
     return jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(tokens)[:, None], axis=-1)[:, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turns", others_slow(["one turn", "several turns"], "one turn"))
 def test_one_step_equals_brute_force(turns):
     """The policy moves by the gradient of `-A log pi`, with the advantages of values of whole texts and rewards with a
@@ -189,6 +190,7 @@ def test_one_step_equals_brute_force(turns):
     assert row["train/kl"] == pytest.approx(np.concatenate([each[5] for each in found.values()]).mean(), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_critic_learns_alone_at_first():
     """Rewards depend on the prompt only. The policy waits for 60 steps, then moves too."""
     by_prompt = lambda prompts, completions, **c: [float(p[0] in "abcd") for p in prompts]  # noqa: E731
@@ -209,6 +211,7 @@ def test_the_critic_learns_alone_at_first():
     assert rows[-1]["train/critic/explained_variance"] > 0.5
 
 
+@pytest.mark.slow
 def test_the_schedule_counts_updates_of_the_policy():
     """With three steps of the critic alone, the learning rate still ends where it ends without them."""
     optimizer = OptimizerConfig(learning_rate=1e-3, schedule="linear")
@@ -249,6 +252,7 @@ def test_one_completion_per_prompt():
     assert rows[0]["train/groups/dropped_frac"] == 0
 
 
+@pytest.mark.slow
 def test_mesh_equals_a_single_device():
     wide = HF | {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 16}
     ends = []
@@ -353,6 +357,7 @@ def test_memory_estimate_has_the_critic():
         assert phases["update"].bytes - before["update"].bytes >= held
 
 
+@pytest.mark.slow
 def test_programs_for_absent_devices():
     made = {each.name: each for each in programs_of(make_plan(load(YAML, [*PPO, "algorithm.beta=0.1"]), None))}
     assert list(made)[:4] == ["update", "critic", "logprobs", "values"] and made["logprobs"].calls == 2

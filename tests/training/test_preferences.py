@@ -171,6 +171,7 @@ def test_formulas_in_float64(name):
         assert float(slope[i, j]) == pytest.approx((ends[0] - ends[1]) / 2e-4, rel=1e-4, abs=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in ("smoothed", "free") else ()) for name in LOSSES]
 )
@@ -217,6 +218,7 @@ def test_evaluation_equals_the_loss_of_the_next_step(name):
 SAID = [{"role": role, "content": text} for role, text in (("assistant", "ab"), ("user", "c>"), ("assistant", "de"))]
 
 
+@pytest.mark.slow
 def test_only_the_assistants_tokens_count_in_several_turns():
     rows = [
         {"prompt": "ab>", "chosen": SAID, "rejected": "abc"},
@@ -243,6 +245,7 @@ def test_adapters_train_against_the_base_without_a_copy():
     assert rows[0]["train/loss"] == pytest.approx(math.log(2), rel=1e-6) and rows[-1]["train/loss"] < math.log(2)
 
 
+@pytest.mark.slow
 def test_mesh_of_8_devices_equals_one_device():
     wide = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 16}
     found = []
@@ -255,6 +258,7 @@ def test_mesh_of_8_devices_equals_one_device():
     assert distance(found[1][1], found[0][1]) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_pair_costs_less_than_065_of_two_sequences():
     """Matrix operations of the compiled step and of the reference's log-probabilities: prompts of 512 tokens, and
     completions of 64."""

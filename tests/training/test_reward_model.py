@@ -44,6 +44,7 @@ def last_hidden(model, tokens):
     return model.norm(hidden)[0, -1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("center", [None, 0.05])
 def test_loss_and_gradient_equal_those_of_whole_sequences(center):
     """Also with several turns, whose whole text is scored."""

@@ -72,6 +72,7 @@ def test_a_run_equals_that_with_the_model_in_memory(kind, server):
         np.testing.assert_allclose(one, two, rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_each_segment_follows_the_prompt(server):
     """Completions with rewritten histories: the log-probabilities are those of separate rows for each segment."""
     server.model = nnx.merge(GRAPHDEF, PARAMS)
@@ -96,6 +97,7 @@ def test_failures_are_repeated_and_a_restart_is_waited_for(server, folder):
         assert one["train/teacher/logprob"] == pytest.approx(two["train/teacher/logprob"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_patience_begins_with_the_first_failure(server, monkeypatch):
     """A batch may take longer than the patience with failures, which one late failure does not exhaust."""
     monkeypatch.setattr(served_teacher, "_WAIT_SECONDS", 1.5)
@@ -106,6 +108,7 @@ def test_patience_begins_with_the_first_failure(server, monkeypatch):
     assert not server.faults
 
 
+@pytest.mark.slow
 def test_a_lost_server_ends_the_run_with_its_state_saved(server, tmp_path, monkeypatch):
     """The run continues with the same command when the server is back."""
     monkeypatch.setattr(served_teacher, "_WAIT_SECONDS", 0.5)

@@ -95,6 +95,7 @@ def test_the_difference_to_the_baseline_with_the_completion_itself():
     np.testing.assert_allclose(found * share, whole, rtol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", others_slow(WORLDS, "one turn"))
 def test_the_gradient_estimate_is_unbiased(kind):
     """Over all groups of three of all completions, whose lengths differ, the whole loss has the gradient of the
@@ -146,6 +147,7 @@ def one_step(**arguments):
     return made, sampled[0], *kept[0], row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turns", others_slow(["one turn", "several turns"], "one turn"))
 def test_one_step_equals_brute_force(turns):
     """The policy moves by the gradient of `-A log pi`, with score norms from whole texts; an unscored completion takes

@@ -27,7 +27,7 @@ from tunix_like.models.config import Adapters, DecoderConfig
 from tunix_like.models.delta_rule import Memory, Past
 from tunix_like.models.layer_stack import Segment
 from tunix_like.models.layers import Chosen, Embedding, KeyValue, Layer, Linear, Rotation, norm_of, rotation
-from tunix_like.models.sharding import gather_layer
+from tunix_like.models.sharding import constrain_slots, gather_layer
 
 Kept = KeyValue | Memory
 """What later tokens need of a layer: keys and values, or the memory of a recurrent layer."""
@@ -285,6 +285,49 @@ class Decoder(nnx.Module):
         hidden, cache, chosen = self._causal(tokens, places, offsets, remat=remat, experts=experts)
         return self.norm(hidden[jnp.arange(tokens.shape[0]), lengths - 1]), cache, chosen
 
+    def prefill_in_pieces(
+        self, tokens: Int[Array, "P S"], lengths: Int[Array, "P"], piece: int
+    ) -> tuple[Float[Array, "P D"], list[Kept], Chosen]:
+        """Like `prefill`, without a gradient, for `piece` tokens of every prompt at a time. The activations are those
+        of a piece, but attention of a kernel also computes the scores of later pieces."""
+        (count, width), config = tokens.shape, self.config
+        number = -(-width // piece)
+        columns = jnp.arange(number * piece)
+        whole = jnp.pad(tokens, ((0, 0), (0, number * piece - width)))
+        nothing, cache = (self._empty_cache(count, size) for size in (1, number * piece))
+
+        def one(carry: tuple[Array, list[Kept]], begin: Array) -> tuple[tuple[Array, list[Kept]], Chosen]:
+            last, cache = carry
+            places = begin + jnp.arange(piece)
+            positions = jnp.where(places[None] < lengths[:, None], places[None], -1)[:, None]
+            earlier = jnp.broadcast_to(jnp.where(columns < begin, columns, -1), (count, 1, len(columns)))
+            own = jax.lax.dynamic_slice_in_dim(whole, begin, piece, axis=1)[:, None]
+            # They are the tokens of a completion whose prompt has no tokens.
+            given = jnp.zeros(count, jnp.int32), nothing, cache, begin, earlier
+            x, cache, chosen = self._extended(own, positions, *given)
+            place = lengths - 1 - begin
+            ends = (place >= 0) & (place < piece)
+            last = jnp.where(ends[:, None], x[jnp.arange(count), 0, jnp.clip(place, 0, piece - 1)], last)
+            return (last, cache), chosen
+
+        start = jnp.zeros((count, config.hidden_size), self.dtype), cache
+        (last, cache), chosen = jax.lax.scan(one, start, piece * jnp.arange(number))
+        if number * piece > width:
+            cache = [
+                kept if isinstance(kept, Memory) else (kept[0][..., :width], kept[1][:, :, :width]) for kept in cache
+            ]
+        if chosen is not None:  # [pieces P 1 N l k]
+            chosen = jnp.moveaxis(chosen[:, :, 0], 0, 1).reshape(count, -1, *chosen.shape[4:])[:, :width]
+        return self.norm(last), cache, chosen
+
+    def _empty_cache(self, rows: int, width: int) -> list[Kept]:
+        config, mesh = self.config, jax.sharding.get_abstract_mesh()
+        heads = rows, config.num_kv_heads
+        keys = jnp.zeros((*heads, config.head_dim, width), self.dtype)
+        values = jnp.zeros((*heads, width, config.head_dim), self.dtype)
+        cache = [self._no_memory(rows) if config.is_recurrent(i) else (keys, values) for i in range(config.num_layers)]
+        return constrain_slots(cache, None if mesh.empty else mesh)
+
     def decode(
         self,
         tokens: Int[Array, "P G"],
@@ -379,6 +422,21 @@ class Decoder(nnx.Module):
           and the selected experts `[P G N l k]` (None without experts). The hidden state is undefined for a completion
           without new tokens.
         """
+        given = prompt_lengths, prompt_cache, cache, column, columns
+        x, filled, chosen = self._extended(tokens, positions, *given)
+        return self.norm(x[:, :, -1]), filled, chosen
+
+    def _extended(
+        self,
+        tokens: Int[Array, "P G N"],
+        positions: Int[Array, "P G N"],
+        prompt_lengths: Int[Array, "P"],
+        prompt_cache: list[Kept],
+        cache: list[Kept],
+        column: Int[Array, ""],
+        columns: Int[Array, "P G U"],
+    ) -> tuple[Float[Array, "P G N D"], list[Kept], Chosen]:
+        """Like `extend`, with padding on either side; returns the hidden states of all new tokens, not normalised."""
         segments = to_rows(jnp.where(positions >= 0, 0, -1))
         ropes = self._ropes(positions)
         x = self.embed_tokens(tokens)
@@ -421,7 +479,7 @@ class Decoder(nnx.Module):
 
             x, _, chosen = layer(x, ropes[index], attend)
             routes.append(chosen)
-        return self.norm(x[:, :, -1]), filled, self._recorded(routes)
+        return x, filled, self._recorded(routes)
 
     def completion_hidden(
         self,

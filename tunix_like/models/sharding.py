@@ -472,13 +472,13 @@ def _prompts(shape: tuple[int, ...], mesh: Mesh, axis: int) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, axes) if axes else PartitionSpec())
 
 
-def _slots(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+def _slots(shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> NamedSharding:
     axes: list[Any] = [(row_axes(mesh, shape[0]) or None) if shape else None]
     axes += ["tp"] if len(shape) == 4 and "tp" in mesh.shape and shape[1] % mesh.shape["tp"] == 0 else []
     return NamedSharding(mesh, PartitionSpec(*axes[: len(shape)]))
 
 
-def constrain_slots(tree: Any, mesh: Mesh | None) -> Any:
+def constrain_slots(tree: Any, mesh: Mesh | AbstractMesh | None) -> Any:
     """Inside a compiled program, shards arrays like `place_slots` does."""
     if mesh is None:
         return tree

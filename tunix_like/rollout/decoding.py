@@ -15,6 +15,7 @@ directly. `schedule.py` and `turns.py` call the programs of this file.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,8 +29,9 @@ from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
 from tunix_like.models.decoder import Decoder, Kept, KeyValue, to_rows
 from tunix_like.models.delta_rule import Memory
 from tunix_like.models.quantization import LEAVES as QUANTIZED_LEAVES
-from tunix_like.models.sharding import constrain_slots
+from tunix_like.models.sharding import constrain_slots, row_axes
 from tunix_like.rollout.logits import SamplingParams, choose, in_blocks, uniform_number
+from tunix_like.rollout.shapes import prefill_piece
 
 TOKENS = "tokens"
 """Name of the decoding loop in a compiled program. Each iteration samples one token of every row."""
@@ -100,7 +102,12 @@ def prefill(
 ) -> Prompts:
     """Computes the keys and values of each prompt, and the hidden state of its last token. All completions of a prompt
     share this result. With `record`, the result has the selected experts, also of later tokens (`Rows.experts`)."""
-    hidden, cache, experts = _merge(graphdef, params).prefill(tokens, lengths)
+    model, (count, width) = _merge(graphdef, params), tokens.shape
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in row_axes(mesh, count))
+    piece = prefill_piece(count // parts, width)
+    prefill = functools.partial(model.prefill_in_pieces, piece=piece) if piece < width else model.prefill
+    hidden, cache, experts = prefill(tokens, lengths)
     return Prompts(lengths, hidden, cache, experts if record else None)
 
 

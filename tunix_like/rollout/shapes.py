@@ -18,6 +18,13 @@ FEWEST_ROWS_ELSEWHERE = 64
 some backends; `FEWEST_ROWS_ELSEWHERE` is the number for all other backends. With fewer rows, most of the time of a
 decode step is spent on reading the weights."""
 
+PREFILL_TOKENS = 2**16
+"""Number of prompt tokens per device above which prompts are processed in pieces. With fewer tokens, weights and caches
+take more memory than activations (Qwen3-8B: 5 GB in a layer's MLP)."""
+
+FEWEST_PREFILLED = 512
+"""Minimum number of tokens of a prompt in a piece."""
+
 FEWEST_TOKENS_LEFT = 16
 """Live rows are moved to smaller arrays only if at least one row can still get this many tokens."""
 
@@ -33,6 +40,14 @@ def length_bucket(length: int, limit: int | None = None) -> int:
     while size < length:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
     return size if limit is None else max(length, min(size, limit))
+
+
+def prefill_piece(prompts: int, width: int) -> int:
+    """Returns how many tokens of each of `prompts` prompts of `width` tokens a device processes at once: all of them,
+    or a power of two that makes about `PREFILL_TOKENS`."""
+    if prompts * width <= PREFILL_TOKENS:
+        return width
+    return min(width, max(FEWEST_PREFILLED, 1 << (PREFILL_TOKENS // prompts).bit_length() - 1))
 
 
 def pad_tokens(rows: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "N W"]:

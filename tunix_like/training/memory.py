@@ -19,7 +19,7 @@ from tunix_like.models.config import Adapters, DecoderConfig
 from tunix_like.models.counts import Share, layer_count, memory_bytes
 from tunix_like.models.delta_rule import CHUNK
 from tunix_like.models.layer_stack import longest_period
-from tunix_like.rollout.shapes import FIRST_CACHE
+from tunix_like.rollout.shapes import FIRST_CACHE, prefill_piece
 from tunix_like.training.packing import Layout, choose_layout
 
 KEPT_PER_TOKEN = {"inner": 5, "hidden": 6, "query": 5, "key": 3}
@@ -449,10 +449,12 @@ def rollout_phase(
 def _prompt_forward(work: Work, prompts: int, tp: int) -> int:
     """Returns the bytes of the temporaries of the forward pass of prompts, whose heads and MLP are split over `tp`
     devices."""
-    width, tokens, model = work.widths[0], prompts * work.widths[0], work.model
+    width, model = work.widths[0], work.model
+    piece = prefill_piece(prompts, width)
+    tokens = prompts * piece
     # XLA:GPU keeps the queries of every layer in float32 and in the compute dtype (measured: 5.9 to 7 bytes a number).
     queries = tokens * model.num_layers * work.query * (4 + work.size) * (work.backend == "gpu")
-    forward = max(_scores_bytes(work, prompts, width, width), WORKING_INNER * tokens * work.inner * work.size)
+    forward = max(_scores_bytes(work, prompts, piece, width), WORKING_INNER * tokens * work.inner * work.size)
     return (forward + queries) // tp + tokens * model.hidden_size * work.size
 
 
