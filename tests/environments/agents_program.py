@@ -4,6 +4,7 @@ and the agent of an episode uses a client of OpenAI or Anthropic. It calls a too
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import os
 import socket
@@ -18,7 +19,13 @@ SCHEMA = {"type": "object"}
 
 
 def main(channel: socket.socket, settings: dict[str, Any]) -> None:
-    asyncio.run(Episodes(Environment(), None).run(channel.dup()))
+    asyncio.run(run(channel.dup()))
+
+
+async def run(channel: socket.socket) -> None:
+    # The agents of all episodes of a step wait for answers at the same time.
+    asyncio.get_running_loop().set_default_executor(concurrent.futures.ThreadPoolExecutor(32))
+    await Episodes(Environment(), None).run(channel)
 
 
 class Episodes(verifiers_worker.Episodes):

@@ -8,9 +8,14 @@ import json
 import pytest
 
 from tests.environments.agents_program import RESULT, SCHEMA, SYSTEM
+from tests.environments.test_verifiers import TOKENIZER
 from tests.serving import served
 from tests.serving.conversations import OPENED, THOUGHT_AND_CALL, template
+from tests.tiny_model import HF
+from tests.training.small_learner import collect, make
+from tunix_like import load_model
 from tunix_like.config.schema import EnvironmentConfig, RolloutConfig
+from tunix_like.data.verifiers import record
 from tunix_like.environments.arguments import make_player
 from tunix_like.environments.chat_messages import RequestError
 from tunix_like.environments.verifiers import VerifiersEnvironments
@@ -103,3 +108,23 @@ def test_fields_of_answers_and_refusals():
     assert body["status"] == "incomplete" and body["usage"]["total_tokens"] == 7
     assert refusal_of(3, MESSAGES, 400, "full")["body"]["type"] == "error"
     assert json.loads(json.dumps(refusal_of(3, RESPONSES, 400, "full")["body"]))["error"]["message"] == "full"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protocol", ["responses", "messages"])
+def test_the_trained_tokens_are_those_that_the_clients_got(program, protocol):
+    """A token that is changed on its way through a client would have another log-probability in the update."""
+    model = load_model(HF | {"vocab_size": TOKENIZER.vocab_size}, init="random", seed=0)[0]
+    learner = make(
+        reward=(),
+        tokenizer=TOKENIZER,
+        environment=VerifiersEnvironments({"path": "agents"}, timeout_seconds=60.0),
+        model=model,
+        success_threshold=4.0,
+        rollout=RolloutConfig(max_prompt_length=16, max_tokens_to_generate=48),
+    )
+    task = {"protocol": protocol, "stream": True, "tools": False, "turns": 2, "question": "ab"}
+    chat = [{"role": "user", "content": "ab"}]
+    rows = collect(learner, [record({"data": task, "messages": chat}) for _ in range(4)])
+    assert all(row["train/logprob_gap/max"] < 1e-4 for row in rows)
+    assert max(row["train/turns/mean"] for row in rows) > 1 and max(row["train/grad_norm"] for row in rows) > 0

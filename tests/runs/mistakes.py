@@ -27,6 +27,9 @@ MISTAKES = {
         ("train", "unknown_key.yaml"),
         ["unknown_key.yaml", "'algorithm.num_generation'", "Did you mean 'algorithm.num_generations'"],
     ),
+    "experts of a model without": (
+        (*REVERSED, "rollout.routing_replay=true", "sft.max_steps=1"), ["rollout.routing_replay", "no experts"],
+    ),
     "key without section": (("train", "no_section.yaml"), ["'learning_rate'", "'optimizer.learning_rate'"]),
     "wrong type": ((*REVERSED, "data.batch_size=four"), ["data.batch_size", "'four' (string)", "expected: integer"]),
     "wrong type in a file": (("train", "wrong_type.yaml"), ["wrong_type.yaml", "data.batch_size", "expected: integer"]),

@@ -65,7 +65,7 @@ def in_pieces(
     function: Callable[..., tuple[Array, ...]], arrays: Sequence[Shaped[Array, "A N ..."]], chunk: int
 ) -> tuple[Float[Array, "A N"], ...]:
     """Returns `function(*arrays)`, computed for about `chunk` tokens at a time. A piece has tokens of every device that
-    the axis `cp` of a mesh has, so that no piece is gathered before it is used."""
+    the axis `cp` of a mesh has, so that the tokens are not gathered first (if lanes have one bin)."""
     lanes, count = arrays[0].shape[:2]
     pieces, parts = min(count, -(-lanes * count // chunk)), sequence_split(count)
     if pieces == 1:

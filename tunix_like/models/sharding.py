@@ -233,8 +233,6 @@ def check_divides(mesh: Mesh | None, config: DecoderConfig) -> None:
             f"mesh: no mesh is given, but there are {jax.process_count()} processes, each of which would train its own "
             "model; pass tunix_like.models.sharding.build_mesh(MeshConfig()) in all of them."
         )
-    if mesh is not None and mesh.shape.get("ep", 1) > 1 and config.experts is None:
-        raise UserError("mesh.axis_names: 'ep' splits experts, and this model has none; use fsdp.")
     parts = 1 if mesh is None else mesh.shape.get("tp", 1)
     for name, heads in (("query", config.num_heads), ("key", config.num_kv_heads)):
         if heads % parts:
@@ -246,6 +244,12 @@ def check_divides(mesh: Mesh | None, config: DecoderConfig) -> None:
         raise UserError(
             "mesh.axis_names: cp splits the tokens of a sequence, which recurrent layers do not support yet; use fsdp."
         )
+
+
+def check_experts(key: str, mesh: Mesh | None, config: DecoderConfig) -> None:
+    """Raises UserError if the mesh splits experts, and the model, whose experts it is for, has none."""
+    if mesh is not None and mesh.shape.get("ep", 1) > 1 and config.experts is None:
+        raise UserError(f"{key}: 'ep' splits experts, and this model has none; use fsdp.")
 
 
 def check_model(mesh: Mesh | None, config: DecoderConfig, params: Any) -> None:

@@ -37,14 +37,14 @@ from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluator, check_best_metri
 from tunix_like.models.decoder import Decoder, add_scalar_head
 from tunix_like.models.loading import check_fit, load_abstract, load_config, load_model, load_tokenizer
 from tunix_like.models.lora import add_lora, resolve_adapters
-from tunix_like.models.sharding import build_mesh, check_batch, check_lengths, check_model
+from tunix_like.models.sharding import build_mesh, check_batch, check_experts, check_lengths, check_model
 from tunix_like.rollout.engines.registry import check_engine, find_engine
 from tunix_like.rollout.rollouts import WeightedReward
 from tunix_like.runs.reward_functions import reward_entries, reward_functions
 from tunix_like.runtime.profile import check_profile_steps
 from tunix_like.storage.loggers import check_loggers
 from tunix_like.training.critic import check_critic, new_critic, resolve_critic
-from tunix_like.training.engine import check_staleness, make_engine, training_devices
+from tunix_like.training.engine import check_routing_replay, check_staleness, make_engine, training_devices
 from tunix_like.training.learner import Learner
 from tunix_like.training.learners import LEARNERS, find_learner
 from tunix_like.training.optimizer import build_schedule
@@ -230,6 +230,8 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     config = dataclasses.replace(config, rewards=dataclasses.replace(config.rewards, functions=entries or None))
     model, tokenizer, weights = _load_model(config, chosen_tokenizer(config, source.tokenizer), abstract, mesh)
     check_fit(model.config, tokenizer, config.rollout)
+    check_experts("mesh.axis_names", mesh, model.config)
+    check_routing_replay(config.rollout, model.config)
     check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
     check_parts(source, tokenizer, config.rollout.max_prompt_length, needs_answer=config.sft.max_steps > 0)
     environments = environments_of(config)

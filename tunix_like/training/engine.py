@@ -219,13 +219,15 @@ class CheckedEngine(WrappedEngine):
         return checked._replace(token_mask=mask, segment_start=start)
 
     def _with_experts(self, sample: Sample, prompt: int) -> Sample:
-        """Returns the sample with checked experts (none without `rollout.routing_replay`)."""
+        """Returns the sample with checked experts (none without `rollout.routing_replay`); those of the prompt may be
+        padded on the right."""
         if not self.replays or self.model.experts is None:
             return sample._replace(experts=None, prompt_experts=None)
         layers = sum(map(self.model.has_experts, range(self.model.num_layers)))
         found = dict[str, Any]()
         for name, length in (("experts", len(sample.tokens)), ("prompt_experts", prompt)):
             shape, array = (length, layers, self.model.experts.per_token), np.asarray(getattr(sample, name))
+            array = array[:length] if array.ndim == 3 else array
             if array.shape != shape or not np.issubdtype(array.dtype, np.integer):
                 raise _WrongSampleError(
                     f"`{name}` must be integers of the shape {list(shape)}, because of rollout.routing_replay; it has "

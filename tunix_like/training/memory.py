@@ -341,11 +341,12 @@ def _teacher_forward(work: Work, teacher: TeacherWork, layout: Layout) -> dict[s
     or for a chunk of completions, and of the weights that its own weights are cast, stacked or dequantised to."""
     own = dataclasses.replace(work, model=teacher.model, widths=(teacher.prompt_width, work.widths[1]))
     lanes, prompts = -(-layout.lanes // work.parts), -(-layout.prompts // work.parts)
-    tokens = lanes * layout.bins * work.widths[1]
-    states = (prompts + (0 if layout.own_lanes else lanes)) * _cache(own, teacher.prompt_width)
+    steps, width = -(-work.widths[1] // work.sequence), -(-teacher.prompt_width // work.sequence)
+    tokens = lanes * layout.bins * steps
+    states = (prompts + (0 if layout.own_lanes else lanes)) * _cache(own, width)
     layer = WORKING_INNER * tokens * (own.inner + teacher.model.hidden_size) * work.size
-    layer = max(layer, _scores_bytes(own, lanes * layout.bins, work.widths[1], sum(own.widths)))
-    layer = max(layer, _scores_bytes(own, prompts, teacher.prompt_width, teacher.prompt_width))
+    layer = max(layer, _scores_bytes(own, lanes * layout.bins, steps, sum(own.widths)))
+    layer = max(layer, _scores_bytes(own, prompts, width, teacher.prompt_width))
     working = 0
     if teacher.share is not None:
         kinds = {"param_dtype": teacher.param_dtype, "quantized": teacher.quantized}
@@ -374,7 +375,9 @@ def _with_stacked_layers(work: Work, tokens: int, prompt_tokens: int, lane_token
     # Keys and values of the prompts, the sum of their gradients in float32, and their gradient from one chunk.
     states = key * (2 + 4 // work.size)
     # The layers of a model with adapters on one device are not stacked.
-    stacked = 0 if work.adapters is not None and work.parts == 1 else _in_compute_dtype(work, work.share)
+    stacked = (
+        0 if work.adapters is not None and work.parts * work.sequence == 1 else _in_compute_dtype(work, work.share)
+    )
     return {
         "gradients": work.trained + work.trained * work.size // 4 + _output_gradient(work),
         "cast weights": max(_cast_weights(work), stacked) + _dequantized(work, backward=True),

@@ -30,6 +30,7 @@ from tunix_like.errors import UserError
 from tunix_like.models.counts import Share, parameter_shapes, share_of
 from tunix_like.models.loading import load_config
 from tunix_like.models.sharding import (
+    check_experts,
     check_model,
     check_slices,
     count_slices,
@@ -368,6 +369,7 @@ def rollout_layout(
         names = ("data", "fsdp", "tp") if len(rollout.mesh) == 3 else ("data", "fsdp", "ep", "tp")
         sizes = dict(zip(names, rollout.mesh, strict=True))
         check_slices("rollout.mesh", sizes, mesh.devices.flat)
+        check_experts("rollout.mesh", layout_mesh(mesh, sizes), model.config)
         try:
             return SamplingLayout(_dividing(mesh, sizes, model), "as set")
         except UserError as error:

@@ -26,7 +26,7 @@ from tunix_like.errors import UserError, check_type, nearest
 from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.loading import check_fit, save_description
 from tunix_like.models.lora import fingerprint, join_params, save_adapter_config, split_params
-from tunix_like.models.sharding import check_divides, check_lengths, place_params, shardings_of
+from tunix_like.models.sharding import check_divides, check_experts, check_lengths, place_params, shardings_of
 from tunix_like.runtime.processes import is_first
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.loggers import check_loggers, open_metrics
@@ -202,6 +202,7 @@ class Trainer(ModelInTraining, abc.ABC):
         self.tokenizer = Tokenizer.wrap(tokenizer)
         check_fit(model.config, self.tokenizer, self.rollout_config)
         check_divides(mesh, model.config)
+        check_experts("mesh.axis_names", mesh, model.config)
         check_lengths(mesh, self.rollout_config)
         super().__init__(model, mesh)
         self.done, self.total = 0, None  # type: int, int | None
