@@ -22,6 +22,7 @@ from tunix_like.storage import bucket_lock, mirror
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.metrics import MetricsLog, rows
 from tunix_like.storage.mirror import local_folder
+from tunix_like.storage.output_folder import check_target
 from tunix_like.storage.run_lock import owned
 
 
@@ -291,3 +292,76 @@ def test_a_deleted_local_file_is_fetched_again(memory):
 @pytest.mark.parametrize("storage", [pytest.param(name, marks=EMULATED) for name in SERVERS])
 def test_a_killed_run_equals_an_uninterrupted_one(storage, tmp_path):
     assert stress(storage, kills=2, seed=0, folder=tmp_path)
+
+
+def test_a_start_that_fails_leaves_no_old_copy_that_counts_as_new(memory, tmp_path, monkeypatch):
+    with owned(memory):
+        train(local_folder(memory), 2)
+    with another_host(tmp_path, monkeypatch), owned(memory):
+        train(local_folder(memory), 5)
+    find, failed = mirror.object_storage.find, []
+
+    def fail_once(system, root):
+        if not failed and not root.endswith("run.lock"):
+            failed.append(root)
+            raise OSError("503")
+        return find(system, root)
+
+    monkeypatch.setattr(mirror.object_storage, "find", fail_once)
+    with pytest.raises(UserError, match="503"), owned(memory):
+        pass
+    with owned(memory):
+        check_whole(local_folder(memory), 5)
+    check_whole(copied(memory, tmp_path / "a"), 5)
+
+
+def test_a_checkpoint_that_is_removed_during_the_copy_is_not_stored(memory, monkeypatch):
+    copytree, removed = shutil.copytree, []
+
+    def copy_a_part(source, target, *arguments, **named):
+        if source.name == "2" and not removed:
+            removed.append(source)
+            shutil.rmtree(source / "state")
+            copytree(source, target, *arguments, **named)
+            shutil.rmtree(source)
+            return
+        copytree(source, target, *arguments, **named)
+
+    monkeypatch.setattr(mirror.shutil, "copytree", copy_a_part)
+    with owned(memory):
+        train(local_folder(memory), 2)
+        while not removed:
+            time.sleep(0.01)
+    assert not [name for name in objects(memory) if name.startswith("checkpoints/2/")]
+
+
+def test_a_removed_checkpoint_whose_upload_failed_leaves_nothing(memory, tmp_path, monkeypatch, caplog):
+    put, failed = InMemory.put_file, threading.Event()
+
+    def refuse(self, source, target, *arguments, **named):
+        if "/checkpoints/2/" in target and target.endswith("_CHECKPOINT_METADATA"):
+            failed.set()
+            raise OSError("no quota")
+        return put(self, source, target, *arguments, **named)
+
+    monkeypatch.setattr(InMemory, "put_file", refuse)
+    with owned(memory):
+        folder = local_folder(memory)
+        train(folder, 2, keep=1)
+        assert failed.wait(60)
+        train(folder, 4, keep=1)
+    assert not [name for name in objects(memory) if name.startswith("checkpoints/2/")]
+    assert not list((tmp_path / "cache" / "uploads").rglob("2"))
+    check_whole(copied(memory, tmp_path / "a"), 4)
+
+
+def test_an_export_replaces_no_run(memory):
+    with owned(memory):
+        train(local_folder(memory), 2)
+    before = objects(memory)
+    runs = memory.rpartition("/")[0]
+    for target in (memory, runs, f"{memory}/model", f"{memory}/model/a", f"{memory}/checkpoints/2/state"):
+        with pytest.raises(UserError, match="so an export does not replace it"):
+            check_target(target, overwrite=True)
+    check_target(f"{runs}/model", overwrite=True)
+    assert objects(memory) == before

@@ -220,7 +220,9 @@ def local_run(url: str, overrides: Sequence[str] = ()) -> Path | None:
         marks = [f"{each}/{mark}" for each in complete for mark in checkpoint_files.MARKS]
         step = (
             "checkpoints/"
-            + best_checkpoint(local_copy(run, "model.path", ("config.yaml", "metrics.jsonl", *marks)), overrides).name
+            + best_checkpoint(
+                local_copy(run, "model.path", ("config.yaml", "metrics.jsonl", *marks)), overrides, shown=run
+            ).name
         )
     elif step is None:
         step = latest(complete)
@@ -231,20 +233,22 @@ def local_run(url: str, overrides: Sequence[str] = ()) -> Path | None:
     return local_copy(run, "model.path", ("config.yaml", "model/*", f"{step}/*")) / step
 
 
-def best_checkpoint(run: Path, overrides: Sequence[str] = ()) -> Path:
-    """Returns the checkpoint of a run with the best value of `training.best_metric`."""
+def best_checkpoint(run: Path, overrides: Sequence[str] = (), shown: str | None = None) -> Path:
+    """Returns the checkpoint of a run with the best value of `training.best_metric`. Errors name it `shown`."""
     file = run / "config.yaml"
     metric = load(file if file.is_file() else None, overrides).training.best_metric
     if metric is None:
         raise UserError(
-            f"{run}: the best checkpoint is not known, because training.best_metric is unset in its config; add e.g. "
+            f"{shown or run}: the best checkpoint is not known, because training.best_metric is unset in its config; add e.g. "
             "training.best_metric=eval/pass@1 to select the best of its checkpoints."
         )
     with Checkpoints(run / "checkpoints") as checkpoints:
         steps = checkpoints.steps()
     step = best_of(run, metric).among(steps)
     if step is None:
-        raise UserError(f"{run}/checkpoints: no checkpoint has a value of {metric}; its steps are: {steps or 'none'}.")
+        raise UserError(
+            f"{shown or run}/checkpoints: no checkpoint has a value of {metric}; its steps are: {steps or 'none'}."
+        )
     return run / "checkpoints" / str(step)
 
 

@@ -67,7 +67,9 @@ def download(url: str, key: str, patterns: Sequence[str], folder: Path) -> None:
     system, root = opened(url, key)
     try:
         _download(system, root, _chosen(url, key, patterns), folder, url)
-    except OSError as error:
+    except UserError:
+        raise
+    except Exception as error:  # each client has its own exceptions
         raise UserError(f"{key}: {url} cannot be copied to {folder}: {one_line(error)}.") from error
 
 
@@ -104,6 +106,15 @@ def names_below(url: str, key: str) -> set[str]:
     system, root = opened(url, key)
     try:
         return {path.removeprefix(f"{root}/") for path in find(system, root)}
+    except Exception as error:
+        raise UserError(f"{key}: {url} cannot be read: {one_line(error)}.") from error
+
+
+def exists(url: str, key: str) -> bool:
+    """Whether there is an object or a folder. Raises UserError if the storage does not say."""
+    system, root = opened(url, key)
+    try:
+        return bool(system.exists(root))
     except Exception as error:
         raise UserError(f"{key}: {url} cannot be read: {one_line(error)}.") from error
 

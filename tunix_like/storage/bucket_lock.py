@@ -15,7 +15,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import PurePosixPath
 
 from tunix_like.errors import UserError, one_line
@@ -65,8 +65,9 @@ class BucketLock:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lock of the run folder", daemon=True)
 
-    def acquire(self, gone: Collection[str]) -> bool:
-        """Takes the folder. Returns whether the owner before is one of `gone`, the tokens of runs that have ended.
+    def acquire(self, gone: Collection[str], before: Callable[[bool], None] = lambda known: None) -> bool:
+        """Takes the folder. Returns whether the owner before is one of `gone`, the tokens of runs that have ended;
+        `before` is called with the same just before the lock is written.
 
         Raises:
           UserError: the owner is alive, or the lock cannot be written.
@@ -89,9 +90,11 @@ class BucketLock:
                         time.sleep(min(1.0, BEAT_SECONDS / 5))
                         continue
                     logger.warning("%s: %s is gone; its lock is taken over", self._url, owner)
+                known = owner is not None and owner.token in gone
+                before(known)
                 if self._create(number + 1):
                     self._thread.start()
-                    return owner is not None and owner.token in gone
+                    return known
         except UserError:
             raise
         except Exception as error:  # each client has its own exceptions

@@ -133,9 +133,14 @@ class Mirror:
         self._failure: str | None = None
         self._newest_object = time.monotonic()
         self._files_at = 0.0
-        if state["owners"]:  # before the lock: if this process dies in between, the copy still counts as up to date
-            self._write_state([*state["owners"], self._lock.token])
-        current = self._lock.acquire(state["owners"])
+
+        def before(current: bool) -> None:
+            if current:  # before the lock: if this process dies in between, the copy still counts as up to date
+                self._write_state([*state["owners"], self._lock.token])
+            else:  # if this start fails, the next one must not take the old copy for that of this owner
+                self._state.unlink(missing_ok=True)
+
+        current = self._lock.acquire(state["owners"], before)
         try:
             self._checkpoints, self._broken = self._fetch(current)
             self._write_state([self._lock.token])
@@ -260,9 +265,14 @@ class Mirror:
         steps = self._steps()
         missing = sorted(steps - self._checkpoints, key=_number, reverse=True)
         due = closing or time.monotonic() - self._files_at > FILES_SECONDS
-        if not (missing or due):
+        # Their upload failed, and the run has removed them since.
+        stale = {f"{group}/{path.name}" for group in _GROUPS for path in self._stage.glob(f"{group}/*")} - steps
+        if not (missing or due or stale):
             return
         self._lock.check()
+        for name in stale:
+            self._remove(name)
+            shutil.rmtree(self._stage / name)
         changed = self._copy_files()
         # A run that resumes from an earlier checkpoint renames the damaged ones before it cuts its files back. So they
         # are removed if a copy is of a file that was cut.
@@ -286,7 +296,6 @@ class Mirror:
     def _copy_files(self) -> dict[str, list[int] | None]:
         """Copies the changed files, to which the run may append during the upload. Returns the version of each; None
         if it was removed."""
-        self._files_at = time.monotonic()
         shutil.rmtree(self._stage / "files", ignore_errors=True)
         changed: dict[str, list[int] | None] = dict.fromkeys(self._files)
         for path in _files_of(self._folder):
@@ -316,6 +325,7 @@ class Mirror:
                 self._files[name] = version
 
         _each(store, list(changed))
+        self._files_at = time.monotonic()
 
     def _store_checkpoint(self, name: str) -> None:
         """Stores a checkpoint. Hard links keep its files if the run removes the checkpoint meanwhile. A further attempt
@@ -331,6 +341,9 @@ class Mirror:
             except (FileNotFoundError, shutil.Error):
                 if checkpoint_files.is_complete(source):
                     raise
+                return
+            if not checkpoint_files.is_complete(source):  # removed meanwhile, and the copy may lack files
+                shutil.rmtree(part)
                 return
             part.rename(stage)
             self._remove(name)  # what an earlier process left

@@ -26,6 +26,8 @@ _CHECKPOINTS = ("checkpoints", "sft_checkpoints")
 def check_target(folder: str | Path, overwrite: bool, source: str | None = None) -> None:
     """Checks that a model may be written to a folder (`check_folder`) or to an address in object storage."""
     if is_remote(folder):
+        if problem := _problem_of_address(str(folder)):
+            raise UserError(f"{folder} {problem}, so an export does not replace it; give another address.")
         object_storage.check_target(str(folder), overwrite)
     else:
         check_folder(folder, overwrite, source)
@@ -79,6 +81,21 @@ def _problem(target: Path, source: str | None) -> str | None:
     return None
 
 
+def _problem_of_address(url: str) -> str | None:
+    """Returns the reason why an export must not be written to an address in object storage, or None."""
+    bucket, *parts = url.partition("://")[2].rstrip("/").split("/")
+    if set(parts) & set(_CHECKPOINTS):
+        return "contains checkpoints of a run"
+    for name in object_storage.names_below(url, "the export"):
+        if set(name.split("/")) & {*RUN_FILES, "run.lock"}:
+            return "is or contains the folder of a run"
+    for index, part in enumerate(parts):
+        parent = "/".join([url.partition("://")[0] + ":/", bucket, *parts[:index]])
+        if part == "model" and any(object_storage.exists(f"{parent}/{name}", "the export") for name in RUN_FILES):
+            return f"belongs to the run {parent}"
+    return None
+
+
 @contextlib.contextmanager
 def written_whole(folder: str | Path, overwrite: bool, source: str | None = None) -> Iterator[Path]:
     """Yields an empty temporary folder, which replaces `folder` if the `with` block ends without an exception.
@@ -92,7 +109,7 @@ def written_whole(folder: str | Path, overwrite: bool, source: str | None = None
       UserError: `folder` must not be replaced (see `check_folder`), or cannot be written.
     """
     if is_remote(folder):
-        object_storage.check_target(str(folder), overwrite)
+        check_target(folder, overwrite)
         with tempfile.TemporaryDirectory() as temporary:
             yield Path(temporary)
             object_storage.upload(Path(temporary), str(folder), MODEL_FILES)
