@@ -234,13 +234,13 @@ def local_run(url: str, overrides: Sequence[str] = ()) -> Path | None:
 
 
 def best_checkpoint(run: Path, overrides: Sequence[str] = (), shown: str | None = None) -> Path:
-    """Returns the checkpoint of a run with the best value of `training.best_metric`. Errors name it `shown`."""
+    """Returns the checkpoint with the best value of `training.best_metric`. Errors call the run `shown`."""
     file = run / "config.yaml"
     metric = load(file if file.is_file() else None, overrides).training.best_metric
     if metric is None:
         raise UserError(
-            f"{shown or run}: the best checkpoint is not known, because training.best_metric is unset in its config; add e.g. "
-            "training.best_metric=eval/pass@1 to select the best of its checkpoints."
+            f"{shown or run}: the best checkpoint is not known, because training.best_metric is unset in its config; "
+            "add e.g. training.best_metric=eval/pass@1 to select the best of its checkpoints."
         )
     with Checkpoints(run / "checkpoints") as checkpoints:
         steps = checkpoints.steps()
