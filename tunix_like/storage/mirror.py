@@ -80,16 +80,18 @@ def mirrored(url: str, folder: Path) -> Iterator[Callable[[], None]]:
         _check_shared(url, folder)
         yield mirror.check if mirror is not None else lambda: None
     except BaseException as error:
-        # A plain KeyboardInterrupt is the second Ctrl-C, which ends the process at once.
-        if mirror is not None and type(error) is not KeyboardInterrupt:
-            failure = mirror.close()
-            stopped = isinstance(error, SystemExit | KeyboardInterrupt)
-            if failure is not None and stopped:
+        if type(error) is KeyboardInterrupt:  # outside the steps, or the second Ctrl-C: the process ends at once
+            if mirror is not None:
+                mirror.abandon()
+        elif isinstance(error, SystemExit | KeyboardInterrupt) and type(error) is not SystemExit:
+            # All processes were stopped. They wait for the first one: if they ended, it would be ended too.
+            failure = by_first(lambda: mirror.close() if mirror is not None else None)
+            if failure is not None:
                 unsaved = NotSaved(failure)
                 unsaved.stopped = True
                 raise unsaved from error
-            if failure is not None:
-                logger.warning("%s", failure)
+        elif mirror is not None and (failure := mirror.close()) is not None:
+            logger.warning("%s", failure)
         raise
     failure = by_first(lambda: mirror.close() if mirror is not None else None)
     if failure is not None:
@@ -129,7 +131,7 @@ class Mirror:
         self._stage = object_storage.cache_folder() / "uploads" / folder.name
         state = _read_state(self._state)
         self._files: dict[str, list[int]] = state["stored"]
-        self._closing, self._lost = threading.Event(), ""
+        self._closing, self._abandoned, self._lost = threading.Event(), False, ""
         self._failure: str | None = None
         self._newest_object = time.monotonic()
         self._files_at = 0.0
@@ -167,6 +169,12 @@ class Mirror:
             self._thread.join()
         self._lock.release()
         return self._lost or self._failure
+
+    def abandon(self) -> None:
+        """Ends the upload after the file that is being stored, and releases the lock."""
+        self._abandoned = True
+        self._closing.set()
+        self._lock.release()
 
     def _write_state(self, owners: list[str]) -> None:
         temporary = self._state.with_suffix(".tmp")
@@ -249,6 +257,8 @@ class Mirror:
                 if not failing:
                     logger.warning("%s cannot be written (%s); this is tried again until it succeeds", self._url, cause)
                 failing = True
+                if self._abandoned:
+                    return
                 (time.sleep if closing else self._closing.wait)(wait)
                 wait = min(2 * wait, LONGEST_WAIT)
                 continue
