@@ -227,26 +227,29 @@ def test_blocked_attention_without_keys_is_zero():
 def test_blocks_without_visible_keys_are_skipped():
     """Causal blocks end at the diagonal, bins at their completions, key padding at the longest prompt. Windows exclude
     the blocks before them."""
-    blocks = attention_blocked._Blocks(2, 2, True)
+    blocks = attention_blocked._Blocks(2, 2, attention_blocked.CAUSAL_BLOCKS)
+    rows = jnp.arange(8)
     ids = jnp.asarray([[0, 0, 1, 1, 1, 2, 2, -1]])
-    order, number = attention_blocked._meetings(jnp.where(ids < 0, -2, ids), ids, blocks, jnp.arange(8)[None], None)
+    order, number = attention_blocked._meetings(
+        jnp.where(ids < 0, -2, ids), ids, blocks, jnp.arange(8)[None], rows, None
+    )
     visited = [sorted(map(int, row[:count])) for row, count in zip(order, number, strict=True)]
     assert visited == [[0], [1], [1, 2], [2, 3]]
     keys = jnp.asarray([[0, 0, 0, -1, -1, -1], [0, -1, -1, -1, -1, -1]])
     zeros = jnp.zeros((2, 4), jnp.int32)
     starts = jnp.arange(8)[None] - 2  # windows of 3
     order, number = attention_blocked._meetings(
-        jnp.zeros_like(ids), jnp.zeros_like(ids), blocks, jnp.arange(8)[None], starts
+        jnp.zeros_like(ids), jnp.zeros_like(ids), blocks, jnp.arange(8)[None], rows, starts
     )
     visited = [sorted(map(int, row[:count])) for row, count in zip(order, number, strict=True)]
     assert visited == [[0], [0, 1], [1, 2], [2, 3]]
     backwards = jnp.arange(8)[None, ::-1]
     order, number = attention_blocked._meetings(
-        jnp.zeros_like(ids), jnp.zeros_like(ids), blocks._replace(causal=False), backwards, starts
+        jnp.zeros_like(ids), jnp.zeros_like(ids), blocks, backwards, None, starts
     )
     visited = [sorted(map(int, row[:count])) for row, count in zip(order, number, strict=True)]
     assert visited == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2], [0, 1]]
-    found = attention_blocked._meetings(zeros, keys, blocks._replace(causal=False), jnp.arange(6)[None], None)
+    found = attention_blocked._meetings(zeros, keys, blocks, jnp.arange(6)[None], None, None)
     assert found[1].tolist() == [2, 2]
 
 

@@ -151,8 +151,8 @@ def test_the_cache_holds_the_current_segment_and_the_prompt_is_prefilled_once(mo
     monkeypatch.setattr(schedule, "FIRST_CACHE", 16)
     rooms, prefilled = [], []
     append, prefill = decoding.append, decoding.prefill
-    monkeypatch.setattr(decoding, "append", lambda *a: rooms.append(a[3].room) or append(*a))
-    monkeypatch.setattr(decoding, "prefill", lambda *a: prefilled.append(a) or prefill(*a))
+    monkeypatch.setattr(decoding, "append", lambda *a, **k: rooms.append(a[3].room) or append(*a, **k))
+    monkeypatch.setattr(decoding, "prefill", lambda *a, **k: prefilled.append(a) or prefill(*a, **k))
     found = play(Always())
     assert len(prefilled) == 1 and found.lengths.max() == MOST
     assert max(rooms) == 64, "the longest segment has 42 tokens"
