@@ -54,7 +54,9 @@ def test_updates_equal_those_with_moments_per_layer(name):
     segments = segments_of(nnx.merge(graphdef, params).config)
     (expected, metrics), (found, others) = (state_after(graphdef, params, {}, value) for value in (None, segments))
     assert_equal_trees(found, expected)
-    assert float(metrics["update/skipped"]) == 0 and float(others["grad_norm"]) == pytest.approx(metrics["grad_norm"])
+    # Of weights that differ by the rounding of the first update.
+    assert float(metrics["update/skipped"]) == 0
+    assert float(others["grad_norm"]) == pytest.approx(float(metrics["grad_norm"]), rel=1e-5)
 
 
 @pytest.mark.slow
