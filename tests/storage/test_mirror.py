@@ -365,3 +365,15 @@ def test_an_export_replaces_no_run(memory):
             check_target(target, overwrite=True)
     check_target(f"{runs}/model", overwrite=True)
     assert objects(memory) == before
+
+
+def test_a_ctrl_c_outside_the_steps_gives_the_folder_back(memory, tmp_path, monkeypatch):
+    """In a notebook the process goes on; without an end of the threads, its lock would stay alive for other hosts."""
+    before = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt), owned(memory):
+        raise KeyboardInterrupt
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+    assert set(threading.enumerate()) <= before
+    with another_host(tmp_path, monkeypatch), owned(memory):
+        assert train(local_folder(memory), 2) == 0

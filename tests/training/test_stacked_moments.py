@@ -30,15 +30,16 @@ CONFIG = OptimizerConfig(learning_rate=0.01, weight_decay=0.5, max_grad_norm=0.1
 
 
 def state_after(graphdef, params, frozen, segments, steps=2, mesh=None):
-    """Returns the state after some updates, with moments per layer, and the metrics of the last update."""
+    """Returns the state after some updates, with moments per layer, and the metrics of each update."""
     optimizer = build_optimizer(CONFIG, None, segments is not None)
     state = TrainState(jax.tree.map(jnp.copy, params), init_optimizer(optimizer, params, segments))
     options = PLAIN._replace(stacked=True)
-    shardings = shardings_of(state, mesh)
+    shardings, metrics = shardings_of(state, mesh), []
     step = jit_train_step(StepSpec(graphdef, make_objective(), optimizer, options, shardings, segments))
     with scope(mesh):
         for _ in range(steps):
-            state, metrics, _ = step(state, data_of(WHOLE), frozen)
+            state, row, _ = step(state, data_of(WHOLE), frozen)
+            metrics.append(row)
     if mesh is not None:
         assert jax.tree.map(lambda x: x.sharding, state) == shardings
     moments = unstack_moments(optimizer, state.opt_state, state.params, segments)
@@ -54,9 +55,9 @@ def test_updates_equal_those_with_moments_per_layer(name):
     segments = segments_of(nnx.merge(graphdef, params).config)
     (expected, metrics), (found, others) = (state_after(graphdef, params, {}, value) for value in (None, segments))
     assert_equal_trees(found, expected)
-    # Of weights that differ by the rounding of the first update.
-    assert float(metrics["update/skipped"]) == 0
-    assert float(others["grad_norm"]) == pytest.approx(float(metrics["grad_norm"]), rel=1e-5)
+    assert all(float(row["update/skipped"]) == 0 for row in metrics)
+    # The second norm is of weights that differ by the rounding of the first update; the state has that gradient too.
+    assert float(others[0]["grad_norm"]) == pytest.approx(metrics[0]["grad_norm"])
 
 
 @pytest.mark.slow

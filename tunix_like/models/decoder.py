@@ -304,11 +304,10 @@ class Decoder(nnx.Module):
             own = jax.lax.dynamic_slice_in_dim(whole, begin, piece, axis=1)[:, None]
             # They are the tokens of a completion whose prompt has no tokens.
             given = jnp.zeros(count, jnp.int32), nothing, cache, begin, earlier
-            x, cache, chosen = self._extended(own, positions, *given)
             place = lengths - 1 - begin
             ends = (place >= 0) & (place < piece)
-            last = jnp.where(ends[:, None], x[jnp.arange(count), 0, jnp.clip(place, 0, piece - 1)], last)
-            return (last, cache), chosen
+            hidden, cache, chosen = self.extend(own, positions, *given, last=jnp.clip(place, 0, piece - 1)[:, None])
+            return (jnp.where(ends[:, None], hidden[:, 0], last), cache), chosen
 
         start = jnp.zeros((count, config.hidden_size), self.dtype), cache
         (last, cache), chosen = jax.lax.scan(one, start, piece * jnp.arange(number))
@@ -318,7 +317,7 @@ class Decoder(nnx.Module):
             ]
         if chosen is not None:  # [pieces P 1 N l k]
             chosen = jnp.moveaxis(chosen[:, :, 0], 0, 1).reshape(count, -1, *chosen.shape[4:])[:, :width]
-        return self.norm(last), cache, chosen
+        return last, cache, chosen
 
     def _empty_cache(self, rows: int, width: int) -> list[Kept]:
         config, mesh = self.config, jax.sharding.get_abstract_mesh()
@@ -408,35 +407,22 @@ class Decoder(nnx.Module):
         cache: list[Kept],
         column: Int[Array, ""],
         columns: Int[Array, "P G U"],
+        last: Int[Array, "P G"] | None = None,
     ) -> tuple[Float[Array, "P G D"], list[Kept], Chosen]:
         """Runs the model on several new tokens of every completion, given the keys and values of the earlier tokens.
 
         Args: (others as in `decode`)
-          tokens: padded on the left, where `positions` is -1.
+          tokens: padded on the left, or with `last` on either side; `positions` is -1 there.
           column: index of the first column to which keys and values are written; there is one column per new token.
           columns: for each column of the cache, the position of the earlier token in this column; -1 for a column
             without an earlier token.
+          last: index of the last new token of each completion; None: that of the last column.
 
         Returns:
           the normalised hidden states that predict the token after the last new token, the cache with the new columns,
           and the selected experts `[P G N l k]` (None without experts). The hidden state is undefined for a completion
           without new tokens.
         """
-        given = prompt_lengths, prompt_cache, cache, column, columns
-        x, filled, chosen = self._extended(tokens, positions, *given)
-        return self.norm(x[:, :, -1]), filled, chosen
-
-    def _extended(
-        self,
-        tokens: Int[Array, "P G N"],
-        positions: Int[Array, "P G N"],
-        prompt_lengths: Int[Array, "P"],
-        prompt_cache: list[Kept],
-        cache: list[Kept],
-        column: Int[Array, ""],
-        columns: Int[Array, "P G U"],
-    ) -> tuple[Float[Array, "P G N D"], list[Kept], Chosen]:
-        """Like `extend`, with padding on either side; returns the hidden states of all new tokens, not normalised."""
         segments = to_rows(jnp.where(positions >= 0, 0, -1))
         ropes = self._ropes(positions)
         x = self.embed_tokens(tokens)
@@ -479,7 +465,8 @@ class Decoder(nnx.Module):
 
             x, _, chosen = layer(x, ropes[index], attend)
             routes.append(chosen)
-        return x, filled, self._recorded(routes)
+        ends = x[:, :, -1] if last is None else jnp.take_along_axis(x, last[..., None, None], axis=2)[:, :, 0]
+        return self.norm(ends), filled, self._recorded(routes)
 
     def completion_hidden(
         self,

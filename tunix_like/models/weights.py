@@ -11,6 +11,7 @@ weights are never opened.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -397,13 +398,12 @@ class Stored(NamedTuple):
             yield within, part[(of_file, *index[1:])]
 
 
-class OfExpert(NamedTuple):
-    """Those columns of one expert in a tensor of all experts that belong to a parameter. It has the interface of
-    `Stored`."""
+@dataclasses.dataclass(frozen=True)
+class _PartOfWhole:
+    """A part of a tensor of all experts, with the interface of `Stored`."""
 
     whole: Stored
     expert: int
-    columns: slice
 
     @property
     def file(self) -> Path:
@@ -416,6 +416,13 @@ class OfExpert(NamedTuple):
     @property
     def kind(self) -> str:
         return self.whole.kind
+
+
+@dataclasses.dataclass(frozen=True)
+class OfExpert(_PartOfWhole):
+    """Those columns of one expert in a tensor of all experts that belong to a parameter."""
+
+    columns: slice
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -437,26 +444,12 @@ class OfExpert(NamedTuple):
             yield within, block(of_file)
 
 
-class RowsOfExpert(NamedTuple):
-    """One of `parts` equal groups of rows of one expert `[outputs, inputs]` in a tensor of all experts. It has the
-    interface of `Stored`."""
+@dataclasses.dataclass(frozen=True)
+class RowsOfExpert(_PartOfWhole):
+    """One of `parts` equal groups of rows of one expert `[outputs, inputs]` in a tensor of all experts."""
 
-    whole: Stored
-    expert: int
     part: int
     parts: int
-
-    @property
-    def file(self) -> Path:
-        return self.whole.file
-
-    @property
-    def name(self) -> str:
-        return self.whole.name
-
-    @property
-    def kind(self) -> str:
-        return self.whole.kind
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -76,6 +76,10 @@ def mirrored(url: str, folder: Path) -> Iterator[Callable[[], None]]:
     mirrors: list[Mirror] = []
     by_first(lambda: mirrors.append(Mirror(url, folder)))
     mirror = mirrors[0] if mirrors else None
+
+    def close() -> str | None:
+        return None if mirror is None else mirror.close()
+
     try:
         _check_shared(url, folder)
         yield mirror.check if mirror is not None else lambda: None
@@ -83,17 +87,17 @@ def mirrored(url: str, folder: Path) -> Iterator[Callable[[], None]]:
         if type(error) is KeyboardInterrupt:  # outside the steps, or the second Ctrl-C: the process ends at once
             if mirror is not None:
                 mirror.abandon()
-        elif isinstance(error, SystemExit | KeyboardInterrupt) and type(error) is not SystemExit:
-            # All processes were stopped. They wait for the first one: if they ended, it would be ended too.
-            failure = by_first(lambda: mirror.close() if mirror is not None else None)
+        elif isinstance(error, SystemExit | KeyboardInterrupt):
+            # A signal stops all processes. They wait for the first one, which would be ended if they left.
+            failure = close() if type(error) is SystemExit else by_first(close)
             if failure is not None:
                 unsaved = NotSaved(failure)
                 unsaved.stopped = True
                 raise unsaved from error
-        elif mirror is not None and (failure := mirror.close()) is not None:
+        elif (failure := close()) is not None:
             logger.warning("%s", failure)
         raise
-    failure = by_first(lambda: mirror.close() if mirror is not None else None)
+    failure = by_first(close)
     if failure is not None:
         raise NotSaved(failure)
 
@@ -171,7 +175,7 @@ class Mirror:
         return self._lost or self._failure
 
     def abandon(self) -> None:
-        """Ends the upload after the file that is being stored, and releases the lock."""
+        """Lets the upload end without another attempt, and releases the lock."""
         self._abandoned = True
         self._closing.set()
         self._lock.release()
@@ -239,6 +243,8 @@ class Mirror:
     def _work(self) -> None:
         wait, failing = 1.0, False
         while True:
+            if self._abandoned:
+                return
             closing = self._closing.is_set()  # what was written before is stored by this round
             try:
                 self._round(closing)
@@ -257,8 +263,6 @@ class Mirror:
                 if not failing:
                     logger.warning("%s cannot be written (%s); this is tried again until it succeeds", self._url, cause)
                 failing = True
-                if self._abandoned:
-                    return
                 (time.sleep if closing else self._closing.wait)(wait)
                 wait = min(2 * wait, LONGEST_WAIT)
                 continue
