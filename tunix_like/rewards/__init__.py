@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from tunix_like.rewards import built_in, math, maze
 from tunix_like.rewards.calls import check_form
+from tunix_like.rewards.judge import Judge
 from tunix_like.rewards.pool import close_pools, pooled
 from tunix_like.rewards.registry import ANSWERS, REWARDS, register_reward_fn, resolve, verl_compatible
 from tunix_like.rewards.scoring import Scores, check_arguments, score
+from tunix_like.rewards.services import Limits, waiting
 
 __all__ = [
     "ANSWERS",
     "REWARDS",
+    "Judge",
+    "Limits",
     "Scores",
     "check_arguments",
     "check_form",
@@ -20,6 +24,7 @@ __all__ = [
     "resolve",
     "score",
     "verl_compatible",
+    "waiting",
 ]
 
 register_reward_fn("maze")(maze.maze)

@@ -6,6 +6,7 @@ The functions run in this process without a deadline; `pool.py` runs them in wor
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import inspect
 import math
@@ -38,6 +39,37 @@ class FunctionRewards(NamedTuple):
 
     rewards: NDArray[np.float64]
     failures: dict[int, Failure]
+
+
+class GroupFunction(abc.ABC):
+    """A reward function that scores groups of completions itself, in worker processes or with calls that wait."""
+
+    __name__: str
+
+    @property
+    @abc.abstractmethod
+    def code(self) -> Any:
+        """The function, or texts, that determine the rewards; a resumed run compares them with those before."""
+
+    @abc.abstractmethod
+    def score_groups(
+        self, name: str, arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
+    ) -> FunctionRewards:
+        """Scores `count` completions, in groups of `group_size`.
+
+        Args:
+          name: name of the function in messages.
+          arguments: the arguments of the function by name; each is a sequence with one item per completion.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Frees processes and connections. A later call makes new ones."""
+
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
+        """Returns the rewards of the completions of one group; NaN for a completion for which the function fails."""
+        given, count = {"prompts": prompts, "completions": completions, **columns}, len(completions)
+        arguments = {key: given[key] for key in arguments_of(self.__name__, self, given)}
+        return list(self.score_groups(self.__name__, arguments, count, max(count, 1)).rewards.tolist())
 
 
 def check_form(name: str, function: Any) -> None:
@@ -109,7 +141,7 @@ def call(
         raise WrongCount(f"Reward function '{name}' returned {len(values)} values for {count} completions.")
     results = FunctionRewards(np.full(count, np.nan), {})
     for i, value in enumerate(values):
-        reward, problem = _number(value)
+        reward, problem = number_of(value)
         results.rewards[i] = reward
         if problem is not None:
             reason = f"Reward function '{name}': value {i}, {_show(value)}, {problem}."
@@ -136,7 +168,7 @@ def result_of(value: Any) -> Any:
         return thread.submit(asyncio.run, wait(value)).result()
 
 
-def _number(value: Any) -> tuple[float, str | None]:
+def number_of(value: Any) -> tuple[float, str | None]:
     """Converts a value that a reward function returned. Returns the reward (NaN if there is none) and the problem with
     the value (None if the value is valid)."""
     number = value.item() if getattr(value, "ndim", None) == 0 else value  # scalars of numpy and jax

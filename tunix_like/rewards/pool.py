@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tunix_like.errors import UserError
-from tunix_like.rewards.calls import FunctionRewards, arguments_of, check_form, copy_rewards, slices
+from tunix_like.rewards.calls import FunctionRewards, GroupFunction, check_form, copy_rewards, slices
 from tunix_like.rewards.environment_state import state_of
 from tunix_like.runtime.user_code import place_of
 from tunix_like.workers.failures import Failure, FailureKind
@@ -30,12 +30,19 @@ PATIENCE = 10
 worker. At the limit, the remaining completions of the batch stay unscored."""
 
 
-class PooledFunction:
+class PooledFunction(GroupFunction):
     """A reward function that runs in the workers of a pool; created by `pooled`."""
 
     def __init__(self, name: str, function: Callable[..., Any], place: str, pool: Pool):
         self.__name__, self.function, self.place, self.pool = name, function, place, pool
         self.__signature__ = inspect.signature(function)
+
+    @property
+    def code(self) -> Any:
+        return self.function
+
+    def close(self) -> None:
+        self.pool.close()
 
     def score_groups(
         self, name: str, arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
@@ -43,12 +50,6 @@ class PooledFunction:
         """Scores `count` completions with one call of the reward function per group of `group_size` completions. If the
         call for a group fails, the function is called once per completion of the group."""
         return self.pool.score_groups(self.place, name, arguments, count, group_size)
-
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
-        """Returns the rewards of the completions of one group; NaN for a completion for which the function fails."""
-        given, count = {"prompts": prompts, "completions": completions, **columns}, len(completions)
-        arguments = {key: given[key] for key in arguments_of(self.__name__, self, given)}
-        return list(self.score_groups(self.__name__, arguments, count, max(count, 1)).rewards.tolist())
 
 
 def pooled(
@@ -84,11 +85,10 @@ def pooled(
 
 
 def close_pools(functions: Iterable[Callable[..., Any]]) -> None:
-    """Stops the worker processes of those `functions` that `pooled` returned. The next call of such a function starts
-    new processes."""
+    """Ends the worker processes and connections of `functions`. The next call of a function makes new ones."""
     for function in functions:
-        if isinstance(function, PooledFunction):
-            function.pool.close()
+        if isinstance(function, GroupFunction):
+            function.close()
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tunix_like.errors import UserError
-from tunix_like.rewards.calls import arguments_of, call_in_process
-from tunix_like.rewards.pool import PooledFunction
+from tunix_like.rewards.calls import GroupFunction, arguments_of, call_in_process
 from tunix_like.runtime.visible import visible
 
 if TYPE_CHECKING:
@@ -109,7 +108,7 @@ def score(
     first: str | None = None
     for name, function, weight in functions:
         arguments = {key: given[key] for key in arguments_of(name, function, given)}
-        if isinstance(function, PooledFunction):
+        if isinstance(function, GroupFunction):
             results = function.score_groups(name, arguments, count, group_size)
         else:
             results = call_in_process(name, function, arguments, count, group_size)

@@ -30,6 +30,7 @@ from tunix_like.rollout.requests import Player, Trajectories, generate
 from tunix_like.rollout.rollouts import (
     Rollout,
     Task,
+    call_metrics,
     completion_texts,
     join_rollouts,
     mixed_groups,
@@ -143,7 +144,7 @@ class Collector:
 
     def _finish(self, step: int, rollout: Rollout, metrics: dict[str, Any], row_steps: int, clock: Clock) -> Collected:
         self._check_scored(rollout)
-        metrics |= rollout_metrics(rollout, self.task.success_threshold)
+        metrics |= rollout_metrics(rollout, self.task.success_threshold) | call_metrics(self.task.rewards)
         tokens = int(rollout.sampled_lengths.sum())
         metrics["perf/generation_tokens_per_sec"] = tokens / sampling_seconds(clock.seconds)
         metrics["perf/rollout_occupancy"] = tokens / row_steps if row_steps else float("nan")

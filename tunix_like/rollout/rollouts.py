@@ -6,6 +6,7 @@ never tokenized again.
 
 from __future__ import annotations
 
+import collections
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -20,8 +21,9 @@ from tunix_like.data.source import REWARD_COLUMN, SOURCE_COLUMN
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, check_type
 from tunix_like.rewards import Scores, check_form, score
+from tunix_like.rewards.services import PerCompletion, WaitingFunction, scores_one
 from tunix_like.rollout.episodes import Episode, episode_metrics
-from tunix_like.runtime.processes import spread
+from tunix_like.runtime.processes import gather, spread
 from tunix_like.types import Completions, Problem, RewardFunction
 
 logger = logging.getLogger("tunix_like")
@@ -61,7 +63,18 @@ def weighted_rewards(functions: Any, weights: Sequence[float] | None) -> list[We
         names = list(named)
     for name, function in zip(names, functions, strict=True):
         check_form(name, function)
+    functions = [PerCompletion(name, f) if scores_one(f) else f for name, f in zip(names, functions, strict=True)]
     return list(zip(names, functions, weights, strict=True))
+
+
+def call_metrics(rewards: Sequence[WeightedReward]) -> dict[str, float]:
+    """Returns the number of calls and what else the rewards that wait for services count, of all processes."""
+    own = {name: function.take_counts() for name, function, _ in rewards if isinstance(function, WaitingFunction)}
+    metrics: collections.Counter[str] = collections.Counter()
+    for counts in gather(own) if own else ():
+        for name, values in counts.items():
+            metrics.update({f"reward/{name}/{key}": value for key, value in values.items()})
+    return {name: float(value) for name, value in metrics.items()}
 
 
 class Task(NamedTuple):

@@ -134,9 +134,10 @@ def check_config(config: Config) -> tuple[Config, type[Learner] | type[DPOLearne
     check_curriculum(curriculum_of(config.data), algorithm, config.rollout)
     kind_of(config)
     _check_shared(config)
-    for i, (_, weight) in enumerate(reward_entries(config)):
-        if weight < 0:
-            check_accepts_negative(objective, f"rewards.functions[{i}].weight={weight:g}", "a weight of at least 0")
+    for i, entry in enumerate(reward_entries(config)):
+        if entry.weight < 0:
+            place = f"rewards.functions[{i}].weight={entry.weight:g}"
+            check_accepts_negative(objective, place, "a weight of at least 0")
     return dataclasses.replace(config, algorithm=algorithm), learner
 
 
@@ -224,7 +225,8 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     if config.trains_pairs:
         check_columns(source.train[0], "training")
     rewards = reward_functions(config, source, mesh)
-    entries = [{"name": name, "weight": weight} for name, _, weight in rewards]
+    given = [{"weight": 1.0} | entry for entry in config.rewards.functions or ()]
+    entries = given or [{"name": name, "weight": weight} for name, _, weight in rewards]
     # A run with an environment can have no reward functions. The key then stays unset, because an empty list is
     # invalid.
     config = dataclasses.replace(config, rewards=dataclasses.replace(config.rewards, functions=entries or None))

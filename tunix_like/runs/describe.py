@@ -18,6 +18,7 @@ from tunix_like.errors import UserError
 from tunix_like.models.counts import adapter_count, parameter_count
 from tunix_like.models.decoder import Decoder
 from tunix_like.rewards.pool import PooledFunction
+from tunix_like.rewards.services import WaitingFunction
 from tunix_like.rollout.collection import EXTRA_BATCHES
 from tunix_like.rollout.engines.registry import find_engine
 from tunix_like.rollout.rollouts import WeightedReward
@@ -111,6 +112,7 @@ def _describe_engine(rollout: RolloutConfig) -> str:
 def _describe_reward(reward: WeightedReward) -> str:
     name, function, weight = reward
     place = f" (in {function.pool.workers} workers)" if isinstance(function, PooledFunction) else ""
+    place = f" (up to {function.limits.concurrency} calls at once)" if isinstance(function, WaitingFunction) else place
     return f"{weight:g} x {name}{place}"
 
 

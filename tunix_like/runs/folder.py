@@ -54,6 +54,8 @@ CHANGEABLE = (
     "rewards.workers",
     "rewards.timeout_seconds",
     "rewards.memory_gb",
+    "rewards.concurrency",
+    "rewards.retries",
     "eval.",
 )
 """Keys, or prefixes of keys, whose values may change when a run is resumed."""
@@ -99,7 +101,7 @@ def _claim(place: str | Path, parts: Parts, begun: bool) -> None:
     file = folder / "config.yaml"
     if file.exists():
         saved = with_defaults(read_yaml(file), as_dict(Config()))
-        changed = differences(saved, as_dict(parts.config))
+        changed = differences(_without_urls(saved), _without_urls(as_dict(parts.config)))
         fixed = [line for line in changed if not line.startswith(CHANGEABLE)]
         free = [line for line in changed if line.startswith(CHANGEABLE)]
         if fixed and begun:  # without a checkpoint, the run can start again without loss
@@ -116,6 +118,13 @@ def _claim(place: str | Path, parts: Parts, begun: bool) -> None:
     save_description(parts.model.config, parts.tokenizer, folder / "model", parts.config.model.param_dtype)
     if parts.model.adapters is not None:
         save_adapter_config(parts.model, folder / "model")
+
+
+def _without_urls(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings without the addresses of judges, which may change when a run is resumed."""
+    rewards = settings["rewards"]
+    entries = [{key: value for key, value in each.items() if key != "url"} for each in rewards["functions"] or ()]
+    return {**settings, "rewards": {**rewards, "functions": entries}}
 
 
 def newest_checkpoints(run: Path) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
@@ -11,37 +12,57 @@ from tunix_like.config.keys import number_problem, shortened
 from tunix_like.config.schema import Config, RewardsConfig
 from tunix_like.data import DataSource, check_rewards
 from tunix_like.environments.kinds import MOST_WORKERS, kind_of
-from tunix_like.errors import UserError, nearest
+from tunix_like.errors import UserError, check_type, nearest
 from tunix_like.rewards import check_arguments, pooled
 from tunix_like.rewards import resolve as resolve_reward
+from tunix_like.rewards.judge import Judge
+from tunix_like.rewards.services import Limits, PerCompletion, WaitingFunction, scores_one
 from tunix_like.rollout.rollouts import WeightedReward
+from tunix_like.runtime.user_code import check_arguments as check_parameters
 from tunix_like.training.reward_model import PREFIX, RewardModel
 from tunix_like.types import RewardFunction
 
+JUDGE = "judge"
+"""The name of judges in `rewards.functions`."""
 
-def reward_entries(config: Config, default: str | None = None) -> list[tuple[str, float]]:
-    """Returns the names and weights of `rewards.functions`; if it is unset, `default` with weight 1, or nothing."""
+
+class RewardEntry(NamedTuple):
+    """An entry of `rewards.functions`. `label` is the name in metrics; `arguments` are those of a judge."""
+
+    name: str
+    label: str
+    weight: float
+    arguments: dict[str, Any]
+
+
+def reward_entries(config: Config, default: str | None = None) -> list[RewardEntry]:
+    """Returns the entries of `rewards.functions`; if it is unset, `default` with weight 1, or nothing."""
     entries = config.rewards.functions
     if entries is None:
-        return [] if default is None else [(default, 1.0)]
+        return [] if default is None else [RewardEntry(default, default, 1.0, {})]
     if not entries:
         raise UserError("rewards.functions: the list is empty; leave it unset to use the reward of the data source.")
-    out = []
+    out: list[RewardEntry] = []
     for i, entry in enumerate(entries):
-        unknown = set(entry) - {"name", "weight"}
-        if unknown or not isinstance(entry.get("name"), str):
-            hint = f" {nearest(str(min(unknown)), ('name', 'weight'))}" if unknown else ""
+        name, weight = entry.get("name"), entry.get("weight", 1.0)
+        arguments = {key: value for key, value in entry.items() if key not in ("name", "weight")}
+        if not isinstance(name, str) or (arguments and name != JUDGE):
+            hint = f" {nearest(str(min(arguments)), ('name', 'weight'))}" if arguments else ""
             raise UserError(
                 f"rewards.functions[{i}]: expected {{name: ...}} or {{name: ..., weight: ...}}; got {entry}.{hint}"
             )
-        weight = entry.get("weight", 1.0)
+        if name == JUDGE:
+            check_parameters(f"rewards.functions[{i}]", JUDGE, Judge, arguments, named=("limits",))
+            for key in ("url", "rubric"):
+                check_type(f"rewards.functions[{i}].{key}", arguments[key], str, "give a text")
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             raise UserError(f"rewards.functions[{i}].weight: expected a number, got {shortened(weight)}.")
         if problem := number_problem(weight):
             raise UserError(f"rewards.functions[{i}].weight: got {shortened(weight)}; {problem}.")
-        out.append((entry["name"], float(weight)))
-    if doubled := {name for name, _ in out if [n for n, _ in out].count(name) > 1}:
-        raise UserError(f"rewards.functions: {', '.join(sorted(doubled))} is listed twice; list it once.")
+        before = sum(other.name == name for other in out)
+        if before and name != JUDGE:
+            raise UserError(f"rewards.functions: {name} is listed twice; list it once.")
+        out.append(RewardEntry(name, f"{name}_{before + 1}" if before else name, float(weight), arguments))
     return out
 
 
@@ -51,7 +72,9 @@ def reward_functions(config: Config, source: DataSource, mesh: Mesh | None = Non
     without = config.trains_pairs and "answer" not in source.train[0]
     without |= config.algorithm.advantage_estimator == "reward_model"
     default = None if without or kind_of(config) is not None else source.reward  # an environment gives rewards itself
-    functions = [(name, _resolved(name, mesh), weight) for name, weight in reward_entries(config, default)]
+    functions = [
+        (entry.label, _resolved(entry, config.rewards, mesh), entry.weight) for entry in reward_entries(config, default)
+    ]
     columns = [name for name in source.train[0] if name != "prompt"]
     if config.environment.name is not None:
         columns.append("environments")  # added at the end of trajectories
@@ -65,19 +88,26 @@ def reward_functions(config: Config, source: DataSource, mesh: Mesh | None = Non
     return _in_workers(config.rewards, functions)
 
 
-def _resolved(name: str, mesh: Mesh | None) -> RewardFunction:
-    return RewardModel(name.removeprefix(PREFIX), mesh) if name.startswith(PREFIX) else resolve_reward(name)
+def _resolved(entry: RewardEntry, config: RewardsConfig, mesh: Mesh | None) -> RewardFunction:
+    limits = Limits(config.concurrency, config.timeout_seconds, config.retries)
+    if entry.name == JUDGE:
+        return Judge(**entry.arguments, limits=limits)
+    if entry.name.startswith(PREFIX):
+        return RewardModel(entry.name.removeprefix(PREFIX), mesh)
+    function: Any = resolve_reward(entry.name)
+    return PerCompletion(entry.name, function, limits) if scores_one(function) else function
 
 
 def _in_workers(config: RewardsConfig, functions: list[WeightedReward]) -> list[WeightedReward]:
     """Moves functions that can hang or crash (those of the user, and those that use math-verify) into worker processes;
-    all of them if `rewards.workers` is set. Reward models use the devices of this process and stay in it."""
+    all of them if `rewards.workers` is set. Reward models, which use the devices of this process, and functions that
+    wait stay in it."""
     workers = min(MOST_WORKERS, os.cpu_count() or 1) if config.workers is None else config.workers
     if not workers:
         return functions
 
     risky = {name for name, _, _ in functions if ":" in name or name in ("gsm8k", "gsm8k_lenient", "by_source")}
-    own = {name for name, function, _ in functions if isinstance(function, RewardModel)}
+    own = {name for name, function, _ in functions if isinstance(function, RewardModel | WaitingFunction)}
     moving = risky if config.workers is None else {name for name, _, _ in functions}
     chosen = {name: function for name, function, _ in functions if name in moving - own}
     if not chosen:

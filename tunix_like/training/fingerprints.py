@@ -21,7 +21,7 @@ from typing import Any
 
 import grain.python as grain
 
-from tunix_like.rewards.pool import PooledFunction
+from tunix_like.rewards.calls import GroupFunction
 from tunix_like.rollout.rollouts import WeightedReward
 
 INPUTS = "inputs"
@@ -120,8 +120,8 @@ class _Code:
             for key, argument in [*enumerate(value.args), *value.keywords.items()]:
                 self.add(f"{name}({key})", argument)
             self.add(name, value.func)
-        elif isinstance(value, PooledFunction):
-            self.add(name, value.function)
+        elif isinstance(value, GroupFunction):
+            self.add(name, value.code)
         elif isinstance(value, MethodType):
             self.add(name, value.__func__)
         elif isinstance(value, FunctionType):
