@@ -58,6 +58,16 @@ def _add_training(command: AddCommand) -> None:
     )
     train.add_argument("--dry-run", action="store_true", help="check everything but the weights, and print the plan")
     sft = command("sft", "train:sft", "supervised fine-tuning only", "sft examples/maze.yaml sft.max_steps=100")
+    sweep = command(
+        "sweep",
+        "runs:sweep",
+        "train several configs, a grid or random ones; the same command resumes, also beside others in the same folder",
+        "sweep rates.yaml",
+    )
+    sweep.add_argument(
+        "file", help="a YAML file: config, parameters, and optionally overrides, trials, seed, folder, metric"
+    )
+    sweep.add_argument("--dry-run", action="store_true", help="check all configs, and print the runs and their states")
     for sub in (train, sft):
         sub.add_argument("config", help="a YAML file")
         sub.add_argument("overrides", nargs="*", help=OVERRIDES)
@@ -179,7 +189,9 @@ def _add_analysis(command: AddCommand) -> None:
         "write an HTML report of one or several runs: curves, pass rates, time, rollouts",
         "report runs/maze-maxrl-s0 runs/maze-grpo-s0 --out both.html",
     )
-    report.add_argument("runs", nargs="+", metavar="RUN", help="run folder; several runs share the plots")
+    report.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run folder, or a folder of runs; several runs share the plots"
+    )
     report.add_argument("--out", metavar="FILE", help="output file (default: report.html in the first RUN)")
     report.add_argument(
         "--gradients",
@@ -189,6 +201,12 @@ def _add_analysis(command: AddCommand) -> None:
         "run",
     )
     report.add_argument("--png", metavar="FOLDER", help="also write the figures as PNG files")
+    runs = command("runs", "runs:runs", "list runs: state, steps, a metric, age and size", "runs --sort metric")
+    runs.add_argument("folder", nargs="?", default="runs", help="folder that contains runs (default: runs)")
+    runs.add_argument("filters", nargs="*", metavar="a.b=value", help="only runs whose config has this value")
+    runs.add_argument("--metric", default="eval/pass@1", help="metric that is shown (default: eval/pass@1)")
+    orders = ("name", "state", "step", "metric", "age", "size")
+    runs.add_argument("--sort", default="name", choices=orders, help="order (default: name)")
     replay = command(
         "replay",
         "report:replay",

@@ -23,6 +23,7 @@ from tunix_like.algorithms.pass_rates import PASS_RATES
 from tunix_like.errors import UserError
 from tunix_like.report import contents
 from tunix_like.report.figures import save_figures
+from tunix_like.report.listing import run_folders
 from tunix_like.report.reading import Run, Table, read_runs
 from tunix_like.report.rollouts import MOST_BYTES, read_kept
 from tunix_like.runtime import console, progress
@@ -43,12 +44,12 @@ _TITLE = "<title>tunix-like report</title>"
 
 
 def write(folders: Sequence[str], out: str | None, png: str | None, batches: int | None) -> None:
-    """Writes the page (to `out` or the first run's folder) and, into the folder `png`, the figures of runs. `batches`:
+    """Writes the page (to `out` or the first folder) and, into the folder `png`, the figures of runs. `batches`:
     number of batches of prompts whose gradient norms are measured."""
     with contextlib.ExitStack() as copies:
-        local = [copies.enter_context(_local(folder, batches is not None)) for folder in folders]
-        runs = read_runs(local)
-        file = runs[0].folder / "report.html" if out is None else Path(out)
+        places = [copies.enter_context(_local(folder, batches is not None)).resolve() for folder in folders]
+        runs = read_runs([run for place in places for run in run_folders(place) or [place]])
+        file = places[0] / "report.html" if out is None else Path(out)
         _check_out(file)
         gradients = [] if batches is None else _measure(runs, batches)
         size, shown = _write(file, build(runs, gradients)), str(file)

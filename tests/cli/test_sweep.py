@@ -1,0 +1,139 @@
+"""Tests `sweep`, `runs` and reports of a folder of runs: the trials, names and errors of a sweep, and a sweep that is
+killed and resumed, beside another one in the same folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.cli.calls import SCRIPT, SMALL, YAML, call
+from tunix_like.cli.main import main
+from tunix_like.errors import UserError
+from tunix_like.report.listing import list_runs
+from tunix_like.runs.sweep import draw, read_sweep
+from tunix_like.storage.metrics import rows
+
+RATES = {"optimizer.learning_rate": [1e-3, 3e-3]}
+
+
+def write(place, **fields):
+    file = place / "rates.yaml"
+    file.write_text(yaml.safe_dump(sort_keys=False, data={"config": YAML, "parameters": RATES} | fields))
+    return file
+
+
+def test_grid(tmp_path):
+    parameters = RATES | {"sft.optimizer.learning_rate": [0.1], "algorithm.advantage_estimator": ["maxrl", "rloo"]}
+    plan = read_sweep(write(tmp_path, parameters=parameters, overrides=["data.batch_size=4"], folder="out"))
+    start = "optimizer.learning_rate=0.001,sft.optimizer.learning_rate=0.1,advantage_estimator"
+    assert [trial.name for trial in plan.trials][:2] == [f"{start}=maxrl", f"{start}=rloo"] and len(plan.trials) == 4
+    first = plan.trials[0].overrides
+    assert first[0] == "data.batch_size=4" and first[-1] == f"training.output_dir=out/{start}=maxrl"
+    assert "optimizer.learning_rate=0.001" in first and plan.metric == "eval/pass@1"
+
+
+def test_random_trials(tmp_path):
+    ranges = {"optimizer.learning_rate": {"low": 1e-5, "high": 1e-2, "log": True}}
+    ranges |= {"algorithm.num_generations": {"low": 2, "high": 3}, "algorithm.binarize": [True, False]}
+    plan = read_sweep(write(tmp_path, parameters=ranges, trials=20))
+    drawn = [dict(each.split("=", 1) for each in trial.overrides) for trial in plan.trials]
+    assert len({each["optimizer.learning_rate"] for each in drawn}) > 15
+    assert {each["algorithm.num_generations"] for each in drawn} == {"2", "3"}
+    assert {each["algorithm.binarize"] for each in drawn} == {"true", "false"}
+    assert read_sweep(write(tmp_path, parameters=ranges, trials=20)) == plan
+    assert read_sweep(write(tmp_path, parameters=ranges, trials=20, seed=1)).trials != plan.trials
+
+
+def test_ranges():
+    rng = np.random.default_rng(0)
+    rates = [draw({"low": 1e-5, "high": 1e-2, "log": True}, rng) for _ in range(4000)]
+    assert np.histogram(np.log10(rates), 3, (-5, -2))[0] == pytest.approx([4000 / 3] * 3, rel=0.08)
+    shares = [draw({"low": 0.0, "high": 3.0}, rng) for _ in range(4000)]
+    assert np.histogram(shares, 3, (0, 3))[0] == pytest.approx([4000 / 3] * 3, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"parameter": {}}, "parameter"),
+        ({"config": None}, "config"),
+        ({"config": "none.yaml"}, "none.yaml"),
+        ({"parameters": {"optimizer.learning_rat": [1]}}, "learning_rat"),
+        ({"parameters": {"optimizer.learning_rate": [-1]}}, "learning_rate"),
+        ({"parameters": {"optimizer.learning_rate": []}}, "list of values"),
+        ({"parameters": {"optimizer.learning_rate": {"low": 1, "high": 2}}}, "trials"),
+        ({"parameters": {"optimizer.learning_rate": {"low": 2, "high": 1}}, "trials": 2}, "low"),
+        ({"parameters": {"optimizer.learning_rate": {"low": 0, "high": 1, "log": True}}, "trials": 2}, "low"),
+        ({"trials": 0}, "trials"),
+        ({"overrides": "a=b"}, "overrides"),
+    ],
+)
+def test_bad_sweeps(fields, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        read_sweep(write(tmp_path, **fields))
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_killed_is_resumed_and_nothing_runs_twice(tmp_path, capsys):
+    """Kills sweep and run with SIGKILL in the middle, stops the next by SIGTERM, and lets two finish together."""
+    overrides = [*SMALL, "training.max_steps=12", "training.checkpoint_every_n_steps=3", "eval.samples=1", "eval.k=[1]"]
+    write(tmp_path, overrides=overrides, folder="out", parameters=RATES | {"training.seed": [0, 1]})
+    out, environment = tmp_path / "out", os.environ | {"JAX_PLATFORMS": "cpu"}
+
+    def started():
+        return subprocess.Popen(
+            [SCRIPT, "sweep", "rates.yaml"], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+        )
+
+    def steps():
+        return {run.name: [row["step"] for row in rows(out / run.name) if "step" in row] for run in out.iterdir()}
+
+    def wait_for(reached):
+        end = time.monotonic() + 240
+        while not (out.is_dir() and reached(steps())):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+    sweep = started()
+    wait_for(lambda found: any(5 in each for each in found.values()))
+    (child,) = subprocess.check_output(["pgrep", "-P", str(sweep.pid), "-f", "train"], text=True).split()
+    for process in (sweep.pid, int(child)):
+        os.kill(process, signal.SIGKILL)
+    sweep.wait()
+
+    sweep = started()
+    wait_for(lambda found: sum(12 in each for each in found.values()) == 1 and len(found) == 2)
+    (finished,) = (name for name, each in steps().items() if 12 in each)
+    before = (out / finished / "metrics.jsonl").stat()
+    sweep.send_signal(signal.SIGTERM)
+    assert sweep.wait(timeout=120) == 75
+
+    pair = [started(), started()]
+    assert [process.wait(timeout=300) for process in pair] == [0, 0]
+    assert (out / finished / "metrics.jsonl").stat().st_mtime_ns == before.st_mtime_ns
+    found = steps()
+    assert len(found) == 4 and all(each == [0, *range(1, 13)] for each in found.values()), found
+
+    runs = list_runs(out, "eval/pass@1", ["training.seed=1"], "metric")
+    assert [run.state.state for run in runs] == ["finished"] * 2
+    assert [run.best for run in runs] == sorted((run.best for run in runs), reverse=True)
+    assert all(run.state.step == run.state.total == 12 and run.size > 1000 for run in runs)
+    with pytest.raises(UserError, match="training.sed"):
+        list_runs(out, wanted=["training.sed=1"])
+    assert main(["runs", str(out)]) == 0 and "4 runs" in capsys.readouterr().out
+    assert main(["report", str(out)]) == 0
+    assert all(json.dumps(name)[1:-1] in (out / "report.html").read_text() for name in found)
+    call(SCRIPT, "sweep", "rates.yaml", cwd=tmp_path)  # finished
+
+
+def test_runs_of_a_folder_without_runs(tmp_path):
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(UserError, match=folder.name):
+            list_runs(folder)

@@ -1,0 +1,69 @@
+"""Reads the state of a run from its folder, while another process may write to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from filelock import SoftFileLease
+
+from tunix_like.storage.checkpoint_files import complete_steps
+from tunix_like.storage.run_lock import FILE as LOCK
+from tunix_like.storage.run_lock import LEASE_SECONDS
+
+State = Literal["running", "finished", "sft finished", "stopped", "started"]
+
+
+class RunState(NamedTuple):
+    """The state of a run, and its newest saved step.
+
+    Attributes:
+      state: `started`: there is no checkpoint yet; `sft finished`: there is none of RL.
+      over: the run ended before its last planned step, because its data or a callback ended it.
+    """
+
+    state: State
+    step: int
+    total: int | None
+    over: bool = False
+
+
+def run_state(folder: Path) -> RunState:
+    """Returns the state of a run from its newest complete checkpoint and its lock."""
+    checkpoints = folder / "checkpoints"
+    of_sft = not complete_steps(checkpoints)
+    checkpoints = folder / "sft_checkpoints" if of_sft else checkpoints
+    step, meta = max(complete_steps(checkpoints), default=0), dict[str, Any]()
+    if step:
+        meta = json.loads((checkpoints / str(step) / "meta" / "metadata").read_text(encoding="utf-8"))
+    total, over = meta.get("total"), bool(meta.get("over"))
+    state: State = "stopped" if step else "started"
+    if _is_owned(folder / LOCK):
+        state = "running"
+    elif over or (total is not None and step >= total):
+        state = "sft finished" if of_sft else "finished"
+    return RunState(state, step, total, over)
+
+
+def _is_owned(lock: Path) -> bool:
+    """Whether a process owns a run folder: it has touched the lock within the lease, and is alive if it is here."""
+    try:
+        age = time.time() - lock.stat().st_mtime
+    except FileNotFoundError:
+        return False
+    owner = SoftFileLease(lock).owner
+    if owner is None or age > LEASE_SECONDS:
+        return False
+    if owner.hostname != socket.gethostname():
+        return True
+    try:
+        os.kill(owner.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
