@@ -21,6 +21,7 @@ from tunix_like.errors import UserError
 from tunix_like.models.loading import export_model
 from tunix_like.runtime import object_storage
 from tunix_like.runtime.object_storage import local_copy, upload
+from tunix_like.storage.mirror import local_folder
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -131,9 +132,12 @@ def test_a_learner_resumes_on_another_host(bucket, tmp_path, monkeypatch):
     assert_same(params_of(load_model(run)[0]), params_of(whole.model))
 
 
-def test_mistakes(bucket, monkeypatch):
+def test_mistakes(bucket, monkeypatch, capsys):
     with pytest.raises(UserError, match=f"model.path: {bucket}/none: there is no such object"):
         load_model(f"{bucket}/none")
+    for reads in (load_model, local_folder):  # `az:` would become a folder of this machine
+        with pytest.raises(UserError, match="az://bucket/none: .*gs:// or s3://"):
+            reads("az://bucket/none")
     with pytest.raises(UserError, match="model.path: .*no-bucket"):
         load_model(bucket.replace("bucket", "no-bucket") + "/none")
     package = {"s3": "s3fs", "gs": "gcsfs"}[bucket[:2]]
@@ -144,3 +148,6 @@ def test_mistakes(bucket, monkeypatch):
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
     with pytest.raises(UserError, match=f"needs the package {package}; run pip install"):
         load_model(f"{bucket}/none")
+    run = f"training.output_dir={bucket}/run"
+    assert cli.main(["train", "examples/debug/reverse_text.yaml", "--dry-run", run]) == 2
+    assert f"training.output_dir: {bucket}/run needs the package {package}" in capsys.readouterr().err

@@ -20,6 +20,7 @@ def train(arguments: argparse.Namespace) -> None:
     from tunix_like.runs.describe import check_memory
     from tunix_like.runs.folder import run_folder
     from tunix_like.runtime import processes
+    from tunix_like.runtime.object_storage import exists, is_remote
     from tunix_like.storage.mirror import local_folder
 
     parts = build.assemble(config, abstract=arguments.dry_run)
@@ -29,6 +30,8 @@ def train(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         warn_shared(parts.source.train, parts.source.eval)
         recipe.check_servers(parts)
+        if is_remote(place):
+            exists(str(place), "training.output_dir")
         checked = "" if check_memory(parts) else ", except memory, which the device does not report"
         print(
             "memory and times on other devices: tunix-like doctor --config CONFIG --devices v5e-8\n"

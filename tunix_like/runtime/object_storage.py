@@ -25,8 +25,12 @@ _EXTRAS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 
 
 def is_remote(path: Any) -> bool:
-    """Whether `path` is an address in object storage."""
-    return isinstance(path, str) and path.partition("://")[0] in _EXTRAS and "://" in path
+    """Whether `path` is an address in object storage. Raises UserError for other addresses, which would become folders
+    of this machine."""
+    scheme, separator, _ = path.partition("://") if isinstance(path, str) else ("", "", "")
+    if separator and scheme not in _EXTRAS:
+        raise UserError(f"{path}: addresses of files and folders begin with gs:// or s3://.")
+    return bool(separator)
 
 
 def local_copy(url: str, key: str, patterns: Sequence[str] = ("*",)) -> Path:

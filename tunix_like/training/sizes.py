@@ -300,7 +300,9 @@ def _too_large(key: str, needed: int, device: Device, what: str) -> UserError:
     problem, cure = f"model: weights, gradients and optimizer alone need {need}", "Use"
     if what != "model":
         problem = f"{key}: one completion at a time needs {need}"
-        cure = f"Lower {LOWER[what].removeprefix(f'{key}, ')}, or use"
+        # more devices along the other axes do not divide a completion
+        split = " split its tokens over devices (cp of mesh.axis_names)," if what == "training" else ""
+        cure = f"Lower {LOWER[what].removeprefix(f'{key}, ')},{split} or use"
     return UserError(f"{problem}. {cure} a smaller model or more devices, or set {key}=1 to try it anyway.")
 
 
