@@ -16,6 +16,7 @@ import yaml
 from tunix_like.cli import main as cli
 from tunix_like.cli.commands import function_of
 from tunix_like.config.load import load
+from tunix_like.runs.sweep import read_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -38,8 +39,12 @@ def test_documentation_has_blocks_of_each_kind():
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
-def test_yaml_blocks_load_as_configs(text, tmp_path):
+def test_yaml_blocks_load_as_configs(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
     (tmp_path / "shown.yaml").write_text(text)
+    if "\nparameters:" in text:
+        assert read_sweep(tmp_path / "shown.yaml").trials
+        return
     config = load(tmp_path / "shown.yaml")
     for section, values in yaml.safe_load(text).items():
         assert hasattr(config, section) and values
