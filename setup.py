@@ -1,6 +1,10 @@
 """What `pip install tunix-like` brings: each dependency with its reason. Lower bounds are versions that were run."""
 
+import shutil
+from pathlib import Path
+
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 CORE = [
     "jax>=0.10.2",  # arrays, jit, gradients, sharding
@@ -85,10 +89,27 @@ EXTRAS = {
     ],
 }
 
+EXAMPLES = ("maze*.yaml", "debug/*.yaml", "gsm8k/*.yaml")  # as `SHIPPED` in tunix_like/config/yaml_files.py
+
+
+class BuildWithExamples(build_py):
+    """Puts the configs of `examples/` into the package, so that `tunix-like train maze` works from a wheel."""
+
+    def run(self) -> None:
+        super().run()
+        files = [file for pattern in EXAMPLES for file in Path("examples").glob(pattern)]
+        for file in () if self.editable_mode else files:  # a checkout has them beside the package
+            target = Path(self.build_lib) / "tunix_like" / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, target)
+
+
 setup(
     name="tunix-like",
-    version="0.1.0",
+    version="0.2.0",
     description="Reinforcement-learning post-training of language models in JAX and Flax NNX",
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
@@ -96,5 +117,6 @@ setup(
     package_data={"tunix_like": ["config/base_config.yaml", "py.typed", "report/static/*", "cli/starts/*"]},
     install_requires=CORE,
     extras_require=EXTRAS,
+    cmdclass={"build_py": BuildWithExamples},
     entry_points={"console_scripts": ["tunix-like = tunix_like.cli.main:main"]},
 )

@@ -22,7 +22,7 @@ import yaml
 from ml_collections import ConfigDict, config_dict
 
 from tunix_like.config.schema import Config
-from tunix_like.config.yaml_files import Dumper, parse_override, read_mapping, text_of
+from tunix_like.config.yaml_files import Dumper, config_file, parse_override, read_mapping, text_of
 from tunix_like.errors import UserError
 
 _NAMES = {str: "string", int: "integer", float: "number", bool: "true/false", dict: "mapping", list: "list"}
@@ -45,7 +45,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     tree = ConfigDict(_defaults(Config()))
     tree.lock()
     if path is not None:
-        for name, value in _flatten(read_mapping(Path(path)), leaves, f"{path}: "):
+        for name, value in _flatten(read_mapping(config_file(Path(path))), leaves, f"{path}: "):
             _assign(tree, name, _converted(value, leaves[name], f"{path}: {name}"))
     for override in overrides:
         _override(tree, override, leaves)
@@ -103,7 +103,7 @@ def read_yaml(path: str | Path) -> Mapping[Any, Any]:
     """
     cure = "This file is written by the run: restore a copy of it, or use another folder."
     try:
-        values = read_mapping(Path(path))
+        values = read_mapping(config_file(Path(path)))
     except UserError as error:
         raise UserError(f"{error} {cure}") from None
     if not values:

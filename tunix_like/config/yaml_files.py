@@ -84,8 +84,27 @@ def _use_numbers(resolver: Any) -> None:
         resolver.add_implicit_resolver(tag, pattern, list("-+.0123456789"))
 
 
+PACKAGE = Path(__file__).parents[1]
+_EXAMPLES = next((each for each in (PACKAGE / "examples", PACKAGE.parent / "examples") if each.is_dir()), PACKAGE)
+"""The shipped configs: in the installed package, or in the checkout."""
+
+SHIPPED = ("maze*.yaml", "debug/*.yaml", "gsm8k/*.yaml")
+"""Those that need no other file; `setup.py` installs them."""
+
 _use_numbers(Loader)
 _use_numbers(Dumper)
+
+
+def config_file(path: Path) -> Path:
+    """Returns `path`, or the file of a shipped config if it is a name such as `maze` or `gsm8k/qwen3_0.6b`."""
+    shipped = _EXAMPLES / f"{path}.yaml"
+    return shipped if not path.is_absolute() and not path.exists() and shipped.is_file() else path
+
+
+def shipped_configs() -> list[str]:
+    """Returns the names of the configs that are installed with the package."""
+    files = [file for pattern in SHIPPED for file in _EXAMPLES.glob(pattern)]
+    return sorted(file.relative_to(_EXAMPLES).as_posix().removesuffix(".yaml") for file in files)
 
 
 def read_mapping(path: Path) -> Mapping[Any, Any]:
@@ -96,7 +115,10 @@ def read_mapping(path: Path) -> Mapping[Any, Any]:
         known, the line.
     """
     if problem := file_problem(path):
-        raise UserError(f"{path}: cannot read this config file (it {problem}); give the path of a YAML file.")
+        raise UserError(
+            f"{path}: cannot read this config file (it {problem}); give the path of a YAML file, or a shipped config: "
+            f"{', '.join(shipped_configs())}."
+        )
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)  # Loader is a SafeLoader
     except (yaml.YAMLError, ValueError) as error:

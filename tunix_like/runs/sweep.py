@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tunix_like.config.load import load
-from tunix_like.config.yaml_files import read_mapping
+from tunix_like.config.yaml_files import config_file, read_mapping
 from tunix_like.errors import UserError, nearest
 
 KEYS = ("config", "overrides", "parameters", "trials", "seed", "folder", "metric")
@@ -48,6 +48,7 @@ def read_sweep(file: Path) -> Sweep:
     Raises:
       UserError: a key is unknown, missing or wrong; the config of a trial is invalid.
     """
+    file = config_file(file)
     fields = read_mapping(file)
     if unknown := [key for key in fields if key not in KEYS]:
         raise UserError(f"{file}: unknown key '{unknown[0]}'. {nearest(unknown[0], KEYS)}")
