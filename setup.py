@@ -15,7 +15,7 @@ CORE = [
     "grain>=0.2.18",  # a data stream whose place can be saved and restored
     "ml-collections>=1.1.0",  # the locked tree that a YAML file and key=value overrides are merged in
     "numpy>=2.0",  # host arrays
-    "scipy>=1.13",  # the incomplete beta function of exact confidence intervals; jax brings it
+    "scipy>=1.14",  # the incomplete beta function of exact confidence intervals; jax brings it
     "jaxtyping>=0.3.11",  # shapes in signatures, checked by the tests
     "safetensors>=0.7.0",  # weights in and out, in Hugging Face's format; google-tunix 0.1.7 needs it below 0.8
     "tokenizers>=0.23.1",  # tokenizer.json, without transformers
@@ -86,6 +86,7 @@ EXTRAS = {
         "ruff>=0.17.5",  # linter and formatter
         "mypy>=2.4.1",  # type checker
         "types-PyYAML>=6.0.12",
+        "build>=1.5",  # the source archive and the wheel
     ],
 }
 
