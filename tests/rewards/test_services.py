@@ -182,6 +182,9 @@ def test_key(monkeypatch):
         got, counts = run(Judge(url, "Quality."), TEXTS[:1])
         assert got.errors.all() and "401" in got.first_failure and counts["retries"] == 0
         monkeypatch.setenv("OTHER_KEY", "secret")
+        with pytest.raises(UserError, match="401.*JUDGE_API_KEY"):
+            Judge(url, "Quality.").check()
+        assert Judge(url, "Quality.", key_env="OTHER_KEY").check() == served.NAME
         got, _ = run(Judge(url, "Quality.", key_env="OTHER_KEY"), TEXTS[:1])
         assert got.total.tolist() == [0.7]
 
@@ -265,6 +268,7 @@ def test_judges_of_a_config(tmp_path):
 @pytest.mark.parametrize(
     "entry, message",
     [
+        ({"url": "http://127.0.0.1:1", "rubric": "Quality."}, "127.0.0.1:1"),
         ({"rubric": "Quality."}, "url"),
         ({"url": "http://127.0.0.1:1", "rubric": "Quality.", "modell": "x"}, "modell"),
         ({"url": "http://127.0.0.1:1", "rubric": 3}, "rubric"),

@@ -101,7 +101,7 @@ class Judge(WaitingFunction):
         except ImportError:
             raise UserError("judge: aiohttp is not installed: pip install 'tunix-like[judge]'") from None
         self.rubric, self.model, self.mode, self.opponents = rubric, model, mode, opponents
-        self._served = model
+        self._served: str | None = model
         self.key_env, self.options = key_env, {"temperature": 0} | dict(options or {})
         self._known: dict[bytes, float] = {}
         self._session: ClientSession | None = None
@@ -169,7 +169,7 @@ class Judge(WaitingFunction):
 
     async def _ask(self, name: str, text: str, read: Callable[[str], float | None]) -> float | Failure:
         if self._served is None:
-            self._served = (await self._request("GET", "models"))["data"][0]["id"]
+            await self._find()
         body = {"model": self._served, "messages": [{"role": "user", "content": text}]} | self.options
         answer = await self._request("POST", "chat/completions", json=body)
         for key in ("prompt_tokens", "completion_tokens"):
@@ -179,6 +179,26 @@ class Judge(WaitingFunction):
         if verdict is None:
             return Failure("error", f"Reward '{name}': the answer of the judge has no verdict: {content[-500:]!r}")
         return verdict
+
+    def check(self) -> str:
+        """Returns the model of the server. Raises UserError if the server does not answer or refuses the key."""
+        (found,) = self.wait_for(self.__name__, [self._find])
+        if isinstance(found, Failure):
+            raise UserError(f"{found.reason}. Start the server, or correct url, model or ${self.key_env}.")
+        return str(found)
+
+    async def _find(self) -> str:
+        """Finds the model, unless it is named: not every server lists its models."""
+        import aiohttp
+
+        try:
+            models = (await self._request("GET", "models"))["data"]
+        except aiohttp.ClientResponseError as error:
+            if self.model is None or error.status != 404:
+                raise
+            models = [{"id": self.model}]
+        self._served = self.model or str(models[0]["id"])
+        return self._served
 
     async def _request(self, method: str, route: str, **more: Any) -> Any:
         import aiohttp

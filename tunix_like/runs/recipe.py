@@ -17,11 +17,13 @@ from tunix_like.data.curriculum import curriculum_of
 from tunix_like.data.shared import compared_once
 from tunix_like.environments.arguments import check_turns
 from tunix_like.errors import NotSaved, UserError
+from tunix_like.rewards import Judge
 from tunix_like.rollout.engines.registry import EngineSetup, engine_of, find_engine
 from tunix_like.rollout.samples import Samples
 from tunix_like.runs.build import Parts, assemble
 from tunix_like.runs.folder import claim, run_folder
 from tunix_like.runtime import console, processes
+from tunix_like.runtime.processes import by_first
 from tunix_like.runtime.progress import OnRow, watched
 from tunix_like.storage.mirror import local_folder
 from tunix_like.storage.run_lock import owned
@@ -81,7 +83,8 @@ def prepared(
     with owned(place):
         claim(place, parts)
         on_claim()
-        # The engine is checked before SFT, which can take hours.
+        # Judges and the engine are checked before SFT, which can take hours.
+        check_judges(parts)
         with compared_once(source.train, source.eval), chosen_engine(parts, folder) as engine:
             if parts.config.sft.max_steps:
                 unsaved = fine_tune(parts, folder, on_row, another_follows=True)
@@ -126,8 +129,18 @@ def _engine_setup(parts: Parts, folder: Path) -> EngineSetup:
     )
 
 
+def check_judges(parts: Parts) -> None:
+    """Prints one line about each judge of the rewards. Raises UserError if it does not answer."""
+    for name, function, _ in parts.rewards:
+        if isinstance(function, Judge):
+            model = by_first(function.check)
+            console.print_text(f"{name:>9}: {function.url}, model {model}")
+
+
 def check_servers(parts: Parts) -> None:
-    """Prints one line about each server of the engine. Raises UserError if a run could not use one of them."""
+    """Prints one line about each judge and each server of the engine. Raises UserError if a run could not use one of
+    them."""
+    check_judges(parts)
     ask = find_engine(parts.config.rollout.engine).ask_servers
     if ask is None:
         return
