@@ -170,7 +170,7 @@ for name, kind in (("end", None), ("stop", loop.Stopped)):
     phase = Counting(0)
     phase.cut = begin
     try:
-        run(phase, checkpoints=None, log=Slow(None), checkpoint_every=1, on_row=None)
+        run(phase, checkpoints=None, log=Slow(None), checkpoint_every=1)
     except loop.Stopped:
         pass
     told[name] = Path(folder, name).exists()
