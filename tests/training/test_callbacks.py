@@ -181,8 +181,8 @@ def test_early_stopping_rejects_a_metric_that_no_row_has(metric, every, message)
 @pytest.mark.parametrize("collapse", [40, None])
 def test_rate_probe_finds_the_rate_at_which_the_reward_collapses(collapse, capsys):
     """The reward rises with noise, and falls quickly from a step on."""
-    config, noise = OptimizerConfig(1e-6, "exponential", end_fraction=1e4), np.random.default_rng(0).normal(size=80)
-    for seed in range(20):
+    config = OptimizerConfig(1e-6, "exponential", end_fraction=1e4)
+    for seed in range(50):
         noise = np.random.default_rng(seed).normal(size=80)
         probe, run = RateProbe(), run_control(80)
         run.trainer.schedule = schedule = build_schedule(config, 80)
@@ -221,10 +221,12 @@ def test_callbacks_are_named_in_the_configuration(tmp_path):
         "class Bad(Callback):\n    def __init__(self): raise OSError('no network')\n"
     )
     entries = [{"name": "early_stopping", "metric": "train/loss", "mode": "min"}, {"name": f"{file}:Mine", "wait": 3}]
-    config, _ = check_config(
-        load(None, ["model.path=x", "algorithm.advantage_estimator=grpo", f"training.callbacks={json.dumps(entries)}"])
-    )
-    stopping, mine = named_callbacks(config.training.callbacks)
+
+    def made(entries):
+        given = ["model.path=x", "algorithm.advantage_estimator=grpo", f"training.callbacks={json.dumps(entries)}"]
+        return named_callbacks(check_config(load(None, given))[0].training.callbacks)
+
+    stopping, mine = made(entries)
     assert (stopping.metric, stopping.sign, mine.wait) == ("train/loss", -1, 3)
     for entry, message in (
         ({"metric": "x"}, r"training.callbacks\[0\]: expected {name"),
@@ -237,12 +239,7 @@ def test_callbacks_are_named_in_the_configuration(tmp_path):
         ({"name": f"{file}:Bad"}, "OSError: no network"),
     ):
         with pytest.raises(UserError, match=message):
-            check_config(
-                load(
-                    None,
-                    ["model.path=x", "algorithm.advantage_estimator=grpo", f"training.callbacks={json.dumps([entry])}"],
-                )
-            )
+            made([entry])
 
 
 def test_rows_that_a_callback_sees_are_those_of_the_file(tmp_path):
