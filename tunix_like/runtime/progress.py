@@ -85,8 +85,9 @@ class _Cell:
             self._evaluated, self._newest = self._newest, ""
 
     def end(self, line: str) -> None:
-        """Keeps the metrics of the last step and the last line of a task."""
-        self._lines = [*self._lines, *filter(None, [self._evaluated, self._newest]), line]
+        """Keeps the metrics of the last step and the last line of a task that had steps."""
+        if self._evaluated or self._newest:
+            self._lines = [*self._lines, *filter(None, [self._evaluated, self._newest]), line]
         self._evaluated = self._newest = ""
 
     def show(self, line: str) -> None:

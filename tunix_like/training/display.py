@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tunix_like.config.schema import RLTrainingConfig
 from tunix_like.rollout.samples import Samples
 from tunix_like.runtime import console, progress
@@ -86,6 +88,10 @@ _SHARE = 0.05
 """Share of the time that drawing may take."""
 
 
+_SMOOTH = 15
+"""A curve of training is the mean over the last part of its points, one of so many; the points are drawn faintly."""
+
+
 class LiveCurves(Callback):
     """Draws curves of a run while it runs, in the output of the notebook's cell. Several calls of `train` with the same
     object continue the curves; a resumed run begins them with its logged rows.
@@ -140,15 +146,24 @@ class LiveCurves(Callback):
         figure = Figure(figsize=(min(3.4 * max(len(names), 1), 13.6), 2.6), layout="constrained")
         for axes, name in zip(figure.subplots(1, max(len(names), 1), squeeze=False)[0], names, strict=False):
             for prefix, label, style in _STYLES:
-                if points := self._points.get(prefix + name):
-                    axes.plot([*points], [*points.values()], label=label, **style)
+                if not (points := self._points.get(prefix + name)):
+                    continue
+                steps, values = np.array([*points]), np.array([*points.values()])
+                width = max(1, len(values) // _SMOOTH)
+                if width > 1 and "marker" not in style:
+                    axes.plot(steps, values, color=style["color"], linewidth=0.8, alpha=0.3)
+                    sums = np.cumsum(np.concatenate([[0.0], values]))
+                    last = np.arange(1, len(values) + 1)
+                    first = np.maximum(last - width, 0)
+                    values = (sums[last] - sums[first]) / (last - first)
+                axes.plot(steps, values, label=label, **style)
             axes.set_title(name, fontsize=10, loc="left")
             axes.set_xlabel("step", fontsize=8)
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.tick_params(labelsize=8)
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.25)
-            if len(axes.lines) > 1:
+            if len(axes.get_legend_handles_labels()[1]) > 1:
                 axes.legend(fontsize=8, frameon=False)
         return figure
 
