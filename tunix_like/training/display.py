@@ -84,7 +84,7 @@ _DEFAULT = (
 )
 """The metrics of which `LiveCurves` draws the first four that a run has."""
 
-_SHARE = 0.05
+_SHARE = 0.1
 """Share of the time that drawing may take."""
 
 
@@ -104,7 +104,7 @@ class LiveCurves(Callback):
     def __init__(self, metrics: Sequence[str] | None = None) -> None:
         self._names = metrics
         self._points: dict[str, dict[int, float]] = {}
-        self._drawn, self._took = 0.0, 0.0
+        self._drawn, self._took = -math.inf, 0.0
 
     def on_begin(self, run: RunControl, rows: Sequence[Mapping[str, Any]]) -> None:
         for row in rows:
@@ -134,8 +134,8 @@ class LiveCurves(Callback):
         figure = self.figure()
         figure.savefig(file, format="png", dpi=144)
         progress.show_figure(file.getvalue(), width=round(figure.get_figwidth() * 72))
-        self._drawn = time.monotonic()
-        self._took = self._drawn - began
+        first, self._drawn = self._drawn < 0, time.monotonic()
+        self._took = 0.0 if first else self._drawn - began  # the first also loads matplotlib and its fonts
 
     def figure(self) -> Figure:
         """Returns a matplotlib figure of the curves, for example to save it."""
