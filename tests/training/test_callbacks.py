@@ -7,6 +7,9 @@ import json
 import numpy as np
 import pytest
 
+import tunix_like
+from tests.runs.test_recipe import SMALL, YAML
+from tests.training.small_learner import ROWS, collect, make
 from tests.training.test_loop import Counting, fail, go, run, run_control, saved, sums
 from tunix_like import Callback, EarlyStopping, RateProbe, UserError
 from tunix_like.config.load import load
@@ -246,3 +249,49 @@ def test_rows_that_a_callback_sees_are_those_of_the_file(tmp_path):
     seen = []
     go(Counting(3, evaluate_every=2), tmp_path, seen=seen)
     assert seen == rows(tmp_path)
+
+
+@pytest.mark.slow
+def test_callbacks_of_a_learner_and_of_its_settings(tmp_path):
+    """A callback samples with the weights of its step, and those of `training.callbacks` act too."""
+
+    class Sampling(Callback):
+        texts, seen = [], []
+
+        def on_row(self, run, row):
+            self.texts.append(run.trainer.generate(["ab>"], temperature=0))
+
+        def on_samples(self, run, samples):
+            self.seen.append((run.step, samples.size))
+
+    stopping = [{"name": "early_stopping", "metric": "train/update/empty", "patience": 3}]
+    given = {"max_steps": 9, "output_dir": str(tmp_path), "callbacks": stopping, "log_samples_every_n_steps": 2}
+    make(**given).train(ROWS, batch_size=4, callbacks=[Sampling()])
+    assert len(Sampling.texts) == 4, "the first value is the best, and three are not better"
+    assert Sampling.seen == [(1, 4), (2, 4), (4, 4)]
+    found = collect(make(**given))
+    assert found == [] and [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_callbacks_of_a_run_are_not_told_of_sft_unless_they_show_progress(tmp_path):
+    class Names(Callback):
+        def __init__(self):
+            self.names = []
+
+        def on_row(self, run, row):
+            self.names.append(run.trainer.name)
+
+    class Display(Names):
+        shows_progress = True
+
+    names, display = Names(), Display()
+    tunix_like.run(load(YAML, [*SMALL, f"training.output_dir={tmp_path}"]), callbacks=[names, display])
+    assert set(names.names) == {"train"} and set(display.names) == {"sft", "train"}
+
+
+def test_a_function_is_no_callback():
+    with pytest.raises(
+        UserError, match=r"callbacks: got function; give an object of a subclass of tunix_like\.Callback"
+    ):
+        make().train(ROWS, batch_size=4, callbacks=[lambda run, row: None])

@@ -40,7 +40,7 @@ def run(
     Args:
       config: a YAML file, or a `tunix_like.config.schema.Config`.
       overrides: `key=value` strings, e.g. `["training.seed=1"]`; ignored if `config` is a `Config`.
-      callbacks: as in `Learner.train`; also told of SFT.
+      callbacks: as in `Learner.train`. Of SFT before it, only those that show progress are told.
 
     Returns:
       the last row of metrics.
@@ -56,7 +56,8 @@ def run(
         all_callbacks = stack.enter_context(displayed(callbacks))
         parts = assemble(config)
         folder = run_folder(config, name, str(parts.config.algorithm.advantage_estimator))
-        learner = stack.enter_context(prepared(parts, folder, all_callbacks))
+        displays = [callback for callback in all_callbacks if callback.shows_progress]
+        learner = stack.enter_context(prepared(parts, folder, displays))
         options = data_options(parts.config)
         return learner.train(parts.source.train, parts.source.eval, callbacks=all_callbacks, **options)
 

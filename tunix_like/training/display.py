@@ -33,7 +33,7 @@ def shown(training: RLTrainingConfig, callbacks: Sequence[Callback]) -> Iterator
 @contextlib.contextmanager
 def displayed(callbacks: Sequence[Callback]) -> Iterator[list[Callback]]:
     """The part of `shown` that adds the display."""
-    if any(callback.shows_progress for callback in callbacks):
+    if any(callback.shows_progress and not isinstance(callback, LiveCurves) for callback in callbacks):
         yield [*callbacks]
         return
     with progress.watched() as started:
@@ -100,6 +100,8 @@ class LiveCurves(Callback):
       metrics: names without their prefix, such as `rewards/mean`: a panel has the metric of training and that of
         evaluations. Defaults to up to four main metrics.
     """
+
+    shows_progress = True
 
     def __init__(self, metrics: Sequence[str] | None = None) -> None:
         self._names = metrics
@@ -170,8 +172,8 @@ class LiveCurves(Callback):
 
 _STYLES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("train/", "training", {"color": "#2a78d6", "linewidth": 1.4}),
-    ("sft/", "SFT", {"color": "#2a78d6", "linewidth": 1.4}),
+    ("sft/", "SFT", {"color": "#6b7280", "linewidth": 1.4}),
     ("eval/", "evaluation", {"color": "#e0631b", "linewidth": 1.4, "marker": "o", "markersize": 4}),
-    ("sft/eval/", "evaluation", {"color": "#e0631b", "linewidth": 1.4, "marker": "o", "markersize": 4}),
+    ("sft/eval/", "evaluation of SFT", {"color": "#b08968", "linewidth": 1.4, "marker": "o", "markersize": 4}),
 )
 """The prefix, label and style of each curve of a panel."""
