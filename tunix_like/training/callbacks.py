@@ -107,7 +107,8 @@ class Callbacks:
                     try:
                         getattr(callback, event)(self._run, argument)
                     except Exception as error:
-                        problem = describe_error(error)
+                        known = isinstance(error, UserError)
+                        problem = str(error).rstrip(".") if known else describe_error(error)
                         raise UserError(f"callback {type(callback).__name__}.{event}: {problem}.") from error
             asked, self._run.asked = self._run.asked, {}
             return asked
