@@ -75,8 +75,9 @@ def closing_table(place: str | Path, parts: Parts) -> None:
     if (metric := parts.config.training.best_metric) is not None:
         _say_best(folder, metric, place)
     console.print_text(
-        f"run folder: {place} (tunix-like eval | generate | export | report {place}). To continue, unless the "
-        "run ended early, raise training.max_steps; to start anew, set another training.output_dir or delete the folder."
+        f"run folder: {place} (tunix-like eval | generate | export | report {place}). To continue a run "
+        "that did not end early, raise training.max_steps; to start anew, set another training.output_dir or delete the "
+        "folder."
     )
 
 
