@@ -76,8 +76,8 @@ def closing_table(place: str | Path, parts: Parts) -> None:
         _say_best(folder, metric, place)
     console.print_text(
         f"run folder: {place} (tunix-like eval | generate | export | report {place}). To continue a run "
-        "that did not end early, raise training.max_steps; to start anew, set another training.output_dir or delete the "
-        "folder."
+        "that did not end early, raise training.max_steps; to start anew, set another training.output_dir or delete "
+        "the folder."
     )
 
 
