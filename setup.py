@@ -77,6 +77,9 @@ EXTRAS = {
         "anthropic>=2.14.0",  # the client that the tests of its protocol use
         "httpx>=0.28.1",  # plain requests to it
         "fsspec>=2026.1",  # what the extras gcs and s3 are implementations of
+        "nbclient>=0.11.0",  # runs the notebooks of examples/notebooks
+        "ipykernel>=7.4.0",  # in a real kernel
+        "nbformat>=5.11.1",  # reads and checks their files
         "pandas>=3.1.1",  # reads rollouts and metrics as the documentation says
         "torch==2.13.0",  # what that reference runs on; never imported outside the tests
     ],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,16 @@ def _update(case: Case, model: Decoder, gate: Gate) -> None:
     _learn(case, model, gate, given)
 
 
+class _OnRow(tunix_like.Callback):
+    shows_progress = True
+
+    def __init__(self, function: Callable[[dict[str, Any]], None]) -> None:
+        self._function = function
+
+    def on_row(self, run: tunix_like.RunControl, row: dict[str, Any]) -> None:
+        self._function(row)
+
+
 def _step(case: Case, model: Decoder, gate: Gate) -> None:
     _learn(case, model, gate, None)
 
@@ -153,7 +163,7 @@ def _learn(case: Case, model: Decoder, gate: Gate, given: _Given | None) -> None
     def reward(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
         return batch.rewards.tolist()
 
-    def on_row(row: dict[str, Any], total: int | None) -> None:
+    def on_row(row: dict[str, Any]) -> None:
         tokens = round(row["train/completions/mean_length"] * case.rows)
         parts = {name: value for name, value in row.items() if name.startswith(STEP_METRICS)}
         gate.end(tokens, loss=row["train/loss"], grad_norm=row["train/grad_norm"], **parts, **memory.read())
@@ -173,7 +183,6 @@ def _learn(case: Case, model: Decoder, gate: Gate, given: _Given | None) -> None
             max_steps=FOREVER, actor_optimizer=optax.adamw(LEARNING_RATE), max_logprob_gap=None
         ),
         engine=given,
-        on_row=on_row,
     )
     rows = [{"prompt": _text(prompt)} for prompt in batch.prompts]
     shape, widths = (case.prompts, case.group), (case.prompt_length, case.length)
@@ -181,7 +190,7 @@ def _learn(case: Case, model: Decoder, gate: Gate, given: _Given | None) -> None
     phases = update_phases(work, sizes.chunk_size(learner.training.train_micro_batch_size, work))
     memory = Memory(*phases, *([] if given else [rollout_phase(work, case.rows, case.prompts)]))
     gate.begin()
-    learner.train(rows, batch_size=case.prompts, shuffle=False)
+    learner.train(rows, batch_size=case.prompts, shuffle=False, callbacks=[_OnRow(on_row)])
 
 
 def _update_single(case: Case, model: Decoder, gate: Gate) -> None:
@@ -209,7 +218,7 @@ def _update_single(case: Case, model: Decoder, gate: Gate) -> None:
     work = dataclasses.replace(sizes.update_work(trainer.training, model, shape, widths), clipped=False)
     memory = Memory(*update_phases(work, sizes.chunk_size(trainer.training.train_micro_batch_size, work)))
     gate.begin()
-    trainer.train(rows, on_row=lambda row: gate.end(tokens, **memory.read()))
+    trainer.train(rows, callbacks=[_OnRow(lambda row: gate.end(tokens, **memory.read()))])
 
 
 def _logits(case: Case, model: Decoder, gate: Gate) -> None:

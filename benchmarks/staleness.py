@@ -17,7 +17,16 @@ from typing import Any
 
 import jax
 
-from tunix_like import MaxRLConfig, MaxRLLearner, OptimizerConfig, RLTrainingConfig, RolloutConfig, load_model
+from tunix_like import (
+    Callback,
+    MaxRLConfig,
+    MaxRLLearner,
+    OptimizerConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+    RunControl,
+    load_model,
+)
 from tunix_like.config.schema import MeshConfig
 from tunix_like.data import reverse_text
 from tunix_like.models.sharding import build_mesh
@@ -37,9 +46,18 @@ MODEL = {
 ROWS = [reverse_text.record(text) for text in ("ab", "cd", "ef", "gh", "ba", "dc", "fe", "hg")]
 
 
-def learner(staleness: int, seconds: float, steps: int) -> tuple[MaxRLLearner, list[dict[str, Any]]]:
-    """Returns a learner whose sampling, rewards and updates take `seconds` longer, and its rows of metrics."""
-    rows: list[dict[str, Any]] = []
+class StepTimes(Callback):
+    shows_progress = True
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_row(self, run: RunControl, row: dict[str, Any]) -> None:
+        self.seconds.append(row["train/step_time_sec"])
+
+
+def learner(staleness: int, seconds: float, steps: int) -> MaxRLLearner:
+    """Returns a learner whose sampling, rewards and updates take `seconds` longer."""
 
     def wait(*_: Any, **__: Any) -> dict[str, Any]:
         time.sleep(seconds)
@@ -60,7 +78,6 @@ def learner(staleness: int, seconds: float, steps: int) -> tuple[MaxRLLearner, l
         training_config=RLTrainingConfig(max_steps=steps, actor_optimizer=OptimizerConfig(learning_rate=1e-3)),
         mesh=build_mesh(MeshConfig(), jax.devices()[:-SAMPLING]),
         metric_fns=[wait],
-        on_row=lambda row, total: rows.append(dict(row)),
     )
     generate = made.engine.generate
 
@@ -69,7 +86,7 @@ def learner(staleness: int, seconds: float, steps: int) -> tuple[MaxRLLearner, l
         yield from generate(*arguments)
 
     made.engine.generate = slower  # type: ignore[method-assign]
-    return made, rows
+    return made
 
 
 def measure(seconds: float, steps: int, repeats: int) -> dict[str, list[float]]:
@@ -78,11 +95,10 @@ def measure(seconds: float, steps: int, repeats: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {str(age): [] for age in AGES}
     for repeat in range(repeats + 1):
         for staleness in AGES:
-            made, rows = learner(staleness, seconds, steps)
-            made.train(ROWS, batch_size=4)
+            times = StepTimes()
+            learner(staleness, seconds, steps).train(ROWS, batch_size=4, callbacks=[times])
             if repeat:  # the first run of each side compiles
-                late = rows[max(AGES) + 1 :]
-                found[str(staleness)].append(statistics.median(row["train/step_time_sec"] for row in late))
+                found[str(staleness)].append(statistics.median(times.seconds[max(AGES) + 1 :]))
     return found
 
 

@@ -37,6 +37,10 @@ class SamplerDrifted(UserError):
     (`training.later_logprob_gap`). The state of the run is saved."""
 
 
+class CallbackFailed(UserError):
+    """A callback of `train` raised an error. The last complete step is saved if the run has a folder."""
+
+
 class EnvironmentUnavailable(UserError):
     """A service that an environment needs cannot be reached. If an environment raises this error, its trajectory is
     not scored. If all trajectories of a batch end with this error, the run stops with `EngineLost`."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.callbacks import OnRow
 from tests.rollout.engines.stand_in import StandIn
 from tests.training import test_environments, test_preferences, test_reward_model, test_staleness
 from tests.training.small_learner import ROWS, TOKENIZER, collect, make, make_model
@@ -107,6 +108,6 @@ def test_every_metric_of_fine_tuning_is_on_the_page():
         rollout_config=RolloutConfig(max_prompt_length=8, max_tokens_to_generate=4),
         evaluate=lambda params, step: {"eval/pass@1": 0.5},
     )
-    trainer.train(ROWS, on_row=lambda row: found.append(dict(row)))
+    trainer.train(ROWS, callbacks=[OnRow(lambda row: found.append(dict(row)))])
     pattern = documented("Supervised fine-tuning")
     assert unknown(found, "sft/", re.compile(f"{pattern.pattern}|step")) == []

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import tunix_like
+from tests.callbacks import OnRow
 from tests.tiny_model import HF
 from tunix_like import UserError
 from tunix_like.cli.main import main
@@ -55,7 +56,7 @@ def test_held_out_prompts_in_the_training_data_give_one_warning_before_sft(share
     with caplog.at_level(logging.INFO, "tunix_like"):
         tunix_like.run(
             load(YAML, [*SMALL, f"training.output_dir={tmp_path}"]),
-            on_row=lambda row, total: logging.getLogger("tunix_like").info("row of %s", next(iter(row))),
+            callbacks=[OnRow(lambda row: logging.getLogger("tunix_like").info("row of %s", next(iter(row))))],
         )
     said = [record.getMessage() for record in caplog.records]
     places = [place for place, text in enumerate(said) if "also in the training data" in text]
@@ -68,7 +69,7 @@ def test_servers_are_checked_before_sft(tmp_path):
     with pytest.raises(UserError, match=r"the server http://127.0.0.1:9 cannot be used"):
         tunix_like.run(
             load(YAML, [*SMALL, *servers, f"training.output_dir={tmp_path}"]),
-            on_row=lambda row, total: rows.append(row),
+            callbacks=[OnRow(rows.append)],
         )
     assert not rows
 

@@ -170,10 +170,29 @@ for name, kind in (("end", None), ("stop", loop.Stopped)):
     phase = Counting(0)
     phase.cut = begin
     try:
-        run(phase, checkpoints=None, log=Slow(None), checkpoint_every=1, on_row=None)
+        run(phase, checkpoints=None, log=Slow(None), checkpoint_every=1)
     except loop.Stopped:
         pass
     told[name] = Path(folder, name).exists()
+
+class InOne(loop.Callback):
+    def __init__(self, act):
+        self.act = act
+
+    def on_row(self, run, row):
+        if index == 1 and run.step == 2:
+            self.act(run)
+
+def fails(run):
+    raise OSError("only here")
+
+def trained(act):
+    phase = Counting(5)
+    run(phase, checkpoints=None, log=loop.MetricsLog(None), checkpoint_every=9, callbacks=[InOne(act)])
+    return phase.done
+
+told["stopped by one"] = trained(lambda run: run.stop("enough"))
+refused("failed in one", lambda: trained(fails))
 print(json.dumps(told))
 """
 
@@ -329,6 +348,8 @@ def test_exchange_between_processes(tmp_path):
     kernel = params["layers"][0]["mlp"]["up_proj"]["kernel"]
     np.testing.assert_array_equal(told[0]["whole"], kernel)
     assert told[0]["parts"] == told[1]["parts"] == [[4, 4], [4, 4]]
+    assert [each["stopped by one"] for each in told] == [2, 2]
+    assert all("callback InOne.on_row: OSError: only here" in each["failed in one"] for each in told)
 
 
 SOME = {

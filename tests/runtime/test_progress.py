@@ -3,6 +3,7 @@ request."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import logging
@@ -15,11 +16,14 @@ import pytest
 import rich.console
 from flax import nnx
 
+from tests.callbacks import OnRow
 from tests.tiny_model import HF
+from tests.training.test_loop import run_control
 from tunix_like import RolloutConfig, load_model
 from tunix_like.data import reverse_text
 from tunix_like.runtime import console, progress
 from tunix_like.runtime import profile as speed
+from tunix_like.training import display
 from tunix_like.training.engine import make_engine
 from tunix_like.types import Request, SamplingParams
 
@@ -203,58 +207,65 @@ def test_durations():
 
 @pytest.fixture
 def cell(monkeypatch):
-    """Simulates a notebook. Returns the texts that the output of the cell had, oldest first."""
-    texts, ids = [], []
+    """Simulates a notebook. Returns the outputs of the cell, `{id: [data, ...]}` with the oldest first."""
+    outputs = {}
 
     def display(data, *, raw, display_id):
-        assert raw and not ids
-        ids.append(display_id)
-        texts.append(data["text/plain"])
+        assert raw and display_id not in outputs
+        outputs[display_id] = [data]
 
-    def update_display(data, *, raw, display_id):
-        assert raw and ids == [display_id], "one output, which is replaced"
-        texts.append(data["text/plain"])
+    def update_display(data, *, metadata, raw, display_id):
+        assert raw
+        outputs[display_id].append(data)
 
     shell = types.SimpleNamespace(kernel=object())
     package, module = types.ModuleType("IPython"), types.ModuleType("IPython.display")
-    package.get_ipython = lambda: shell
+    package.get_ipython, package.version_info = (lambda: shell), (9, 0)
     module.display, module.update_display = display, update_display
     monkeypatch.setitem(sys.modules, "IPython", package)
     monkeypatch.setitem(sys.modules, "IPython.display", module)
-    return texts
+    return outputs
 
 
-def test_a_notebook_has_one_output_with_evaluations_the_newest_step_and_the_progress(cell, clock, capsys):
+def test_a_notebook_has_curves_the_newest_step_the_newest_evaluation_and_the_progress(cell, clock, capsys):
+    run = run_control(4)
     with contextlib.ExitStack() as stack:
-        on_row = stack.enter_context(progress.watched(None))
+        (curves,) = stack.enter_context(display.displayed([]))
         with progress.task("loading"):
             progress._SHOWN.tick()
         advance = stack.enter_context(progress.task("train", 4))
+        curves.on_begin(run, [])
         for step in range(5):
             clock.now += 10
             evaluated = {"eval/pass@1": 0.25} if step % 2 == 0 else {}
-            on_row({"step": step, "train/loss": step / 8} | evaluated, 4)
+            curves.on_row(run, {"step": step, "train/loss": step / 8} | evaluated)
             if step:
                 advance(1)
             progress._SHOWN.tick()
-    assert cell[0].startswith("loading")
-    steps = [[line.split("  ")[0] for line in text.splitlines()] for text in cell]
-    assert steps[-1] == ["train 0/4", "train 2/4", "train 4/4", "train 4/4, 50 s"]
-    assert ["train 0/4", "train 2/4", "train 3/4"] in [lines[:3] for lines in steps], "the newest step"
+        curves.on_end(run)
+    figures, texts = cell.values()
+    texts = [data["text/plain"] for data in texts]
+    assert texts[1].startswith("loading")
+    steps = [[line.split("  ")[0] for line in text.splitlines()] for text in texts]
+    assert steps[-1] == ["train 4/4", "train 4/4, 50 s"]
+    assert ["train 2/4", "train 3/4"] in [lines[:2] for lines in steps]
+    assert base64.b64decode(figures[-1]["image/png"]).startswith(b"\x89PNG") and len(figures) > 2
     assert capsys.readouterr().out == ""
 
 
-def test_a_terminal_shows_rows_unless_the_caller_receives_them(terminal):
-    rows = []
-    with progress.watched(None) as on_row:
-        on_row({"step": 1, "train/loss": 0.5}, 4)
+def test_a_terminal_shows_rows_unless_a_callback_shows_them(terminal):
+    rows, run = [], run_control(4)
+    with display.displayed([]) as callbacks:
+        for callback in callbacks:
+            callback.on_row(run, {"step": 1, "train/loss": 0.5})
     assert "train 1/4" in terminal.getvalue()
-    with progress.watched(lambda row, total: rows.append((row["step"], total))) as on_row:
-        on_row({"step": 2}, 4)
-    assert rows == [(2, 4)] and "train 2/4" not in terminal.getvalue()
+    with display.displayed([OnRow(rows.append)]) as callbacks:
+        for callback in callbacks:
+            callback.on_row(run, {"step": 2})
+    assert rows == [{"step": 2}] and "train 2/4" not in terminal.getvalue()
 
 
 def test_other_programs_see_nothing(capsys):
-    with progress.watched(None) as on_row, progress.task("train", 4):
-        on_row({"step": 1, "train/loss": 0.5}, 4)
+    with display.displayed([]) as callbacks, progress.task("train", 4):
+        assert callbacks == []
     assert capsys.readouterr() == ("", "")

@@ -66,7 +66,7 @@ class Measured(Counting):
 def go(phase, folder, *, every=100, keep=1, **more) -> int:
     best = Best("eval/x", phase.step_key)
     with Checkpoints(folder / "checkpoints", keep, best) as checkpoints:
-        kinds = {"checkpoint_every": every, "on_row": lambda row: None} | more
+        kinds = {"checkpoint_every": every} | more
         return run(phase, checkpoints=checkpoints, log=MetricsLog(folder), **kinds)
 
 

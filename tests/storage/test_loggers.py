@@ -33,7 +33,7 @@ SETTINGS = {"algorithm": {"k": 2}, "training": {"seed": 7}}
 def go(phase, folder, names, every=2):
     with Checkpoints(folder / "checkpoints", 10) as checkpoints:
         log = open_metrics(folder, names, SETTINGS)
-        return run(phase, checkpoints=checkpoints, log=log, checkpoint_every=every, on_row=lambda row: None)
+        return run(phase, checkpoints=checkpoints, log=log, checkpoint_every=every)
 
 
 def killed(phase, folder, names):

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 import tunix_like
+from tests.callbacks import OnRow
 from tunix_like import EnvironmentConfig, EnvironmentPool, MaxRLConfig, MaxRLLearner, RLTrainingConfig, RolloutConfig
 from tunix_like.data import reverse_text
 
@@ -103,13 +104,12 @@ def main() -> int:
         algo_config=MaxRLConfig(num_generations=4, truncation_order=1),
         rollout_config=RolloutConfig(max_prompt_length=8, max_tokens_to_generate=48, eos_tokens=ends),
         training_config=RLTrainingConfig(max_steps=10),
-        on_row=lambda row, total: rows.append(dict(row)),
     )
     data = [reverse_text.record(text) for text in ("ab", "cd", "ef", "gh")]
     os.environ[MARK] = str(os.getpid())
     before = None
     while len(rows) < steps:
-        learner.train(data, batch_size=4)
+        learner.train(data, batch_size=4, callbacks=[OnRow(lambda row: rows.append(dict(row)))])
         before = state() if before is None and len(rows) >= SETTLED else before
         print(f"step {len(rows)}: processes, descriptors, MB = {state()}", flush=True)
     after = state()

@@ -1,5 +1,7 @@
 """Helpers for the tests of learners: a small learner, its data and rewards, and functions that record its values."""
 
+import functools
+
 import grain.python as grain
 import jax
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 from flax import nnx
 
 import tunix_like
+from tests.callbacks import OnRow
 from tests.tiny_model import HF
 from tunix_like import (
     MaxRLConfig,
@@ -66,10 +69,10 @@ def make(algo=None, *, learner=MaxRLLearner, reward=long_or_short, model=None, r
         algo_config=MaxRLConfig(num_generations=4) if algo is None else algo,
         rollout_config=rollout or RolloutConfig(max_prompt_length=8, max_tokens_to_generate=4),
         training_config=RLTrainingConfig(**settings),
-        on_row=lambda row, total: listeners[0](row, total),
         **arguments,
     )
     made._listeners = listeners  # replaced if a test gives its own
+    made.train = functools.partial(made.train, callbacks=[OnRow(lambda row: listeners[0](row, made.total))])
     return made
 
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from tests.training.small_learner import collect, differ, make, make_model
+from tests.training.test_loop import run_control
 from tunix_like import AlgorithmConfig, GRPOConfig, GRPOLearner, RolloutConfig
 from tunix_like.algorithms.objective import build_objective, resolve
-from tunix_like.cli import screen
 from tunix_like.config.load import keys
 from tunix_like.rewards import REWARDS, Scores
 from tunix_like.rollout.collection import training_batch
 from tunix_like.rollout.episodes import Episode
 from tunix_like.rollout.rollouts import Rollout, Task
 from tunix_like.rollout.samples import pick_samples
-from tunix_like.training import diagnosis
+from tunix_like.training import diagnosis, display
 from tunix_like.training.diagnosis import REPEAT_AFTER, SignalWatch, diagnose, has_signal
 from tunix_like.types import Completions, Problem
 
@@ -201,7 +201,7 @@ def test_samples_are_best_and_worst_of_a_group_with_different_rewards():
 )
 def test_table_of_samples_has_the_number_of_scored_completions(capsys, rewards, known, lines):
     rollout, _, advantages = made([rewards])
-    screen.show_samples(3, pick_samples(rollout, advantages))
+    display.show_samples(3, pick_samples(rollout, advantages))
     title, *table = capsys.readouterr().out.splitlines()
     assert title == f'step 3, prompt "prompt 0\\x1b[2J"{known}'
     cells = [[cell.strip() for cell in line.split("│")[1:3]] for line in table if "│" in line]
@@ -218,9 +218,10 @@ def test_samples_of_trajectories_contain_all_turns():
 
 
 def test_samples_are_printed_after_the_line_of_their_step(capsys):
-    lines, (rollout, _, advantages) = screen.StepLines(), made(TIED)
-    lines.on_samples(1, pick_samples(rollout, advantages))
-    for step in (1, 2):
-        lines.on_row({"step": step}, 2)
+    lines, (rollout, _, advantages) = display.StepLines(), made(TIED)
+    run = run_control(2, step=1)
+    lines.on_row(run, {"step": 1})
+    lines.on_samples(run, pick_samples(rollout, advantages))
+    lines.on_row(run, {"step": 2})
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("train", "step"))]
     assert [line.split(",")[0] for line in said] == ["train 1/2", "step 1", "train 2/2"]

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import tunix_like
+from tests.callbacks import OnRow
 from tests.tiny_model import HF
 from tunix_like import MaxRLConfig, MaxRLLearner, OptimizerConfig, RLTrainingConfig, RolloutConfig, UserError
 from tunix_like.data import reverse_text
@@ -47,7 +48,6 @@ class Watched:
                 **training,
             ),
             metric_fns=[self._keep],
-            on_row=lambda row, total: self.rows.append(dict(row)),
         )
         generate = self.learner.engine.generate
         self.learner.engine.generate = lambda params, requests, *rest: (
@@ -59,7 +59,7 @@ class Watched:
         return {}
 
     def train(self, data, **arguments):
-        self.learner.train(data, batch_size=BATCH, **arguments)
+        self.learner.train(data, batch_size=BATCH, callbacks=[OnRow(self.rows.append)], **arguments)
         return self
 
     def params(self):

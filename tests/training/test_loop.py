@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.callbacks import OnRow
+from tunix_like import RunControl
 from tunix_like.errors import NotSaved, UserError
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.metrics import MetricsLog, rows
@@ -70,11 +72,20 @@ class Counting(Trainer):
         return bool(row["count/sum"] == self.end_at)
 
 
-def run(phase, *, checkpoints, log, checkpoint_every, on_row, **more) -> int:
+def run_control(total, step=0):
+    """Returns what a callback gets from a run of RL."""
+    trainer = type("RL", (Counting,), {"name": "train", "step_key": "step"})(total)
+    trainer.done = step
+    return RunControl(trainer)
+
+
+def run(phase, *, checkpoints, log, checkpoint_every, on_row=None, **more) -> int:
     """Runs a phase with these files. Returns the number of its last step."""
     phase.files = (checkpoints, log)
-    phase.training = types.SimpleNamespace(checkpoint_every_n_steps=checkpoint_every, changed_inputs="warn")
-    loop.run(phase, on_row, **more)
+    phase.training = types.SimpleNamespace(
+        checkpoint_every_n_steps=checkpoint_every, changed_inputs="warn", eval_every_n_steps=None
+    )
+    loop.run(phase, more.pop("callbacks", [] if on_row is None else [OnRow(on_row)]), **more)
     return phase.done
 
 
@@ -88,8 +99,7 @@ class Watched(Checkpoints):
 
 def go(phase, folder, *, every=2, seen=None, **more) -> int:
     with Watched(folder / "checkpoints", 10) as checkpoints:
-        on_row = (lambda row: None) if seen is None else seen.append
-        kinds = {"checkpoint_every": every, "on_row": on_row} | more
+        kinds = {"checkpoint_every": every, "on_row": None if seen is None else seen.append} | more
         return run(phase, checkpoints=checkpoints, log=MetricsLog(folder), **kinds)
 
 
@@ -136,15 +146,13 @@ def test_processes_synchronize_after_an_end_that_all_reach(monkeypatch, end, rai
     monkeypatch.setattr(loop, "gather", lambda value: meetings.append(value) or [value])
     phase = Counting(5, at={2: end})
     with pytest.raises(raised) if raised else contextlib.nullcontext():
-        run(phase, checkpoints=None, log=MetricsLog(None), checkpoint_every=9, on_row=lambda row: None)
+        run(phase, checkpoints=None, log=MetricsLog(None), checkpoint_every=9)
     assert len(meetings) == met
 
 
 def test_without_files():
     seen = []
-    done = run(
-        Counting(3), checkpoints=None, log=MetricsLog(None), checkpoint_every=1, on_row=lambda row: seen.append(row)
-    )
+    done = run(Counting(3), checkpoints=None, log=MetricsLog(None), checkpoint_every=1, on_row=seen.append)
     assert done == 3 and [row["count/step"] for row in seen] == [1, 2, 3]
 
 
@@ -261,7 +269,6 @@ def test_checkpoint_is_complete_before_stopped_is_raised(tmp_path):
                 checkpoints=checkpoints,
                 log=MetricsLog(tmp_path),
                 checkpoint_every=10,
-                on_row=lambda row: None,
             )
         assert waits[waits.index("save") :] == ["save", "wait"]
 
@@ -305,7 +312,6 @@ def test_a_signal_without_checkpoints_stops_too():
             checkpoints=None,
             log=MetricsLog(None),
             checkpoint_every=1,
-            on_row=lambda row: None,
         )
     assert stopped.value.message == "stopped by a signal after step 1, nothing is saved"
 
@@ -343,8 +349,8 @@ def test_a_signal_that_is_ignored_stays_ignored(tmp_path, number):
 def plain(phase, folder, every=1):
     """As `go`, with checkpoints that do not check the rows on disk."""
     with Checkpoints(folder / "checkpoints", 10) as checkpoints:
-        log, on_row = MetricsLog(folder), lambda row: None
-        return run(phase, checkpoints=checkpoints, log=log, checkpoint_every=every, on_row=on_row)
+        log = MetricsLog(folder)
+        return run(phase, checkpoints=checkpoints, log=log, checkpoint_every=every)
 
 
 @pytest.fixture
@@ -425,7 +431,7 @@ def test_nothing_is_saved_if_another_process_has_the_run(tmp_path):
         raise UserError("no longer this process's run")
 
     with Checkpoints(tmp_path / "checkpoints", 10) as checkpoints, pytest.raises(UserError, match="no longer"):
-        kinds = {"checkpoint_every": 2, "on_row": lambda row: None, "before_save": refuse}
+        kinds = {"checkpoint_every": 2, "before_save": refuse}
         run(Counting(), checkpoints=checkpoints, log=MetricsLog(tmp_path), **kinds)
     assert saved(tmp_path) == []
 

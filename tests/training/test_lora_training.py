@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import tunix_like
+from tests.callbacks import OnRow
 from tests.tiny_model import HF
 from tunix_like import GRPOConfig, GRPOLearner, LoraConfig, OptimizerConfig, RolloutConfig, UserError, add_lora
 from tunix_like.config.schema import MeshConfig, RLTrainingConfig, SFTConfig
@@ -279,7 +280,7 @@ def test_supervised_fine_tuning_trains_adapters_alone(tmp_path):
     kinds = {"quantize": "int8", "param_dtype": jnp.bfloat16, "dtype": jnp.bfloat16}
     trainer = sft_of(adapted(**kinds), output_dir=str(tmp_path))
     frozen, rows = copied(trainer.frozen), []
-    trainer.train(ROWS, on_row=rows.append)
+    trainer.train(ROWS, callbacks=[OnRow(rows.append)])
     assert max(leaf.size for leaf in jax.tree.leaves(trainer.state.opt_state)) == 4 * 64
     assert rows[-1]["sft/loss"] < 0.8 * rows[0]["sft/loss"]
     assert_same(copied(trainer.frozen), frozen)

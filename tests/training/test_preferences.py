@@ -14,6 +14,7 @@ from flax import nnx
 from flax.nnx.traversals import flatten_mapping
 
 import tunix_like
+from tests.callbacks import OnRow
 from tests.tiny_model import HF
 from tunix_like import (
     DPOLearner,
@@ -74,16 +75,16 @@ def make(preference=LOSSES["sigmoid"], *, model=None, learner=DPOLearner, **give
     made = learner(
         model=make_model() if model is None else model, tokenizer=tokenizer, preference_config=preference,
         rollout_config=rollout, training_config=RLTrainingConfig(**settings),
-        on_row=lambda row, total: found.append(dict(row)), **own,
+        **own,
     )  # fmt: skip
-    found = made._found = []
     return made
 
 
 def collect(learner, rows=ROWS, held_out=None, **given):
-    learner._found.clear()
-    learner.train(rows, held_out, **{"batch_size": 4, "shuffle": False} | given)
-    return list(learner._found)
+    found = []
+    watch = OnRow(lambda row: found.append(dict(row)))
+    learner.train(rows, held_out, **{"batch_size": 4, "shuffle": False, "callbacks": [watch]} | given)
+    return found
 
 
 def log_sums(model, prompts, answers):

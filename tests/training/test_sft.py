@@ -14,6 +14,7 @@ from flax import nnx
 from transformers import AutoTokenizer
 
 import tunix_like
+from tests.callbacks import OnRow
 from tests.data.test_chat import make_tokenizer
 from tests.tiny_model import HF as TINY
 from tests.tiny_model import letters_backend
@@ -91,7 +92,9 @@ def test_loss_equals_the_likelihood_and_the_model_is_updated():
     model = make_model()
     before, expected = params_of(model), float(naive_nll(model, ROWS))
     rows = []
-    last = make(model=model, train_micro_batch_size=3).train(ROWS, on_row=lambda row: rows.append(dict(row)))
+    last = make(model=model, train_micro_batch_size=3).train(
+        ROWS, callbacks=[OnRow(lambda row: rows.append(dict(row)))]
+    )
     assert [row["sft/step"] for row in rows] == [1, 2]
     assert rows[0]["sft/loss"] == pytest.approx(float(expected), rel=1e-5)
     assert rows[0]["sft/learning_rate"] == pytest.approx(1e-2) and "sft/grad_norm" in rows[0]
@@ -107,7 +110,7 @@ def test_a_second_call_without_a_folder_continues():
     rows, model, whole = [], make_model(), make_model()
     two = make(model=model, sft={"batch_size": 3})
     for _ in range(2):
-        two.train(ROWS, on_row=lambda row: rows.append(dict(row)))
+        two.train(ROWS, callbacks=[OnRow(lambda row: rows.append(dict(row)))])
     make(4, model=whole, sft={"batch_size": 3}).train(ROWS)
     assert [row["sft/step"] for row in rows] == [1, 2, 3, 4]
     jax.tree.map(np.testing.assert_array_equal, params_of(model), params_of(whole))
@@ -190,7 +193,7 @@ def test_resumed_run_equals_the_uninterrupted_run(tmp_path):
     whole.train(ROWS)
     make(3, output_dir=str(tmp_path / "parts"), checkpoint_every_n_steps=2).train(ROWS)
     second, began = make(6, output_dir=str(tmp_path / "parts")), []
-    second.train(ROWS, on_row=lambda row: began.append(row["sft/step"]))
+    second.train(ROWS, callbacks=[OnRow(lambda row: began.append(row["sft/step"]))])
     assert began == [4, 5, 6]
     jax.tree.map(np.testing.assert_array_equal, params_of(second.model), params_of(whole.model))
     assert [row["sft/loss"] for row in metric_rows(tmp_path / "parts")] == [
@@ -221,7 +224,7 @@ def test_damaged_checkpoint_is_replaced_by_the_previous_one(tmp_path, caplog):
     (file,) = (tmp_path / "sft_checkpoints" / "3" / "state" / "d").iterdir()
     file.write_bytes(file.read_bytes()[:-1])
     again, began = make(3, output_dir=str(tmp_path)), []
-    again.train(ROWS, on_row=lambda row: began.append(row["sft/step"]))
+    again.train(ROWS, callbacks=[OnRow(lambda row: began.append(row["sft/step"]))])
     assert began == [3] and "step 2 is used instead" in caplog.text
 
 
@@ -253,7 +256,7 @@ def command(monkeypatch, tmp_path):
     seen.parts = Parts(
         Config(sft=SFTConfig(max_steps=1)), MaxRLLearner, source, None, None, [("length", len, 1.0)], None
     )
-    seen.run = lambda follows: recipe.fine_tune(seen.parts, tmp_path, lambda row, total: None, another_follows=follows)
+    seen.run = lambda follows: recipe.fine_tune(seen.parts, tmp_path, [], another_follows=follows)
     return seen
 
 
@@ -287,10 +290,10 @@ def test_evaluation_of_a_command_gets_its_step(command, monkeypatch, tmp_path):
 
 
 def test_signal_in_the_last_step_stops_before_another_phase():
-    term = lambda row: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
-    assert make(1).train(ROWS, on_row=term)["sft/step"] == 1
+    term = [OnRow(lambda row: os.kill(os.getpid(), signal.SIGTERM))]
+    assert make(1).train(ROWS, callbacks=term)["sft/step"] == 1
     with pytest.raises(Stopped):
-        make(1).train(ROWS, on_row=term, another_follows=True)
+        make(1).train(ROWS, callbacks=term, another_follows=True)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Prints the output of `train` and `sft`: a summary of the run, step lines, samples and the final table."""
+"""Prints the output of `train` and `sft` besides the steps: a summary of the run and the final table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from tunix_like.data.stream import check_prompts, render, usable
-from tunix_like.rollout.samples import Samples
 from tunix_like.runs.build import Parts
 from tunix_like.runs.describe import describe
 from tunix_like.runtime import console, processes, progress
@@ -55,39 +54,6 @@ def _both_ends(values: str | list[int], most: int) -> str:
     return repr(values) if len(values) <= most else f"{values[:half]!r} ... {values[-half:]!r}"
 
 
-class StepLines:
-    """Prints a line for each RL step and for selected SFT steps, with example completions of a step below its line."""
-
-    def __init__(self) -> None:
-        self._samples: list[tuple[int, Samples]] = []
-
-    def on_row(self, row: dict[str, Any], total: int | None) -> None:
-        if console.is_shown(row, total):
-            console.print_text(console.row_line(row, total))
-        while self._samples:
-            show_samples(*self._samples.pop())
-
-    def on_samples(self, step: int, samples: Samples) -> None:
-        self._samples.append((step, samples))
-
-
-def show_samples(step: int, samples: Samples) -> None:
-    """Prints the best and the worst completion of a prompt; only one completion if all rewards are equal."""
-    chosen = {"best": samples.best, "worst": samples.worst}
-    if samples.scored == 0 or samples.best.reward == samples.worst.reward:
-        names = {0: "none scored", 1: "one scored", samples.size: f"all {samples.size} equal"}
-        chosen = {names.get(samples.scored, f"{samples.scored} scored, equal"): samples.best}
-    rows = [
-        (name, f"{each.reward:g}" if samples.scored else "-", f"{each.advantage:.3g}",
-         f"{each.length}{'' if each.finished else ' (cut)'}", console.excerpt(each.text, 600))
-        for name, each in chosen.items()
-    ]  # fmt: skip
-    prompt = console.excerpt(samples.prompt, 300).replace("\n", "\\n")
-    known = "" if samples.scored == samples.size else f", {samples.scored} of {samples.size} completions scored"
-    columns = ["", "reward", "advantage", "tokens", "completion"]
-    console.table(f'step {step}, prompt "{prompt}"{known}', columns, rows, texts=columns[-1:])
-
-
 def results(place: str | Path, parts: Parts, learner: Learner | DPOLearner) -> None:
     """Prints what `train` shows at the end: the evaluations, the best checkpoint, the run folder and, if the data
     source can draw problems, a drawing of one problem."""
@@ -109,8 +75,9 @@ def closing_table(place: str | Path, parts: Parts) -> None:
     if (metric := parts.config.training.best_metric) is not None:
         _say_best(folder, metric, place)
     console.print_text(
-        f"run folder: {place} (tunix-like eval | generate | export | report {place}). To continue, raise "
-        "training.max_steps; to start anew, set another training.output_dir or delete the folder."
+        f"run folder: {place} (tunix-like eval | generate | export | report {place}). To continue a run "
+        "that did not end early, raise training.max_steps; to start anew, set another training.output_dir or delete "
+        "the folder."
     )
 
 

@@ -22,6 +22,7 @@ def train(arguments: argparse.Namespace) -> None:
     from tunix_like.runtime import processes
     from tunix_like.runtime.object_storage import exists, is_remote
     from tunix_like.storage.mirror import local_folder
+    from tunix_like.training.display import StepLines
 
     parts = build.assemble(config, abstract=arguments.dry_run)
     place = run_folder(config, arguments.config, str(parts.config.algorithm.advantage_estimator))
@@ -43,11 +44,12 @@ def train(arguments: argparse.Namespace) -> None:
         if processes.is_first():  # only the first process writes to the folder
             output.set_fallback_folder(folder)
 
-    lines = screen.StepLines()
     unsaved: NotSaved | None = None
     try:
-        with recipe.prepared(parts, place, lines.on_row, lines.on_samples, on_claim) as learner:
-            learner.train(parts.source.train, parts.source.eval, **recipe.data_options(parts.config))
+        with recipe.prepared(parts, place, [StepLines()], on_claim) as learner:
+            learner.train(
+                parts.source.train, parts.source.eval, callbacks=[StepLines()], **recipe.data_options(parts.config)
+            )
     except NotSaved as error:
         if error.stopped:
             raise
@@ -70,6 +72,7 @@ def sft(arguments: argparse.Namespace) -> None:
     from tunix_like.runtime import processes
     from tunix_like.storage.mirror import local_folder
     from tunix_like.storage.run_lock import owned
+    from tunix_like.training.display import StepLines
 
     parts = build.assemble(config)
     place = run_folder(config, arguments.config, "sft")
@@ -80,8 +83,7 @@ def sft(arguments: argparse.Namespace) -> None:
         claim(place, parts)
         if processes.is_first():
             output.set_fallback_folder(folder)
-        lines = screen.StepLines()
-        unsaved = recipe.fine_tune(parts, folder, lines.on_row, another_follows=False)
+        unsaved = recipe.fine_tune(parts, folder, [StepLines()], another_follows=False)
     if unsaved is not None:
         raise unsaved
     console.print_text(f"supervised fine-tuning is done: tunix-like eval {place}, tunix-like export {place} OUT")

@@ -499,14 +499,24 @@ class OptimizerConfig(Checked):
 
     section = "optimizer"
     learning_rate: float = key(1e-6, doc="peak learning rate", above=0)
-    schedule: str = key("constant", doc="after the warm-up", choices=("constant", "linear", "cosine"))
+    schedule: str = key("constant", doc="after the warm-up", choices=("constant", "linear", "cosine", "exponential"))
     warmup_steps: int = key(0, doc="linear warm-up", at_least=0)
-    end_fraction: float = key(0.1, doc="linear, cosine: last rate / peak", at_least=0, at_most=1)
+    end_fraction: float = key(
+        0.1, doc="linear, cosine, exponential: last rate / peak; above 1 (rising) only exponential", at_least=0
+    )
     weight_decay: float = key(0.0, doc="of matrices only", at_least=0)
     b1: float = key(0.9, doc="decay of the first moment", at_least=0, below=1)
     b2: float = key(0.99, doc="decay of the second moment", at_least=0, below=1)
     eps: float = key(1e-8, doc="added to the root of the second moment", above=0)
     max_grad_norm: float | None = key(1.0, doc="of the global norm; null: off", above=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        exponential = self.schedule == "exponential"
+        if self.end_fraction > 1 and not exponential:
+            raise UserError(f"{self.section}.end_fraction: got {self.end_fraction}; it must be at most 1.")
+        if self.end_fraction == 0 and exponential:
+            raise UserError(f"{self.section}.end_fraction: got 0; with the schedule 'exponential' set it above 0.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -566,6 +576,10 @@ class RLTrainingConfig(Checked):
     loggers: list[str] = key(
         ["tensorboard"],
         doc="of tensorboard, wandb, trackio; metrics.jsonl is always written",
+    )
+    callbacks: list[dict[str, Any]] | None = key(
+        doc="list of {name, <its parameters>}; a name is early_stopping, rate_probe, FILE.py:CLASS or "
+        "package.module:CLASS"
     )
     profile_steps: list[int] | None = key(doc="first and last step of a trace in profile/, e.g. [5, 6]")
     max_skipped_updates: int = key(

@@ -43,6 +43,7 @@ from tunix_like.rollout.rollouts import WeightedReward
 from tunix_like.runs.reward_functions import reward_entries, reward_functions
 from tunix_like.runtime.profile import check_profile_steps
 from tunix_like.storage.loggers import check_loggers
+from tunix_like.training.callbacks import named_callbacks
 from tunix_like.training.critic import check_critic, new_critic, resolve_critic
 from tunix_like.training.engine import check_routing_replay, check_staleness, make_engine, training_devices
 from tunix_like.training.learner import Learner
@@ -147,6 +148,7 @@ def _check_shared(config: Config) -> None:
     ks_of(config.eval)
     check_profile_steps(config.training.profile_steps)
     check_loggers(config.training.loggers)
+    named_callbacks(config.training.callbacks)
     if config.model.path is None and config.model.config is None:
         raise UserError("model.path: set a model folder or hub id, or set model.config and model.init: random.")
 

@@ -33,6 +33,7 @@ CHANGEABLE = (
     "training.log_rollouts_every_n_steps",
     "training.log_samples_every_n_steps",
     "training.loggers",
+    "training.callbacks",
     "training.profile_steps",
     "training.changed_inputs",
     "training.train_micro_batch_size",

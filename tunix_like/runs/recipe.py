@@ -19,29 +19,29 @@ from tunix_like.environments.arguments import check_turns
 from tunix_like.errors import NotSaved, UserError
 from tunix_like.rewards import Judge
 from tunix_like.rollout.engines.registry import EngineSetup, engine_of, find_engine
-from tunix_like.rollout.samples import Samples
 from tunix_like.runs.build import Parts, assemble
 from tunix_like.runs.folder import claim, run_folder
 from tunix_like.runtime import console, processes
-from tunix_like.runtime.processes import by_first
-from tunix_like.runtime.progress import OnRow, watched
 from tunix_like.storage.mirror import local_folder
 from tunix_like.storage.run_lock import owned
+from tunix_like.training.callbacks import Callback, check_callbacks
+from tunix_like.training.display import displayed
 from tunix_like.training.learner import Learner
 from tunix_like.training.preferences import DPOLearner
 from tunix_like.training.sft import SFTTrainer
 from tunix_like.types import Engine
 
 
-def run(config: Config | str | Path, overrides: Sequence[str] = (), *, on_row: OnRow | None = None) -> dict[str, Any]:
+def run(
+    config: Config | str | Path, overrides: Sequence[str] = (), *, callbacks: Sequence[Callback] = ()
+) -> dict[str, Any]:
     """Trains a model as `tunix-like train` does: SFT, RL and evaluations, with a run folder. A second call with the
     same config resumes the run.
 
     Args:
       config: a YAML file, or a `tunix_like.config.schema.Config`.
       overrides: `key=value` strings, e.g. `["training.seed=1"]`; ignored if `config` is a `Config`.
-      on_row: called with every row of metrics when the row is logged. Without this function, progress and metrics are
-        shown in a notebook and on a terminal.
+      callbacks: as in `Learner.train`. Of SFT before it, only those that show progress are told.
 
     Returns:
       the last row of metrics.
@@ -52,20 +52,22 @@ def run(config: Config | str | Path, overrides: Sequence[str] = (), *, on_row: O
     """
     name = "run" if isinstance(config, Config) else config
     config = config if isinstance(config, Config) else load(config, overrides)
+    check_callbacks(callbacks)
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(watched(on_row))
+        all_callbacks = stack.enter_context(displayed(callbacks))
         parts = assemble(config)
         folder = run_folder(config, name, str(parts.config.algorithm.advantage_estimator))
-        learner = stack.enter_context(prepared(parts, folder, listener))
-        return learner.train(parts.source.train, parts.source.eval, **data_options(parts.config))
+        displays = [callback for callback in all_callbacks if callback.shows_progress]
+        learner = stack.enter_context(prepared(parts, folder, displays))
+        options = data_options(parts.config)
+        return learner.train(parts.source.train, parts.source.eval, callbacks=all_callbacks, **options)
 
 
 @contextlib.contextmanager
 def prepared(
     parts: Parts,
     place: str | Path,
-    on_row: OnRow,
-    on_samples: Callable[[int, Samples], None] | None = None,
+    callbacks: Sequence[Callback] = (),
     on_claim: Callable[[], None] = lambda: None,
 ) -> Iterator[Learner | DPOLearner]:
     """Context manager that prepares the run folder, runs SFT (if configured), and yields the learner for RL.
@@ -75,8 +77,7 @@ def prepared(
 
     Args:
       place: the run folder, or its address in object storage.
-      on_row: called with every row of metrics.
-      on_samples: called with the step and its best and worst completion of one prompt; see `Learner`.
+      callbacks: told of SFT. Those of RL are an argument of `Learner.train`.
       on_claim: called after the folder was checked and the config of the run was written into it (`folder.claim`).
     """
     source, unsaved, folder = parts.source, None, local_folder(place)
@@ -87,8 +88,8 @@ def prepared(
         check_judges(parts)
         with compared_once(source.train, source.eval), chosen_engine(parts, folder) as engine:
             if parts.config.sft.max_steps:
-                unsaved = fine_tune(parts, folder, on_row, another_follows=True)
-            yield make_learner(parts, folder, on_row, on_samples, engine)
+                unsaved = fine_tune(parts, folder, callbacks, another_follows=True)
+            yield make_learner(parts, folder, engine)
     if unsaved is not None:
         raise unsaved
 
@@ -133,7 +134,7 @@ def check_judges(parts: Parts) -> None:
     """Prints one line about each judge of the rewards. Raises UserError if it does not answer."""
     for name, function, _ in parts.rewards:
         if isinstance(function, Judge):
-            model = by_first(function.check)
+            model = processes.by_first(function.check)
             console.print_text(f"{name:>9}: {function.url}, model {model}")
 
 
@@ -151,18 +152,12 @@ def check_servers(parts: Parts) -> None:
         raise UserError(f"dry run: {len(unfit)} of {len(answers)} servers of rollout.urls cannot be used; see above.")
 
 
-def make_learner(
-    parts: Parts,
-    folder: Path,
-    on_row: OnRow,
-    on_samples: Callable[[int, Samples], None] | None = None,
-    engine: Engine | None = None,
-) -> Learner | DPOLearner:
+def make_learner(parts: Parts, folder: Path, engine: Engine | None = None) -> Learner | DPOLearner:
     """Builds the learner of the config, which trains the run's model in place. Without an engine, this process
     samples."""
     config = parts.config
     if issubclass(parts.learner, DPOLearner):
-        return _make_pair_learner(parts, parts.learner, folder, on_row)
+        return _make_pair_learner(parts, parts.learner, folder)
     return parts.learner(
         model=parts.model,
         tokenizer=parts.tokenizer,
@@ -182,12 +177,10 @@ def make_learner(
         engine=engine,
         success_threshold=config.rewards.success_threshold,
         source_estimators=parts.source_estimators,
-        on_row=on_row,
-        on_samples=on_samples,
     )
 
 
-def _make_pair_learner(parts: Parts, learner: type[DPOLearner], folder: Path, on_row: OnRow) -> DPOLearner:
+def _make_pair_learner(parts: Parts, learner: type[DPOLearner], folder: Path) -> DPOLearner:
     """Builds a learner on pairs of completions. If there are rewards, its evaluations also sample and score answers."""
     config, evaluate, names = parts.config, None, list[str]()
     if len(parts.source.eval) and parts.rewards:
@@ -204,36 +197,32 @@ def _make_pair_learner(parts: Parts, learner: type[DPOLearner], folder: Path, on
         mesh=parts.mesh,
         evaluate=evaluate,
         metrics_of_evaluate=names,
-        on_row=on_row,
     )
 
 
-def fine_tune(parts: Parts, folder: Path, on_row: OnRow, another_follows: bool) -> NotSaved | None:
-    """Runs SFT on the run's model in place. If the last checkpoint cannot be written and no signal stopped SFT, the
-    error is returned, so that the run can continue."""
+def fine_tune(parts: Parts, folder: Path, callbacks: Sequence[Callback], another_follows: bool) -> NotSaved | None:
+    """Runs SFT on the run's model in place. `training.callbacks` are those of training that follows. If the last
+    checkpoint cannot be written and no signal stopped SFT, the error is returned, so that the run can continue."""
     config, evaluate, evaluator = parts.config, None, None
     if len(parts.source.eval) and parts.judged:
         quick = dataclasses.replace(config.eval, samples=1, k=[1], batch_size=4 * config.eval.batch_size)
         evaluator = parts.evaluator(quick)
         kept = folder / "rollouts" / "sft_eval" if processes.is_first() else None
         evaluate = lambda params, step: evaluator(params, rollouts=kept, step=step).metrics  # noqa: E731
+    training = dataclasses.replace(config.training, output_dir=str(folder))
+    training = dataclasses.replace(training, callbacks=None) if another_follows else training
     trainer = SFTTrainer(
         model=parts.model,
         tokenizer=parts.tokenizer,
         sft_config=config.sft,
         rollout_config=config.rollout,
-        training_config=dataclasses.replace(config.training, output_dir=str(folder)),
+        training_config=training,
         mesh=parts.mesh,
         evaluate=evaluate,
     )
-    total = config.sft.max_steps
+    options = {"shuffle": config.data.shuffle, "another_follows": another_follows}
     try:
-        trainer.train(
-            parts.source.train,
-            on_row=lambda row: on_row(row, total),
-            shuffle=config.data.shuffle,
-            another_follows=another_follows,
-        )
+        trainer.train(parts.source.train, callbacks=callbacks, **options)
     except NotSaved as error:
         if error.stopped:
             raise

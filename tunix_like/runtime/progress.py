@@ -7,6 +7,7 @@ operations are wrapped in `task()`, which does nothing if progress output is off
 
 from __future__ import annotations
 
+import base64
 import collections
 import contextlib
 import sys
@@ -68,35 +69,48 @@ class _Task:
 
 
 class _Cell:
-    """The progress in a cell of a notebook: one text, replaced while the cell runs, with a line for each evaluation and
-    each finished task."""
+    """The progress in a cell of a notebook: a figure and below it a text, both replaced while the cell runs. The text
+    has the newest evaluation, the newest step and a line for each finished task."""
 
     def __init__(self) -> None:
         self._id = uuid.uuid4().hex
         self._shown: str | None = None
         self._lines: list[str] = []
-        self._newest = ""
+        self._evaluated = self._newest = ""
         self._lock = threading.Lock()
 
     def add(self, row: Mapping[str, Any], total: int | None) -> None:
         self._newest = console.row_line(row, total)
         if any("eval/" in name for name in row):
-            self._lines, self._newest = [*self._lines, self._newest], ""
+            self._evaluated, self._newest = self._newest, ""
 
     def end(self, line: str) -> None:
-        """Keeps the metrics of the last step and the last line of a task."""
-        self._lines, self._newest = [*self._lines, *filter(None, [self._newest]), line], ""
+        """Keeps the metrics of the last step and the last line of a task that had steps."""
+        if self._evaluated or self._newest:
+            self._lines = [*self._lines, *filter(None, [self._evaluated, self._newest]), line]
+        self._evaluated = self._newest = ""
 
     def show(self, line: str) -> None:
-        from IPython.display import display, update_display
-
-        text = visible("\n".join(filter(None, [*self._lines, self._newest, line])))
+        text = visible("\n".join(filter(None, [*self._lines, self._evaluated, self._newest, line])))
         with self._lock:
             if text != (self._shown or ""):
-                (display if self._shown is None else update_display)(
-                    {"text/plain": text}, raw=True, display_id=self._id
-                )
+                self._replace("text", {"text/plain": text})
                 self._shown = text
+
+    def figure(self, png: bytes, width: int) -> None:
+        """Shows a picture that is `width` CSS pixels wide."""
+        data = {"image/png": base64.b64encode(png).decode(), "text/plain": "curves of the run"}
+        with self._lock:
+            self._replace("figure", data, {"image/png": {"width": width}})
+
+    def _replace(self, part: str, data: dict[str, str], metadata: dict[str, Any] | None = None) -> None:
+        from IPython.display import display, update_display
+
+        if self._shown is None:  # the order of the first outputs is that in the cell
+            for name in ("figure", "text"):
+                display({"text/plain": ""}, raw=True, display_id=f"{self._id}-{name}")
+            self._shown = ""
+        update_display(data, metadata=metadata, raw=True, display_id=f"{self._id}-{part}")
 
 
 class _Display:
@@ -215,26 +229,32 @@ def shown(*, lines: bool = True, every: float = 30.0) -> Iterator[None]:
         _SHOWN = before
 
 
-OnRow = Callable[[dict[str, Any], int | None], None]
-"""`f(row, total)`: receives a row of metrics and the number of steps (None if unknown)."""
-
-
 @contextlib.contextmanager
-def watched(on_row: OnRow | None) -> Iterator[OnRow]:
-    """Yields `on_row`. If it is None, shows progress and rows of metrics in a notebook or on a terminal, and yields the
-    function that receives the rows. Shows nothing if there is neither, or if progress is shown already."""
-    if on_row is not None or _SHOWN is not None or not (console.in_notebook() or console.has_bottom_line()):
-        yield on_row or (lambda row, total: None)
+def watched() -> Iterator[bool]:
+    """Shows progress in a notebook or on a terminal. Yields False, and shows nothing, if there is neither or if
+    progress is shown already."""
+    if _SHOWN is not None or not (console.in_notebook() or console.has_bottom_line()):
+        yield False
         return
     with shown():
-        yield _show_row
+        yield True
 
 
-def _show_row(row: dict[str, Any], total: int | None) -> None:
+def in_cell() -> bool:
+    """Returns whether progress is shown in a cell of a notebook."""
+    return _SHOWN is not None and _SHOWN.cell is not None
+
+
+def show_row(row: Mapping[str, Any], total: int | None) -> None:
+    """Shows the line of a row of metrics in the cell of a notebook, if progress is shown there."""
     if _SHOWN is not None and _SHOWN.cell is not None:
         _SHOWN.cell.add(row, total)
-    elif console.is_shown(row, total):
-        console.print_text(console.row_line(row, total))
+
+
+def show_figure(png: bytes, width: int) -> None:
+    """Shows a picture, `width` CSS pixels wide, above the progress in the cell of a notebook."""
+    if _SHOWN is not None and _SHOWN.cell is not None:
+        _SHOWN.cell.figure(png, width)
 
 
 @contextlib.contextmanager

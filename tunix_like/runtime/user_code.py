@@ -99,10 +99,11 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
     module = _load_file(Path(place), label) if place.endswith(".py") else _import(place, label)
     function = getattr(module, wanted, None)
     if not callable(function):
+        classes = what.endswith(("Environment", "Engine", "Callback"))
         functions = sorted(
             key
             for key, value in vars(module).items()
-            if inspect.isfunction(value) or (what.endswith(("Environment", "Engine")) and inspect.isclass(value))
+            if inspect.isfunction(value) or (classes and inspect.isclass(value))
             if not key.startswith("_") and value.__module__ == module.__name__
         )
         raise UserError(f"{label}: {place} has no function '{wanted}'; it has: {', '.join(functions) or 'none'}.")

@@ -158,6 +158,11 @@ class Checkpoints:
             self._writer.join()
             self._writer = None
 
+    @property
+    def idle(self) -> bool:
+        """Whether no save is running in this process."""
+        return self._writer is None or not self._writer.is_alive()
+
     def steps(self) -> list[int]:
         """Waits for a running save, and returns the step numbers of all complete checkpoints, ascending."""
         self._settle()

@@ -46,7 +46,7 @@ from tunix_like.rollout.collection import Collector, training_batch
 from tunix_like.rollout.engines.registry import check_engine
 from tunix_like.rollout.files import FirstFailure, RolloutFiles, saved_on_failure
 from tunix_like.rollout.rollouts import Rollout, Task, WeightedReward, weighted_rewards
-from tunix_like.rollout.samples import Samples, pick_samples
+from tunix_like.rollout.samples import pick_samples
 from tunix_like.runtime import progress
 from tunix_like.runtime.processes import by_first
 from tunix_like.runtime.profile import Clock, Compilations, Profile
@@ -61,8 +61,10 @@ from tunix_like.training.arguments import (
     resolve_algorithm,
     source_settings,
 )
+from tunix_like.training.callbacks import Callback
 from tunix_like.training.critic import Critic, resolve_critic
 from tunix_like.training.diagnosis import SignalWatch
+from tunix_like.training.display import shown
 from tunix_like.training.engine import CheckedEngine, check_routing_replay, check_staleness, make_engine
 from tunix_like.training.fingerprints import INPUTS, fingerprints
 from tunix_like.training.generation import generate_texts, with_rollout
@@ -127,10 +129,6 @@ class Learner(Trainer):
         process), a list of functions that the model can call as tools, or an object that runs environments, such as an
         `EnvironmentPool`. The rewards of environments are added to the rewards of `reward_fns`, which can be empty.
       environment_config: settings of the environment, such as the maximum number of turns.
-      on_row: `f(row, total steps or None)`, called with every logged row of metrics. Without this function, `train` and
-        `evaluate` show progress and metrics in a notebook and on a terminal.
-      on_samples: `f(step, samples)`, called at step 1 and every `log_samples_every_n_steps`. `samples` is a
-        `tunix_like.rollout.samples.Samples` with the best and the worst completion of one prompt.
 
     Raises:
       UserError: the config belongs to another learner, a key is set that has no effect, or a value is out of range.
@@ -166,8 +164,6 @@ class Learner(Trainer):
         engine: Engine | None = None,
         environment: Any = None,
         environment_config: EnvironmentConfig | None = None,
-        on_row: progress.OnRow | None = None,
-        on_samples: Callable[[int, Samples], None] | None = None,
     ):
         super().__init__(model, tokenizer, rollout_config, training_config, mesh)
         if ref_model is not None:
@@ -182,7 +178,6 @@ class Learner(Trainer):
         self.algo = resolve_algorithm(type(self), algo_config)
         self.eval_config = EvalConfig() if eval_config is None else eval_config
         self.metric_fns = tuple(metric_fns)
-        self._on_row, self._on_samples = on_row, on_samples
         self.player = make_player(environment, environment_config, self.tokenizer, self.rollout_config)
         self.tokenizer = self.tokenizer if self.player is None else self.player.tokenizer
         self.success_threshold = success_threshold
@@ -270,6 +265,7 @@ class Learner(Trainer):
         shuffle: bool = True,
         overlong_prompts: str = "skip",
         curriculum: Curriculum | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> dict[str, Any]:
         """Trains on a dataset of dicts with a `prompt` (text or messages) and any other columns.
 
@@ -285,13 +281,15 @@ class Learner(Trainer):
             with such prompts are always dropped.
           curriculum: draws the prompts by their estimated difficulty, for data with a length; `shuffle` then has no
             effect. An epoch has as many draws as there are rows.
+          callbacks: objects that are told of rows of metrics, samples and checkpoints, and can stop the run. Without a
+            callback that has `shows_progress`, progress and metrics are shown in a notebook and on a terminal.
 
         Returns:
           the last row of metrics. With `training_config.output_dir`, metrics, rollouts and checkpoints are written to
           this folder, and a second call resumes the run. Without a folder, a second call runs another `max_steps` steps
           (or one epoch), and continues step numbers, random numbers and the optimizer state. If the data is the same
           (object, batch size and shuffling), the second call continues with the next prompts. All calls of a learner,
-          and learners with equal settings, share compiled programs. With a `linear` or `cosine` schedule, the step is
+          and learners with equal settings, share compiled programs. Unless the schedule is `constant`, the step is
           compiled again if the number of the last step changes.
 
         Raises:
@@ -301,19 +299,20 @@ class Learner(Trainer):
           NotSaved: all steps are done, or a signal stopped the run, and the last checkpoint could not be written.
           EngineLost: the servers that generate completions, or the service of the environments, do not answer, or no
             completion could be scored in `training_config.max_unscored_steps` consecutive steps.
+          CallbackFailed: a callback raised an exception.
           SamplerDrifted: `training_config.later_logprob_gap` is "error", and the log-probabilities of sampler and
             trainer differed too much in a step after the first.
           Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT (Ctrl-C) stopped the run.
 
-        If a run with a folder ends with `EngineLost`, `SamplerDrifted`, `Stopped` or `Interrupted`, its last complete
-        step is saved.
+        If a run with a folder ends with `EngineLost`, `SamplerDrifted`, `CallbackFailed`, `Stopped` or `Interrupted`,
+        its last complete step is saved.
         """
         check_type("batch_size", batch_size, int, "give an integer of at least 1")
         if batch_size < 1:
             raise UserError(f"batch_size: got {batch_size}; give an integer of at least 1.")
         if eval_ds is not None:
             check_rows(eval_ds)
-        with owned(self.training.output_dir) as check_owner, progress.watched(self._on_row) as on_row:
+        with owned(self.training.output_dir) as check_owner, shown(self.training, callbacks) as all_callbacks:
             if self.folder is None and self.training.best_metric is not None:
                 raise UserError("training.best_metric: it needs an output folder; set training.output_dir.")
             self._begin()
@@ -321,7 +320,7 @@ class Learner(Trainer):
                 self.critic.begin(self.folder is not None)
             call = self._call = self._prepare(train_ds, eval_ds, batch_size, shuffle, overlong_prompts, curriculum)
             try:
-                last = run(self, lambda row: on_row(row, self.total), check_owner)
+                last = run(self, all_callbacks, check_owner)
             finally:
                 call.rollouts.close()
                 call.profile.close()
@@ -485,14 +484,14 @@ class Learner(Trainer):
     def _show(
         self, call: _Call, number: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]
     ) -> None:
-        """Writes completions and shows samples at the configured steps, and warns if there is no training signal."""
+        """Writes completions and picks samples at the configured steps, and warns if there is no training signal."""
         if number == 1 or number % self.training.log_rollouts_every_n_steps == 0:
             call.files.write(number, rollout, batch, advantages)
         if call.updates.objective.reads_rewards:
             call.signal_watch(number, rollout, batch, advantages)
         every = self.training.log_samples_every_n_steps
-        if self._on_samples is not None and every is not None and (number == 1 or number % every == 0):
-            self._on_samples(number, pick_samples(rollout, advantages))
+        due = every is not None and (number == 1 or number % every == 0)
+        self.samples = pick_samples(rollout, advantages) if due else None
 
     def _settings(self) -> dict[str, Any]:
         parts = {"algorithm": self.algo, "rollout": self.rollout_config, "training": self.training}
@@ -504,7 +503,7 @@ class Learner(Trainer):
         an error if `overlong_prompts` is "error"."""
         check_rows(eval_ds)
         try:
-            with progress.watched(self._on_row):
+            with progress.watched():
                 return self.evaluator(eval_ds, overlong_prompts)(self.params)
         finally:
             self._close_workers()

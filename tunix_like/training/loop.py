@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,12 +18,13 @@ import numpy as np
 
 from tunix_like.config.load import differences, with_defaults
 from tunix_like.config.schema import AlgorithmConfig, EnvironmentConfig, OptimizerConfig, RolloutConfig
-from tunix_like.errors import EngineLost, NotSaved, SamplerDrifted, UserError
+from tunix_like.errors import CallbackFailed, EngineLost, NotSaved, SamplerDrifted, UserError
 from tunix_like.models.lora import check_base
 from tunix_like.runtime import output, progress
 from tunix_like.runtime.processes import by_first, gather
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.metrics import MetricsLog
+from tunix_like.training.callbacks import Callback, Callbacks
 from tunix_like.training.fingerprints import INPUTS
 from tunix_like.training.trainer import Trainer
 
@@ -58,7 +59,7 @@ def _stopped_after(step: int, saved: bool) -> str:
 
 def run(
     trainer: Trainer,
-    on_row: Callable[[dict[str, Any]], None],
+    callbacks: Sequence[Callback] = (),
     before_save: Callable[[], None] = lambda: None,
     another_follows: bool = False,
 ) -> dict[str, Any]:
@@ -68,10 +69,10 @@ def run(
     A row of metrics is written before the checkpoint of its step. When a run resumes, the rows of steps after the
     checkpoint are removed. If a checkpoint cannot be written, a warning is logged and training continues to the next
     checkpoint. At the end, the weights are written back to the trainer's model. If a run with a folder ends with
-    `EngineLost`, `SamplerDrifted`, `Stopped` or `Interrupted`, its last complete step is saved.
+    `EngineLost`, `SamplerDrifted`, `CallbackFailed`, `Stopped` or `Interrupted`, its last complete step is saved.
 
     Args:
-      on_row: called with each row after the row is written.
+      callbacks: told of each row after the row is written.
       before_save: called before each checkpoint. If `before_save` raises an error, the checkpoint is not written and
         the run ends.
       another_follows: whether another trainer runs after this one. If True, a signal in the last step raises an
@@ -81,27 +82,29 @@ def run(
     Raises:
       UserError: the checkpoint belongs to another run, or all checkpoints are damaged.
       NotSaved: all steps are done, or a signal stopped the run, and the last checkpoint could not be written.
-      EngineLost, SamplerDrifted: see `tunix_like.errors`.
+      EngineLost, SamplerDrifted, CallbackFailed: see `tunix_like.errors`.
       Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT stopped the run.
     """
-    with _opened(trainer, on_row, before_save) as out:
+    with _opened(trainer, callbacks, before_save) as out:
         with progress.task("restoring the checkpoint"):
             last = _resume(trainer, out.checkpoints, out.log)
         if last:
             if not another_follows:
                 key = f"{'training' if trainer.name == 'train' else trainer.name}.max_steps"
-                message = "this run is already finished (step %d of %s), so nothing was trained; raise %s to continue"
-                logger.warning(message, trainer.done, trainer.total, key)
+                how = f"raise {key} to continue" if trainer.complete else "it ended early"
+                message = "this run is already finished (step %d of %s), so nothing was trained; %s"
+                logger.warning(message, trainer.done, trainer.total, how)
             return out.last_row
-        with progress.task(trainer.name, trainer.total, trainer.done) as advance:
+        with progress.task(trainer.name, trainer.total, trainer.done) as advance, out.told():
             fresh = trainer.done == 0 and out.latest_step() is None
             start = trainer.evaluate_if_due(0, last=False) if fresh else {}
-            if start and out.write({trainer.step_key: 0} | start):
+            if start and out.write({trainer.step_key: 0} | start, start):
                 out.save(over=False)
             with _stop_signals() as asked:
                 while not last:
                     step, began = trainer.done + 1, time.perf_counter()
                     row: dict[str, Any] = {}
+                    written = False
                     try:
                         if (metrics := trainer.step(step)) is None:
                             break
@@ -109,21 +112,30 @@ def run(
                         row = {trainer.step_key: step}
                         row |= {f"{trainer.name}/{name}": value for name, value in metrics.items()}
                         row[f"{trainer.name}/step_time_sec"] = time.perf_counter() - began
-                        row |= trainer.evaluate_if_due(step, last=trainer.complete)
-                    except (EngineLost, SamplerDrifted):
-                        if row:
-                            out.write(row)
+                        row |= (evaluated := trainer.evaluate_if_due(step, last=trainer.complete))
+                        written = True
+                        better = out.write(row, evaluated)
+                        wishes = out.callbacks.take_requests()
+                        if not evaluated and ("stop" in wishes or "evaluate" in wishes):
+                            evaluated = trainer.evaluate_if_due(step, last=True)
+                            if evaluated:
+                                better |= out.write({trainer.step_key: step} | evaluated, evaluated)
+                                wishes |= out.callbacks.take_requests()
+                    except (EngineLost, SamplerDrifted, CallbackFailed):
+                        if row and not written:
+                            out.log_row(row)
                         if out.save_last():
                             out.wait()
                         raise
-                    better = out.write(row)
                     advance(1)
-                    over = trainer.finished(row)
+                    if "stop" in wishes:
+                        logger.warning("stopped after step %d of %s: %s", step, trainer.total, wishes["stop"])
+                    over = trainer.finished(row) or "stop" in wishes
                     last = over or trainer.complete
                     stop = max(gather(asked()))  # read once, so that a signal that ends the run also causes the save
                     skipped = row.get(f"{trainer.name}/update/skipped", 0) > 0  # `replay` needs this step's checkpoint
                     due = step % trainer.training.checkpoint_every_n_steps == 0
-                    if due or last or stop or skipped or better:
+                    if due or last or stop or skipped or better or "save" in wishes:
                         out.save(over)
                     if stop and (another_follows or not last):
                         try:
@@ -131,10 +143,11 @@ def run(
                         except NotSaved as error:
                             error.stopped = True
                             raise
+                        out.tell_saved()
                         raise (Interrupted if stop == signal.SIGINT else Stopped)(step, out.checkpoints is not None)
             if not last:
                 _finish_exhausted(trainer, out)
-        out.wait()
+            out.wait()
     return out.last_row
 
 
@@ -146,7 +159,7 @@ def _finish_exhausted(trainer: Trainer, out: _Output) -> None:
         return any(f"{trainer.name}/step_time_sec" not in row for row in done)
 
     if not by_first(evaluated) and (final := trainer.evaluate_if_due(trainer.done, last=True)):
-        out.write({trainer.step_key: trainer.done} | final)  # before a save, which can remove the best
+        out.write({trainer.step_key: trainer.done} | final, final)  # before a save, which can remove the best
     out.save_last()
 
 
@@ -161,26 +174,76 @@ class _Output:
     trainer: Trainer
     checkpoints: Checkpoints | None
     log: MetricsLog
-    on_row: Callable[[dict[str, Any]], None]
+    callbacks: Callbacks
     before_save: Callable[[], None]
     last_row: dict[str, Any] = dataclasses.field(default_factory=dict)
+    _saving: int | None = None
+    _saved: list[int] = dataclasses.field(default_factory=list)
 
-    def write(self, row: dict[str, Any]) -> bool:
-        """Writes a row of metrics, with arrays as numbers. Returns whether it has the best value so far of the metric
-        that selects the best checkpoint."""
+    def log_row(self, row: dict[str, Any]) -> None:
+        """Writes a row of metrics, with arrays as numbers."""
         row |= {name: float(value) for name, value in row.items() if isinstance(value, np.generic | jax.Array)}
         self.log.write(row)
         self.last_row.update(row)
-        self.on_row(row)
-        return self.checkpoints is not None and self.checkpoints.improves(row)
+
+    def write(self, row: dict[str, Any], evaluated: Mapping[str, Any]) -> bool:
+        """Writes a row of metrics and tells the callbacks, also of a checkpoint that has become complete. Returns
+        whether the row has the best value so far of the metric that selects the best checkpoint.
+
+        Args:
+          evaluated: the part of the row that is an evaluation.
+        """
+        self.log_row(row)
+        if self._saving is not None and self.checkpoints is not None and all(gather(self.checkpoints.idle)):
+            self._settle()
+        events: list[tuple[str, Any]] = [*self._complete_checkpoints(), ("on_row", row)]
+        events += [("on_evaluation", row)] if evaluated else []
+        if self.trainer.samples is not None:
+            events.append(("on_samples", self.trainer.samples))
+            self.trainer.samples = None
+        better = self.checkpoints is not None and self.checkpoints.improves(row)
+        self.callbacks.tell(*events)
+        return better
+
+    def _settle(self) -> None:
+        """Waits for the running save, and notes whether its checkpoint is complete."""
+        if self._saving is not None:
+            self._saved += [self._saving] if self.latest_step() == self._saving else []
+            self._saving = None
+
+    def tell_saved(self) -> None:
+        """Waits for the running save, and tells the callbacks of it."""
+        self._settle()
+        self.callbacks.tell(*self._complete_checkpoints())
+
+    def _complete_checkpoints(self) -> list[tuple[str, Any]]:
+        """Returns the events of the checkpoints that became complete since the last call."""
+        saved, self._saved = self._saved, []
+        return [
+            ("on_checkpoint", self.checkpoints.folder / str(step)) for step in saved if self.checkpoints is not None
+        ]
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Tells the callbacks the beginning and the end of training, and that the last checkpoint is complete."""
+        failed = True
+        self.callbacks.tell(("on_begin", self.log.rows()))
+        try:
+            yield
+            self.tell_saved()
+            failed = False
+        finally:
+            self.callbacks.end(failed)
 
     def save(self, over: bool) -> None:
         """Starts to write a checkpoint of the newest completed step. `over`: training ends before its last planned
         step."""
         if self.checkpoints is not None:
             self.before_save()
+            self._settle()
             meta = {"identity": self.trainer.identity, "over": over, "total": self.trainer.total}
             self.checkpoints.save(self.trainer.done, self.trainer.to_save(), self.trainer.iterator, meta)
+            self._saving = self.trainer.done
 
     def save_last(self) -> bool:
         """Starts to save the last complete step. Returns False if there is none, or if it has a checkpoint."""
@@ -200,9 +263,7 @@ class _Output:
 
 
 @contextlib.contextmanager
-def _opened(
-    trainer: Trainer, on_row: Callable[[dict[str, Any]], None], before_save: Callable[[], None]
-) -> Iterator[_Output]:
+def _opened(trainer: Trainer, callbacks: Sequence[Callback], before_save: Callable[[], None]) -> Iterator[_Output]:
     """Opens the checkpoints and the log of a trainer, and closes both at the end of the context.
 
     The weights are written back to the model before the checkpoints are closed, because a signal can interrupt the
@@ -214,7 +275,7 @@ def _opened(
     with checkpoints or contextlib.nullcontext(), trainer.running():
         log, together = trainer.open_log(), True
         try:
-            yield _Output(trainer, checkpoints, log, on_row, before_save)
+            yield _Output(trainer, checkpoints, log, Callbacks(trainer, callbacks), before_save)
         except BaseException as error:  # `sys.exception()` would also see an exception that the caller handles
             together = isinstance(error, Stopped | Interrupted | NotSaved)
             raise

@@ -24,12 +24,12 @@ def build_schedule(config: OptimizerConfig, total_updates: int | None) -> optax.
     """Builds the learning rate schedule, a traceable function of the update number `n`, which starts at 0.
 
     The peak rate is `config.learning_rate`. During a warm-up of `w` updates, the rate is `(n + 1) / w` times the peak,
-    so the first update has a non-zero rate. From update `w` on, `linear` and `cosine` schedules decrease from the peak
-    to `end_fraction` times the peak at `n = total_updates`, and then stay constant. If the warm-up is as long as the
-    run, the rate does not decrease.
+    so the first update has a non-zero rate. From update `w` on, the schedules `linear`, `cosine` and `exponential` move
+    from the peak to `end_fraction` times the peak at `n = total_updates`, and then stay constant. If the warm-up is as
+    long as the run, the rate stays at the peak.
 
     Raises:
-      UserError: the schedule is `linear` or `cosine`, and `total_updates` is None.
+      UserError: the schedule is not `constant`, and `total_updates` is None.
     """
     if config.schedule != "constant" and total_updates is None:
         raise UserError(
@@ -45,6 +45,8 @@ def build_schedule(config: OptimizerConfig, total_updates: int | None) -> optax.
             decay = 1.0 - (1.0 - end) * progress
         elif config.schedule == "cosine":
             decay = end + (1.0 - end) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
+        elif config.schedule == "exponential":
+            decay = end**progress
         else:
             decay = jnp.ones_like(progress)
         return peak * decay * jnp.minimum((update + 1) / max(warmup, 1), 1.0)

@@ -35,6 +35,8 @@ from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.storage.run_lock import owned
 from tunix_like.training.answers import Answers, with_tools
 from tunix_like.training.arguments import likelihood_options
+from tunix_like.training.callbacks import Callback
+from tunix_like.training.display import shown
 from tunix_like.training.fingerprints import INPUTS, fingerprints
 from tunix_like.training.forward import place_packed
 from tunix_like.training.guards import SkipWatch
@@ -67,7 +69,6 @@ class DPOLearner(Trainer):
       mesh: devices to train on; defaults to a single device.
       evaluate: `f(params, step) -> metrics` called at each evaluation, in addition to the loss of the held-out pairs.
       metrics_of_evaluate: names of these metrics that `training.best_metric` can name.
-      on_row: `f(row, total steps or None)`, called with every logged row of metrics.
     """
 
     name, step_key = "train", "step"
@@ -85,7 +86,6 @@ class DPOLearner(Trainer):
         mesh: Mesh | None = None,
         evaluate: Callable[[Any, int], Mapping[str, float]] | None = None,
         metrics_of_evaluate: Iterable[str] = (),
-        on_row: progress.OnRow | None = None,
     ):
         super().__init__(model, tokenizer, rollout_config, training_config, mesh)
         self.preference = PreferenceConfig() if preference_config is None else preference_config
@@ -99,7 +99,7 @@ class DPOLearner(Trainer):
             check_reference(ref_model, self.tokenizer, mesh)
             if not self._needs_reference:
                 raise UserError(f"ref_model: {self._described()[0]} needs no reference; leave it out.")
-        self._evaluate, self._also_evaluated, self._on_row = evaluate, tuple(metrics_of_evaluate), on_row
+        self._evaluate, self._also_evaluated = evaluate, tuple(metrics_of_evaluate)
         self.objective = self._make_objective()
         self.reference: Reference | None = make_reference(self, ref_model) if self._needs_reference else None
         self._given_reference = None
@@ -140,6 +140,7 @@ class DPOLearner(Trainer):
         batch_size: int = 8,
         shuffle: bool = True,
         overlong_prompts: str = "skip",
+        callbacks: Sequence[Callback] = (),
     ) -> dict[str, Any]:
         """Trains on rows with `prompt`, `chosen` and `rejected`: texts, or messages. Without a `prompt`, two lists of
         messages must begin with the same ones, which are then the prompt.
@@ -152,15 +153,16 @@ class DPOLearner(Trainer):
           batch_size: pairs per step.
           overlong_prompts: what to do with rows whose prompt is empty or longer than `max_prompt_length`: "skip" or
             "error".
+          callbacks: as in `Learner.train`.
         """
         check_type("batch_size", batch_size, int, "give an integer of at least 1")
         if batch_size < 1:
             raise UserError(f"batch_size: got {batch_size}; give an integer of at least 1.")
-        with owned(self.training.output_dir) as check_owner, progress.watched(self._on_row) as on_row:
+        with owned(self.training.output_dir) as check_owner, shown(self.training, callbacks) as all_callbacks:
             self._begin()
             self._prepare(train_ds, eval_ds, batch_size, shuffle, overlong_prompts)
             try:
-                last = run(self, lambda row: on_row(row, self.total), check_owner)
+                last = run(self, all_callbacks, check_owner)
             finally:
                 self._profile.close()
         if not last and self.folder is not None:  # the run was already finished

@@ -27,11 +27,12 @@ from tunix_like.errors import UserError, check_type
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
-from tunix_like.runtime import progress
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.run_lock import owned
 from tunix_like.training.answers import Answers, with_tools
 from tunix_like.training.arguments import likelihood_options
+from tunix_like.training.callbacks import Callback
+from tunix_like.training.display import shown
 from tunix_like.training.fingerprints import INPUTS, fingerprints
 from tunix_like.training.forward import place_packed
 from tunix_like.training.guards import SkipWatch
@@ -116,7 +117,7 @@ class SFTTrainer(Trainer):
         rows: Sequence[Mapping[str, Any]],
         *,
         shuffle: bool = True,
-        on_row: Callable[[dict[str, Any]], None] | None = None,
+        callbacks: Sequence[Callback] = (),
         another_follows: bool = False,
     ) -> dict[str, Any]:
         """Trains for `sft.max_steps` steps, and resumes if `training.output_dir` has a checkpoint.
@@ -125,16 +126,14 @@ class SFTTrainer(Trainer):
         (`sft/...`). Raises the errors of `Learner.train`.
 
         Args:
-          on_row: called with every logged row of metrics. Without this function, progress and metrics are shown in a
-            notebook and on a terminal.
+          callbacks: as in `Learner.train`.
           another_follows: whether more training follows in the same process. If True, a stop signal in the last step
             raises an exception, as in other steps. If False, a signal in the last step is ignored.
         """
-        listener = None if on_row is None else lambda row, total: on_row(row)
-        with owned(self.training.output_dir) as check_owner, progress.watched(listener) as on_each_row:
+        with owned(self.training.output_dir) as check_owner, shown(self.training, callbacks) as all_callbacks:
             self._begin()
             self._prepare(rows, shuffle)
-            return run(self, lambda row: on_each_row(row, self.total), check_owner, another_follows)
+            return run(self, all_callbacks, check_owner, another_follows)
 
     def open_checkpoints(self) -> Checkpoints | None:
         # Keeps two checkpoints, because one of them can be damaged.

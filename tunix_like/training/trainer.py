@@ -27,6 +27,7 @@ from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.loading import check_fit, save_description
 from tunix_like.models.lora import fingerprint, join_params, save_adapter_config, split_params
 from tunix_like.models.sharding import check_divides, check_experts, check_lengths, place_params, shardings_of
+from tunix_like.rollout.samples import Samples
 from tunix_like.runtime.processes import is_first
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.loggers import check_loggers, open_metrics
@@ -142,7 +143,18 @@ class ModelInTraining:
 
 
 _STATE = frozenset(
-    ["done", "total", "rate_follows_total", "schedule", "programs", "iterator", "identity", "state", "frozen"]
+    [
+        "done",
+        "total",
+        "rate_follows_total",
+        "schedule",
+        "programs",
+        "iterator",
+        "identity",
+        "state",
+        "frozen",
+        "samples",
+    ]
 )
 """The public attributes of a trainer that change while it trains."""
 
@@ -159,8 +171,10 @@ class Trainer(ModelInTraining, abc.ABC):
       iterator: the data iterator whose position is saved with a checkpoint; None if its position cannot be saved.
       identity: settings that a run must share with the checkpoint that it restores. For a model with adapters, the
         entry `base` is the `models.lora.fingerprint` of the frozen weights.
+      samples: completions of the newest step to show to callbacks, or None.
     """
 
+    samples: Samples | None = None
     name: ClassVar[str]
     step_key: ClassVar[str]
     _trains_scalar_head: ClassVar[bool] = False

@@ -1,0 +1,53 @@
+"""Tests the notebooks of examples/notebooks: a kernel runs all their cells, and they are stored without outputs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+
+
+def read(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    return notebook
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_stored_without_outputs_and_open_in_colab(path):
+    notebook = read(path)
+    codes = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in codes)
+    assert "%pip install -q tunix-like" in codes[0].source and "find_spec" in codes[0].source
+    assert f"/{path.relative_to(ROOT).as_posix()})" in notebook.cells[0].source, "the address of the badge"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run(path, tmp_path, monkeypatch):
+    """Each cell that trains shows curves and the newest step, in outputs that were replaced while it ran."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    replaced: dict[str, int] = {}
+
+    class Client(NotebookClient):
+        def process_message(self, message, cell, index):
+            if message["header"]["msg_type"] == "update_display_data":
+                name = message["content"]["transient"]["display_id"]
+                replaced[name] = replaced.get(name, 0) + 1
+            return super().process_message(message, cell, index)
+
+    notebook = read(path)
+    Client(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code" and ".train(" in cell.source]
+    assert len(cells) > (2 if path.stem == "maze" else 0)
+    for cell in cells:
+        shown = [output.data for output in cell.outputs if output.output_type == "display_data"]
+        assert ["image/png" in data for data in shown] == [True, False]
+        assert any(f"{name} " in shown[1]["text/plain"] for name in ("train", "sft"))
+    assert max(count for name, count in replaced.items() if name.endswith("figure")) > 1
