@@ -45,8 +45,7 @@ def run(config: Config | str | Path, overrides: Sequence[str] = (), *, on_row: O
       the last row of metrics.
 
     Raises:
-      UserError: the config or the data is wrong.
-      Further errors are those of `Learner.train`.
+      UserError: the config or the data is wrong; further errors are those of `Learner.train`.
     """
     name = "run" if isinstance(config, Config) else config
     config = config if isinstance(config, Config) else load(config, overrides)
