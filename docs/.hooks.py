@@ -20,11 +20,16 @@ def on_config(config: Any, **_: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    return _OUTSIDE.sub(lambda link: f"{link[1]} (`{link[2].removeprefix('../')}`)", markdown)
+    def named(link: re.Match[str]) -> str:
+        text, path = link[1], link[2].removeprefix("../")
+        return text if path in text else f"{text} (`{path}`)"
+
+    return _OUTSIDE.sub(named, markdown)
 
 
 def on_page_content(content: str, **_: Any) -> str:
     def mathml(formula: re.Match[str]) -> str:
-        return convert(html.unescape(formula[2]), display="block" if formula[1] == "div" else "inline")
+        made = convert(html.unescape(formula[2]), display="block" if formula[1] == "div" else "inline")
+        return made.replace("<mi>log</mi>", '<mo lspace="0.17em" rspace="0.17em">log</mo>')  # `log p`, not `logp`
 
     return _FORMULA.sub(mathml, content)
