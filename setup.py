@@ -84,7 +84,12 @@ EXTRAS = {
         "torch==2.13.0",  # what that reference runs on; never imported outside the tests
     ],
     "quick-test": TEST,  # for tests without a reference, in the second environment of .ci/run
-    "docs": ["mkdocs-material>=9.7"],  # the pages of docs/ as a site
+    "docs": [
+        "mkdocs-material>=9.7",  # the pages of docs/ as a site
+        "mkdocstrings[python]>=1.0",  # docs/api.md from docstrings
+        "ruff>=0.17.5",  # breaks their signatures into lines
+        "latex2mathml>=3.78",  # formulas, which browsers then draw without a script
+    ],
     "dev": [
         "ruff>=0.17.5",  # linter and formatter
         "mypy>=2.4.1",  # type checker

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import tunix_like
 from tunix_like.cli import main as cli
 from tunix_like.cli.commands import function_of
 from tunix_like.config.load import load
@@ -102,6 +103,11 @@ def test_architecture_page_lists_every_file():
         listed |= {f"{package}/{name}" for name in re.findall(r"^- `([\w.]+)`", lines, re.M)}
     files = {path.relative_to(ROOT / "tunix_like").as_posix() for path in (ROOT / "tunix_like").glob("*/*.py")}
     assert listed == {name for name in files if not name.endswith("__init__.py")}
+
+
+def test_python_reference_has_every_public_name():
+    listed = re.findall(r"^::: tunix_like\.(\w+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.M)
+    assert sorted(listed) == sorted(set(tunix_like.__all__) - {"__version__"})
 
 
 @pytest.mark.parametrize("name", sorted(cli.build_parser()._subparsers._group_actions[0].choices))

@@ -65,7 +65,9 @@ class Tokenizer:
 
         Args:
           backend: the tokenizer; its truncation and padding are disabled.
-          bos_token, eos_token, pad_token: texts of the special tokens.
+          bos_token: text of the token that begins a sequence.
+          eos_token: text of the token that ends a turn.
+          pad_token: text of the padding token.
           chat_template: jinja source, in the Hugging Face dialect.
           eos_ids: further ids that end a completion. The id of `eos_token` always ends a completion (as in vLLM),
             because supervised fine-tuning appends it to every answer.

@@ -47,8 +47,7 @@ def run(
       the last row of metrics.
 
     Raises:
-      UserError: the config or the data is wrong.
-      Further errors are those of `Learner.train`.
+      UserError: the config or the data is wrong; further errors are those of `Learner.train`.
     """
     name = "run" if isinstance(config, Config) else config
     config = config if isinstance(config, Config) else load(config, overrides)

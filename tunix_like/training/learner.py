@@ -106,7 +106,9 @@ class Learner(Trainer):
         a completion could not be scored. Functions run in this process; functions made by `tunix_like.rewards.pooled`
         run in worker processes, with a time limit.
       algo_config: an instance of the learner's config class; defaults to `config_class()`.
-      rollout_config, training_config, eval_config: settings of sampling, training and evaluation.
+      rollout_config: settings of sampling.
+      training_config: settings of training.
+      eval_config: settings of evaluation.
       ref_model: reference model of the KL if `beta > 0`; it can be quantised. Its weights are copied only if they share
         memory with trained weights. Defaults to the model with its initial weights. If the adapters are newly
         initialised, the default is the frozen base without adapters, and nothing is copied.
