@@ -130,7 +130,7 @@ class Decoder(nnx.Module):
                 return x, (memory, chosen)
 
             def attend(q: Array, k: Array | None, v: Array | None, sinks: Array | None) -> Array:
-                keys = source[0] if k is None or v is None else laid_out(k, v)
+                keys: KeyValue = source[0] if k is None or v is None else laid_out(k, v)
                 return attention(q, Part(*keys, Causal(segments, self.config.window(index))), *self._attention, sinks)
 
             x, (k, v), chosen = layer(x, ropes[index], attend, chosen, own_input)
@@ -417,11 +417,11 @@ class Decoder(nnx.Module):
         routes: list[Chosen] = []
         offsets = jnp.where(positions >= 0, 0, -1)[..., None]
         first = positions == prompt_lengths[:, None]
-        for index, (layer, own_input) in enumerate(
-            zip(self.layers, self._own_inputs(tokens[:, :, None], x), strict=True)
-        ):
+        own_inputs = self._own_inputs(tokens[:, :, None], x)
+        for index, (layer, own_input) in enumerate(zip(self.layers, own_inputs, strict=True)):
             source = self.config.kv_source(index)
-            prompt, own = prompt_cache[source], (filled if source < index else cache)[source]
+            prompt: Any = prompt_cache[source]
+            own: Any = (filled if source < index else cache)[source]
             if isinstance(prompt, Memory) and isinstance(own, Memory):
                 x, memory, chosen = layer.recur(x, Past(_memory_before(prompt, own, first), to_rows(offsets)))
                 filled.append(memory)
@@ -429,7 +429,7 @@ class Decoder(nnx.Module):
                 continue
             window = self.config.window(index)
             starts = None if window is None else jnp.maximum(positions - window + 1, 0)
-            of_prompt = Part(*prompt, Lengths(prompt_lengths, starts))
+            of_prompt = Part(prompt[0], prompt[1], Lengths(prompt_lengths, starts))
             seen = Positions(to_rows(columns), None if starts is None else starts.reshape(-1, 1))
 
             def attend(
@@ -448,7 +448,7 @@ class Decoder(nnx.Module):
                     write = jax.lax.dynamic_update_slice_in_dim
                     own = write(own[0], k, column, axis=3), write(own[1], v, column, axis=2)
                     filled.append(own)
-                parts = prompt, Part(*own, seen)
+                parts = prompt, Part(own[0], own[1], seen)
                 if self.decoding is not None:
                     return decoding_attention(q, *parts, self.decoding, self.config.attention_cap, sinks)
                 return group_attention(q, *parts, kind="plain", cap=self.config.attention_cap, sinks=sinks)
@@ -494,7 +494,8 @@ class Decoder(nnx.Module):
         blocks: dict[int, KeyValue] = {}
         for index, (layer, own_input) in enumerate(zip(self.layers, self._own_inputs(tokens, x), strict=True)):
             source = self.config.kv_source(index)
-            prompt, own = prompt_cache[source], (filled if source < index else cache)[source]
+            prompt: Any = prompt_cache[source]
+            own: Any = (filled if source < index else cache)[source]
             if isinstance(prompt, Memory) and isinstance(own, Memory):
                 x, memory, chosen = layer.recur(x, Past(_memory_before(prompt, own, first), to_rows(offsets)))
                 filled.append(memory)
@@ -503,7 +504,7 @@ class Decoder(nnx.Module):
             window = self.config.window(index)
             starts = None if window is None else jnp.maximum(positions - window + 1, 0)
             by_prompt = None if starts is None else starts.reshape(len(starts), -1)
-            of_prompt = Part(*prompt, Lengths(prompt_lengths, by_prompt))
+            of_prompt = Part(prompt[0], prompt[1], Lengths(prompt_lengths, by_prompt))
             earlier = Positions(to_rows(columns), None if starts is None else to_rows(starts))
 
             def attend(
@@ -524,7 +525,7 @@ class Decoder(nnx.Module):
                     filled.append(kept)
                 # Attention reads the updated cache, so the update needs no copy. The mask `earlier` hides the new
                 # columns.
-                own, block = Part(*kept, earlier), Part(*blocks[source], Causal(segments, window))
+                own, block = Part(kept[0], kept[1], earlier), Part(*blocks[source], Causal(segments, window))
                 cap = self.config.attention_cap
                 return group_attention(q, of_prompt, own, block, kind="auto", cap=cap, sinks=sinks)
 
@@ -569,7 +570,7 @@ class Decoder(nnx.Module):
         }
         read_later = {layers[0] for layers in slots if sources & set(layers)}
 
-        def run(layer: Layer, x: Array, given: Any, index: int, source: KeyValue | None) -> tuple[Array, Any]:
+        def run(layer: Layer, x: Array, given: Any, index: int, source: Any) -> tuple[Array, Any]:
             prompt, chosen, own_input = given
             if prompt is None:
                 prompt = self._of_layer(prompt_cache, config.kv_source(index))
@@ -580,9 +581,8 @@ class Decoder(nnx.Module):
             starts = None if window is None else positions.reshape(len(positions), -1) - window + 1
 
             def attend(q: Array, k: Array | None, v: Array | None, sinks: Array | None) -> Array:
-                keys = source if k is None or v is None else laid_out(to_rows(k), to_rows(v))
-                assert keys is not None
-                of_prompt = Part(*prompt, Lengths(prompt_lengths, starts))
+                keys: KeyValue = source if k is None or v is None else laid_out(to_rows(k), to_rows(v))
+                of_prompt = Part(prompt[0], prompt[1], Lengths(prompt_lengths, starts))
                 kind, cap = self._attention
                 own = Part(*keys, Causal(to_rows(segments), window))
                 return group_attention(q, of_prompt, own, kind=kind, cap=cap, sinks=sinks)

@@ -96,6 +96,9 @@ _QWEN35_OPTIONS = frozenset({"rotary_width", "delta_rule", "recurrent_layers"})
 _QWEN35_FIELDS = PARTIAL_ROPE_FIELDS | {*DELTA_NAMES.values(), "full_attention_interval"} | _MTP_FIELDS
 _QWEN35_FIXED = {"attn_output_gate": (True,), "mlp_only_layers": ([],), "mamba_ssm_dtype": ("float32",)}
 
+_EXPERTS_OR_NOT = "enable_moe_block"
+"""HF field of families whose models may have experts or not."""
+
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}, required=("num_kv_heads",)),
@@ -207,7 +210,7 @@ FAMILIES = {
         named=("sliding_window", "hidden_size_per_layer_input"),
         defaults={"rope_theta": 1e6, "local_rope_theta": 1e4, "tie_embeddings": True},
         fields=frozenset({"hidden_activation", "final_logit_softcapping", "per_layer_config", *LAYER_NAMES.values()})
-        | {"enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"},
+        | {_EXPERTS_OR_NOT, "num_experts", "top_k_experts", "moe_intermediate_size"},
         # "vision" lets tokens of an image see each other. transformers does not read the older fields of rotation.
         fixed=_GEMMA_FIXED | {"use_bidirectional_attention": ("vision",), "rope_theta": (), "rope_scaling": ()},
         experts={"normalised": True, "biases": False, "shared": "beside"},
@@ -379,7 +382,7 @@ def _layers(fields: Mapping[str, Any], family: Family, name: str, count: int) ->
         result |= layer_kinds_of(fields, result["windows"])
     if "rotary" in family.options:
         result["rotary"] = rotary_of(fields, count)
-    if "experts" in family.options and fields.get("enable_moe_block", True):
+    if "experts" in family.options and fields.get(_EXPERTS_OR_NOT, _EXPERTS_OR_NOT not in family.fields):
         # a family without a field for the width of an expert has it in `intermediate_size`
         width = (
             {} if "moe_intermediate_size" in family.fields else {"moe_intermediate_size": fields["intermediate_size"]}
@@ -397,7 +400,7 @@ def family_of(switches: Mapping[str, Any], options: Mapping[str, Any], preferred
     def matches(family: Family) -> bool:
         own = {name: value for name, value in options.items() if name in family.adds}
         needed = {"rope_scaling"} & set(family.required)
-        with_experts = "experts" in options or "enable_moe_block" in family.fields
+        with_experts = "experts" in options or _EXPERTS_OR_NOT in family.fields
         return (
             family.adds == {**switches, **own}
             and needed <= options.keys() - own.keys() <= family.options
@@ -454,12 +457,14 @@ def family_fields(
         if any(getattr(experts, ours) != value for ours, value in family.experts.items()):
             raise UserError(f"model_type {name!r} does not support {experts}; this decoder cannot be exported.")
         fields = {hf: getattr(experts, ours) for ours, hf in EXPERT_NAMES.items()}
-        fields |= {"top_k_experts": experts.per_token, "enable_moe_block": True}
+        fields |= {"top_k_experts": experts.per_token}
         fields |= {"decoder_sparse_step": 1, "mlp_only_layers": [i for i, has in enumerate(with_experts) if not has]}
         if "moe_intermediate_size" not in family.fields:
             result["intermediate_size"] = fields["moe_intermediate_size"]
             fields["num_local_experts"] = fields.pop("num_experts")  # as in published files
         result |= {hf: value for hf, value in fields.items() if hf in family.fields}
+    if _EXPERTS_OR_NOT in family.fields:
+        result[_EXPERTS_OR_NOT] = experts is not None
     rule, layers = recurrent
     if rule is not None:
         result |= {hf: getattr(rule, ours) for ours, hf in DELTA_NAMES.items()}

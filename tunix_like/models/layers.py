@@ -245,19 +245,20 @@ class Attention(nnx.Module):
     def __call__(self, x: Float[Array, "... D"], rope: Rotation | None, attend: Attend) -> tuple[Array, OwnKeyValue]:
         heads = (*x.shape[:-1], -1, self.head_dim)
         q, gate = self.q_proj(x), None
-        k = None if self.k_proj is None else self.k_proj(x)
+        k: Array | None = None if self.k_proj is None else self.k_proj(x)
         v = k if self.v_proj is None else self.v_proj(x)
         if self.output_gate:  # each head has its queries first, and then its gate
             q, gate = jnp.split(q.reshape(*x.shape[:-1], -1, 2 * self.head_dim), 2, axis=-1)
         if self.joint_norms:
             q, k = normed(self.q_norm, q), normed(self.k_norm, k)
-        q, k, v = (None if y is None else y.reshape(heads) for y in (q, k, v))
+        q = q.reshape(heads)
+        k, v = (None if y is None else y.reshape(heads) for y in (k, v))
         if not self.joint_norms:
             q, k = normed(self.q_norm, q), normed(self.k_norm, k)
         if v is not None and self.value_epsilon is not None:
             v = _unit(v.astype(jnp.float32), self.value_epsilon).astype(v.dtype)
         if rope is not None:
-            q, k = rotate(q, rope.queries), None if k is None else rotate(k, rope.keys)
+            q, k = rotate(q, rope.queries), (None if k is None else rotate(k, rope.keys))
         if self.query_scale != 1:
             q = q * self.query_scale
         sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
@@ -599,11 +600,11 @@ class Layer(nnx.Module):
         rope: Rotation | None,
         attend: Attend,
         chosen: Chosen = None,
-        own_input: Float[Array, "... p"] | None = None,
+        own_input: Any = None,
     ) -> tuple[Array, OwnKeyValue, Chosen]:
         """Returns the output of the layer, its (rotated) keys and values, and the selected experts of each token. These
-        are `chosen`, or selected by the router; None without experts. `own_input` is the part of the layer in the
-        second embedding of each token (`DecoderConfig.layer_input_width`)."""
+        are `chosen`, or selected by the router; None without experts. `own_input [... p]` is the part of the layer in
+        the second embedding of each token (`DecoderConfig.layer_input_width`)."""
         assert self.self_attn is not None
         mixed, key_value = self.self_attn(normed(self.input_layernorm, x), rope, attend)
         x, chosen = self._finish(x, mixed, chosen)
@@ -611,7 +612,7 @@ class Layer(nnx.Module):
             own = self.per_layer_projection(self.gating(self.per_layer_input_gate(x), own_input))
             x = x + normed(self.post_per_layer_input_norm, own)
         if self.layer_scalar is not None:
-            x = x * jax.lax.stop_gradient(self.layer_scalar[...]).astype(x.dtype)
+            x = x * jax.lax.stop_gradient(self.layer_scalar[...][0]).astype(x.dtype)
         return x, key_value, chosen
 
     def recur(
