@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
+from tests.models.layer_kinds import EXPERTS_BESIDE, SHARED_KEYS
 from tests.rollout.arrays import sample_groups
 from tunix_like import (
     LoraConfig,
@@ -73,6 +74,8 @@ OTHER_CONFIGS = {
         experts=Experts(number=4, per_token=2, intermediate_size=24, normalised=True, shared="gated"),
     ),
     "Ministral 3": dict(rope_scaling=YarnScaling(2.0, 8), query_scaling=0.5),
+    "Gemma 4": SHARED_KEYS,
+    "Gemma 4 with experts": EXPERTS_BESIDE | {"full_kv_heads": 2},
     "GPT-OSS": dict(
         windows=(4, None),
         qkv_bias=True,

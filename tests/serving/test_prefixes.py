@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.models.layer_kinds import SHARED_KEYS
 from tests.serving import served
 from tunix_like.config.schema import MeshConfig
 from tunix_like.models.sharding import build_mesh, place_params
@@ -22,6 +23,7 @@ VOCABULARY, LONGEST = 20, 600
 MODELS = {
     "plain": served.random_model(VOCABULARY),
     "windows": served.random_model(VOCABULARY, windows=(70, None), attention_cap=5.0),
+    "keys of earlier layers": served.random_model(VOCABULARY, **SHARED_KEYS),
 }
 
 

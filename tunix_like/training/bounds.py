@@ -55,7 +55,8 @@ def weight_bytes(model: Decoder, mesh: Mesh | None, tokens: float, head: bool = 
         experts = [part["experts"] for layer in layers for part in (layer, layer["mlp"]) if "experts" in part]
         received = tokens * (1 if mesh is None else mesh.shape.get("ep", 1))
         total -= held_bytes(experts) * max(0.0, 1 - received * config.experts.per_token / config.experts.number)
-    return total + (table + second) * min(tokens / config.vocab_size, 1.0)
+    rows_of_second = config.layer_input_vocab or 1
+    return total + table * min(tokens / config.vocab_size, 1.0) + second * min(tokens / rows_of_second, 1.0)
 
 
 def prefill_bytes(model: Decoder, mesh: Mesh | None, prompts: int, width: int, calls: int) -> float:
