@@ -20,7 +20,7 @@ SHARED_KEYS = _BOTH | dict(
     windows=(3, 3, None, 3, None),
     shared_kv_layers=2,
     wide_shared_mlps=True,
-    layer_input_width=6,
+    layer_input_width=8,
     layer_input_vocab=600,
 )
 """As Gemma 4 E2B: the last two layers read the keys of the second and of the third one."""

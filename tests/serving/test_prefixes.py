@@ -118,12 +118,12 @@ def check_prompts(runner, prompts):
         (got,), (whole,) = runner.prefill([prompt], width), runner._prefill([prompt], width)
         assert cost == (width if got.reused == 0 else len(prompt) - got.reused)
         assert got.width == width and got.prompts.lengths.tolist() == [len(prompt)]
-        np.testing.assert_allclose(got.prompts.hidden, whole.prompts.hidden, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(got.prompts.hidden, whole.prompts.hidden, rtol=0, atol=3e-5)
         for (k, v), (whole_k, whole_v) in zip(got.prompts.cache, whole.prompts.cache, strict=True):
             assert k.shape == whole_k.shape and v.shape == whole_v.shape
             length = len(prompt)
-            np.testing.assert_allclose(k[..., :length], whole_k[..., :length], rtol=0, atol=1e-5)
-            np.testing.assert_allclose(v[:, :, :length], whole_v[:, :, :length], rtol=0, atol=1e-5)
+            np.testing.assert_allclose(k[..., :length], whole_k[..., :length], rtol=0, atol=3e-5)
+            np.testing.assert_allclose(v[:, :, :length], whole_v[:, :, :length], rtol=0, atol=3e-5)
         reused.append(got.reused)
     return reused
 
