@@ -260,6 +260,7 @@ VARIANTS = (
     "llama-yarn",
     "gemma2",
     "gemma4-values",
+    "gemma4-moe",
     "mistral",
     "ministral3-window",
     "olmo3-thetas",

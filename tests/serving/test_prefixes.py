@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.models.layer_kinds import SHARED_KEYS
+from tests.parameters import others_slow
 from tests.serving import served
 from tunix_like.config.schema import MeshConfig
 from tunix_like.models.sharding import build_mesh, place_params
@@ -148,7 +149,7 @@ def related_prompts():
     return zip(*cases, strict=True)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", others_slow(MODELS, "plain", "windows"))
 def test_a_continued_prompt_is_the_whole_prompt(name):
     prompts, reused = related_prompts()
     assert check_prompts(runner_of(name), prompts) == list(reused)
