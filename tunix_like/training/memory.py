@@ -442,7 +442,7 @@ def rollout_phase(
     cast, dequantized = _sampled_weights(work), _dequantized(work, backward=False)
     # While a larger cache replaces the old one, a layer of the old one; while a cache with half as many rows or slots
     # does, one layer of it on every device.
-    layers = sum(model.key_widths) // max(model.key_widths) + work.recurrent_layers
+    layers = sum(model.key_widths) // max(model.key_widths, default=1) + work.recurrent_layers
     layer = max(cache * _room_before(width) // width, parts * max(cache // 2, prompt_cache)) // layers
     forward = _prompt_forward(work, slots if prefilled is None else -(-prefilled // parts), tp)
     prefill_weights = max(copy, cast * (work.size < 4)) + dequantized
