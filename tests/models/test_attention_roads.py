@@ -407,5 +407,8 @@ def test_auto_takes_the_kernel_of_the_gpu(monkeypatch, device, dtype, head_dim, 
 def test_auto_takes_splash_attention_on_tpus(monkeypatch):
     tpus = [Device("TPU v5 lite", platform="tpu")] * 4
     assert resolve_attention("auto", jnp.bfloat16, 128, tpus) == "splash"
+    assert resolve_attention("auto", jnp.bfloat16, None, tpus) == "auto"
+    with pytest.raises(UserError, match=r"model\.attention: splash needs heads of one width"):
+        resolve_attention("splash", jnp.bfloat16, None, tpus)
     monkeypatch.setattr(jax, "devices", lambda: tpus)
     assert resolve_attention("auto", jnp.bfloat16, 128) == "splash"

@@ -5,17 +5,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.nnx.traversals import flatten_mapping
 from safetensors.numpy import load_file, save_file
 
 from tests.models.published_configs import (
     GEMMA2,
     GEMMA3,
     GEMMA3_WITH_IMAGES,
+    GEMMA4_26B,
+    GEMMA4_31B,
+    GEMMA4_E2B,
+    GEMMA4_E2B_WITH_IMAGES,
     GPT_OSS,
     MINISTRAL3,
     MINISTRAL3_WITH_IMAGES,
@@ -28,15 +35,17 @@ from tests.models.published_configs import (
 )
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
-from tunix_like.models.counts import forward_operations, parameter_count
+from tunix_like.models.counts import forward_operations, parameter_count, parameter_shapes
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.fields import DeltaRule, Experts, LinearScaling, YarnScaling
+from tunix_like.models.fields import DeltaRule, Experts, LinearScaling, ProportionalScaling, YarnScaling
 from tunix_like.models.loading import load_model, save_model
-from tunix_like.models.weights import save_weights
+from tunix_like.models.weights import fused_name, hf_name, save_weights
 
 PARTS = ("vision_tower.x.weight", "model.multi_modal_projector.y")
 QWEN_PARTS = ("model.visual.x.weight", "mtp.layers.0.x.weight")
-PUBLISHED = (GEMMA2, GEMMA3, MISTRAL, MINISTRAL3, OLMO3, SMOLLM3, QWEN3_MOE, GPT_OSS, QWEN35, QWEN35_MOE)
+GEMMA4_PARTS = ("model.vision_tower.x", "model.audio_tower.y", "model.embed_vision.z", "model.embed_audio.z")
+GEMMA4 = (GEMMA4_E2B, GEMMA4_31B, GEMMA4_26B)
+PUBLISHED = (GEMMA2, GEMMA3, *GEMMA4, MISTRAL, MINISTRAL3, OLMO3, SMOLLM3, QWEN3_MOE, GPT_OSS, QWEN35, QWEN35_MOE)
 TINY = {
     "vocab_size": 13,
     "hidden_size": 8,
@@ -58,6 +67,12 @@ def tiny(fields, **changes):
     experts = (
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6} if "num_experts" in fields else {}
     )
+    if "top_k_experts" in fields:
+        experts = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 6, "global_head_dim": 8}
+        experts |= {"num_global_key_value_heads": 1, "vocab_size_per_layer_input": 15}
+        if fields["num_kv_shared_layers"]:
+            experts |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 6}
+            per_layer["layer_types"] = ["sliding_attention", "full_attention"] * 2
     if "shared_expert_intermediate_size" in fields:
         experts |= {"shared_expert_intermediate_size": 10}
     if "num_local_experts" in fields:
@@ -68,7 +83,8 @@ def tiny(fields, **changes):
         if "linear_num_key_heads" in fields
         else {}
     )
-    return fields | {name: None for name in per_layer if name in fields} | TINY | experts | recurrent | changes
+    per_layer = {name: value for name, value in per_layer.items() if name in fields}
+    return fields | per_layer | TINY | experts | recurrent | changes
 
 
 def test_gemma2_numbers():
@@ -109,6 +125,49 @@ def test_decoder_config_of_an_image_model():
     back = config.to_hf()
     assert (back["model_type"], back["eos_token_id"]) == ("gemma3_text", [1, 106])
     assert read(back) == config
+
+
+def test_gemma4_numbers():
+    config = read(GEMMA4_E2B_WITH_IMAGES)
+    assert config == read(GEMMA4_E2B) and config.windows == (512, 512, 512, 512, None) * 7
+    assert (config.rope(0), config.rope(4)) == ((1e4, None), (1e6, ProportionalScaling(0.25)))
+    assert [config.kv_source(layer) for layer in (12, 14, 15, 19, 34)] == [12, 14, 13, 14, 14]
+    assert (config.head_width(3), config.head_width(4), config.logits_cap) == (256, 512, 30.0)
+    assert (config.mlp_width(14), config.mlp_width(15), config.layer_input_width) == (6144, 12288, 256)
+    assert config.key_widths == (256, 256, 256, 256, 512) * 3
+    large, mixed = read(GEMMA4_31B), read(GEMMA4_26B)
+    assert (large.kv_heads(0), large.kv_heads(5), large.keys_as_values) == (16, 4, True)
+    assert large.experts is None and large.layer_input_width is None
+    assert mixed.experts == Experts(128, 8, 704, normalised=True, shared="beside")
+    assert mixed.active_width(0) == 2112 + 8 * 704
+    assert read(GEMMA4_31B, layer_types=None) == large
+    full = {str(layer): {"head_dim": 512, "num_key_value_heads": 4} for layer in range(5, 60, 6)}
+    newer = without(without(GEMMA4_31B, "global_head_dim"), "num_global_key_value_heads")
+    assert read(newer, per_layer_config=full) == large
+    assert read(without(GEMMA4_31B, "rope_parameters")) == large
+    plain = GEMMA4_31B["rope_parameters"] | {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
+    assert read(GEMMA4_31B, rope_parameters=plain).rope(5) == (1e6, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", GEMMA4, ids=["E2B", "31B", "26B-A4B"])
+def test_published_sizes_of_gemma4_equal_those_of_transformers(fields, tmp_path):
+    """Compares all names and shapes of weights, for the config and for its export."""
+    import torch
+    import transformers
+
+    config = read(fields)
+    params = parameter_shapes(config, jnp.float32, None, None)
+    for each in (fields, config.to_hf()):
+        (tmp_path / "config.json").write_text(json.dumps(each))
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+        theirs = {name: tuple(x.shape) for name, x in model.state_dict().items() if name != "lm_head.weight"}
+        sizes: dict[str, int] = {}
+        for path, leaf in flatten_mapping(params).items():
+            name = fused_name(path) if "experts" in path else hf_name(path)
+            sizes[name] = sizes.get(name, 0) + leaf.size
+        assert sizes == {name: math.prod(shape) for name, shape in theirs.items()}
 
 
 def test_mistral_numbers():
@@ -226,6 +285,8 @@ def test_round_trip(fields):
     rewritten |= {"rope_parameters", "dtype", "quantization_config", "experts_per_token", "initial_context_length"}
     rewritten |= {"rope_parameters", "full_attention_interval", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
     rewritten |= {"mlp_only_layers"}
+    if fields["model_type"] == "gemma4_text" and not fields["enable_moe_block"]:
+        rewritten |= {"num_experts", "top_k_experts", "moe_intermediate_size"}
     for name in fields.keys() - rewritten:
         assert back[name] == fields[name], name
     alone = dataclasses.replace(config, source=None).to_hf(eos_ids=[5])
@@ -298,7 +359,7 @@ def without(fields, name):
         bad(
             GEMMA2 | {"model_type": "gemma"},
             "Did you mean",
-            "gemma2, gemma3, gemma3_text, gpt_oss, llama, ministral3",
+            "gemma2, gemma3, gemma3_text, gemma4, gemma4_text, gpt_oss, llama, ministral3",
             id="family",
         ),
         bad(GEMMA2 | {"hidden_activation": "gelu"}, "hidden_activation", "gelu_pytorch_tanh", id="activation"),
@@ -311,6 +372,50 @@ def without(fields, name):
         bad(GEMMA3 | {"layer_types": ["full_attention"]}, "layer_types", "26 layers", id="too-few-layers"),
         bad(GEMMA3 | {"layer_types": ["chunked_attention"] * 26}, "chunked_attention", id="layer-type"),
         bad(GEMMA3 | {"attention_bias": True}, "attention_bias", id="bias"),
+        bad(GEMMA4_E2B | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention", id="gemma4-all"),
+        bad(GEMMA4_E2B | {"num_kv_shared_layers": 31}, "num_kv_shared_layers", "must also occur", id="no-source"),
+        bad(GEMMA4_E2B | {"num_kv_shared_layers": 35}, "num_kv_shared_layers", id="only-shared"),
+        bad(without(GEMMA4_E2B, "hidden_size_per_layer_input"), "missing: hidden_size_per_layer", id="inputs-not-said"),
+        bad(without(GEMMA4_E2B, "vocab_size_per_layer_input"), "missing: vocab_size_per_layer", id="no-second-rows"),
+        bad(GEMMA4_E2B | {"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input", id="few-second-rows"),
+        bad(without(GEMMA4_E2B, "global_head_dim"), "missing: global_head_dim", id="no-global-width"),
+        bad(GEMMA4_E2B | {"global_head_dim": 511}, "global_head_dim (full_head_dim)", "even", id="odd-global-width"),
+        bad(
+            GEMMA4_31B | {"num_global_key_value_heads": 5}, "num_global_key_value_heads", "multiple", id="global-heads"
+        ),
+        bad(GEMMA4_E2B | {"rope_theta": 1e4}, "rope_theta", "no such field", id="gemma4-older-rope"),
+        bad(
+            GEMMA4_E2B | {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            "sliding_attention",
+            id="one-of-two",
+        ),
+        bad(
+            GEMMA4_E2B | {"rope_parameters": GEMMA4_E2B["rope_parameters"] | {"full_attention": OLMO3["rope_scaling"]}},
+            "'proportional'",
+            id="gemma4-yarn",
+        ),
+        bad(QWEN3_MOE | {"rope_scaling": {"rope_type": "proportional"}}, "gemma4_text only", id="proportional"),
+        bad(
+            GEMMA4_E2B | {"layer_types": ["full_attention"] * 34 + ["sliding_attention"]},
+            "last layer",
+            id="last-window",
+        ),
+        bad(GEMMA4_E2B | {"per_layer_config": {}}, "per_layer_config", "keep one", id="widths-twice"),
+        bad(
+            without(GEMMA4_E2B, "global_head_dim") | {"per_layer_config": {"0": {"head_dim": 512}}},
+            "per_layer_config",
+            "full_attention",
+            id="widths-of-other-layers",
+        ),
+        bad(
+            without(GEMMA4_E2B, "global_head_dim")
+            | {"per_layer_config": {str(i): {"num_key_value_heads": 2} for i in range(4, 35, 5)}},
+            "num_global_key_value_heads",
+            "attention_k_eq_v",
+            id="global-heads-with-values",
+        ),
+        bad(without(GEMMA4_26B, "num_experts"), "missing: num_experts", id="gemma4-no-experts"),
+        bad(without(GEMMA4_26B, "top_k_experts"), "num_experts_per_tok (per_token)", id="gemma4-no-top-k"),
         bad(QWEN35 | {"attn_output_gate": False}, "attn_output_gate", id="no-gate"),
         bad(without(QWEN35, "linear_key_head_dim"), "missing: linear_key_head_dim", id="no-key-width"),
         bad(without(QWEN35_MOE, "shared_expert_intermediate_size"), "missing: shared_expert_", id="no-shared-expert"),
@@ -385,6 +490,9 @@ def test_unsupported_configs_raise_an_error(fields, said):
     [
         ("gemma3", GEMMA3, "language_model.model.", "language_model.lm_head.", PARTS),
         ("gemma3", GEMMA3, "model.language_model.", "lm_head.", PARTS),
+        pytest.param(
+            *("gemma4", GEMMA4_E2B, "model.language_model.", "lm_head.", GEMMA4_PARTS), marks=pytest.mark.slow
+        ),
         ("mistral3", MINISTRAL3, "language_model.model.", "language_model.lm_head.", PARTS),
         ("mistral3", MINISTRAL3, "model.language_model.", "lm_head.", PARTS),
         ("qwen3_5", QWEN35, "model.language_model.", "lm_head.", QWEN_PARTS),
@@ -406,8 +514,8 @@ def test_decoder_weights_of_an_image_model(family, fields, decoder, head, parts,
     save_file(tensors | other, tmp_path / "model.safetensors")
     again, _ = load_model(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.split(again)[1]), params)
-    save_file(tensors | {"audio_tower.x": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="unexpected tensor.*audio_tower.x"):
+    save_file(tensors | {"smell_tower.x": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="unexpected tensor.*smell_tower.x"):
         load_model(tmp_path)
 
 
@@ -434,6 +542,24 @@ def test_experts_beside_a_shared_one_in_either_form(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.split(again)[1]), params)
     save_file(tensors | {name: tensors[name][:, :10].copy()}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=rf"{name} has shape \(5, 8\), but config.json needs \(6, 8\)"):
+        load_model(tmp_path)
+
+
+def test_unused_keys_of_a_checkpoint_are_ignored(tmp_path):
+    """Published files of Gemma 4 have keys and values of layers that read those of an earlier one; other layers have
+    none too many."""
+    model, _ = load_model(tiny(GEMMA4_E2B), init="random")
+    params = nnx.to_pure_dict(nnx.split(model)[1])
+    save_model(params, model.config, None, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    unused = {f"model.layers.2.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm", "v_norm")}
+    assert not unused & tensors.keys()
+    save_file(tensors | {name: np.ones(3, np.float32) for name in unused}, tmp_path / "model.safetensors")
+    again, _ = load_model(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.split(again)[1]), params)
+    name = "model.layers.1.self_attn.v_norm.weight"
+    save_file(tensors | {name: np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=f"unexpected tensor.*{name}"):
         load_model(tmp_path)
 
 

@@ -28,13 +28,17 @@ REAL = MASKS["right"]
 @pytest.fixture(
     scope="module",
     params=others_slow(
-        ["qwen2", "qwen3", "llama-rope", "gemma3", "olmo3", "ministral3", "gpt-oss", "qwen3.5", "qwen3.5-moe"], "qwen3"
+        (
+            *("qwen2", "qwen3", "llama-rope", "gemma3", "olmo3", "ministral3", "gpt-oss", "qwen3.5", "qwen3.5-moe"),
+            *("gemma4", "gemma4-moe"),
+        ),
+        "qwen3",
     ),
 )
 def place(request, tmp_path_factory):
     """Returns (transformers model, its folder) of one family. The families cover biases, another head width, norms
-    after the MLP with and without others, queries scaled by position, experts without and with a shared one, and
-    recurrent layers."""
+    after the MLP with and without others, queries scaled by position, experts without and with a shared one or
+    beside an MLP, recurrent layers, and layers without k and v."""
     import torch
     import transformers
 

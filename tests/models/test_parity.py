@@ -95,6 +95,61 @@ FAMILIES = {
             "tie_word_embeddings": False,  # with a tied embedding of this size, a token would predict itself
         },
     ),
+    # As Gemma 4 E2B: keys of earlier layers with and without a window, wide MLPs in layers that read them, a second
+    # embedding with more rows, global heads of another width.
+    "gemma4": (
+        "Gemma4",
+        {
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 2],
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 60,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 2e3},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    # As Gemma 4 31B: values equal keys in global layers, which have fewer key heads.
+    "gemma4-values": (
+        "Gemma4",
+        {
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 53,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    # As Gemma 4 26B-A4B: also experts beside an MLP of another width.
+    "gemma4-moe": (
+        "Gemma4",
+        {
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 53,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 12,
+        },
+    ),
     # The convolution and prompts shorter than it, value heads that share key heads, rotation of half of a head.
     "qwen3.5": (
         "Qwen3_5",
@@ -204,6 +259,8 @@ VARIANTS = (
     "llama-rope",
     "llama-yarn",
     "gemma2",
+    "gemma4-values",
+    "gemma4-moe",
     "mistral",
     "ministral3-window",
     "olmo3-thetas",
@@ -227,8 +284,9 @@ def reference(request, tmp_path_factory):
     torch.manual_seed(0)
     made = getattr(transformers, f"{name}ForCausalLM")
     model = made(made.config_class(**SMALL | extra)).float().eval()
+    numbers = [buffer for name, buffer in model.named_buffers() if name.endswith(".layer_scalar")]
     with torch.no_grad():  # transformers initializes biases with 0 and norms with 1, which would hide swapped names
-        for parameter in model.parameters():
+        for parameter in (*model.parameters(), *numbers):
             parameter.add_(torch.randn_like(parameter) * 0.2)
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder)
@@ -336,6 +394,9 @@ def test_sampled_tokens_and_their_log_probabilities(reference):
 NEW = (
     *(
         "gemma3",
+        "gemma4",
+        "gemma4-values",
+        "gemma4-moe",
         "qwen3.5",
         "qwen3.5-moe",
         "gemma2",
@@ -400,6 +461,9 @@ def named_gradients(tree, gpt_oss):
     fused."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         keys = tuple(key.key for key in path)
+        if keys[-1] == "layer_scalar":  # not trained
+            assert not np.asarray(leaf).any()
+            continue
         name = hf_name(keys)
         if experts := "experts" in keys:
             name = f"model.{'.'.join(map(str, keys[:-1]))}{'_bias' * (keys[-1] == 'bias')}"

@@ -91,19 +91,22 @@ def test_backward_pass_dequantizes_again(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "olmo3", "ministral3"])
+@pytest.mark.parametrize("family", ["qwen3", "olmo3", "ministral3", "gemma4"])
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_loading_quantizes_tensor_by_tensor(kind, family, tmp_path, monkeypatch):
     """Each tensor is quantized before the next one is read. The codes equal those of the quantized whole model, the
     shapes those of an abstract model, and a merge restores the represented weights."""
-    whole, _ = load_model(WIDE | FAMILIES.get(family, ("", {}))[1] | ONE_LAYER | {"model_type": family}, init="random")
+    fields = WIDE | FAMILIES.get(family, ("", {}))[1] | ONE_LAYER | {"model_type": family}
+    if family == "gemma4":
+        fields |= {"model_type": "gemma4_text", "num_hidden_layers": len(fields["layer_types"])}
+    whole, _ = load_model(fields, init="random")
     save_model(nnx.to_pure_dict(nnx.split(whole)[1]), whole.config, None, tmp_path)
     order = []
     for name in ("place", "quantize"):
         original = getattr(weights, name)
         monkeypatch.setattr(weights, name, lambda *a, f=original, n=name, **k: order.append(n) or f(*a, **k))
     model, _ = load_model(tmp_path, quantize=kind)
-    assert order.count("quantize") == 7
+    assert order.count("quantize") == len(whole.projections())
     assert all(before == "place" for before, name in itertools.pairwise(order) if name == "quantize")
     assert model.quantized == kind
     monkeypatch.undo()
@@ -119,7 +122,8 @@ def test_loading_quantizes_tensor_by_tensor(kind, family, tmp_path, monkeypatch)
     assert "tensors match" in found and nnx.split(shapes)[0] == nnx.split(model)[0]
     tokens = jnp.arange(20).reshape(2, 10)
     drift = np.abs(np.asarray(model(tokens) - whole(tokens))).max() / np.abs(np.asarray(whole(tokens))).max()
-    assert 0 < drift < {"int8": 0.05, "nf4": 0.5}[kind]
+    # scores of Gemma 4 are not scaled, so a softmax of random weights magnifies the error
+    assert 0 < drift < {"int8": 0.05, "nf4": 0.5}[kind] * (4 if family == "gemma4" else 1)
     np.testing.assert_allclose(merge_lora(model)(tokens), model(tokens), atol=1e-5)
 
 

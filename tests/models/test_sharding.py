@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
+from tests.models.layer_kinds import EXPERTS_BESIDE, SHARED_KEYS
 from tests.rollout.arrays import sample_groups
 from tunix_like import (
     LoraConfig,
@@ -73,6 +74,7 @@ OTHER_CONFIGS = {
         experts=Experts(number=4, per_token=2, intermediate_size=24, normalised=True, shared="gated"),
     ),
     "Ministral 3": dict(rope_scaling=YarnScaling(2.0, 8), query_scaling=0.5),
+    "Gemma 4": SHARED_KEYS,
     "GPT-OSS": dict(
         windows=(4, None),
         qkv_bias=True,
@@ -140,6 +142,26 @@ def test_training_of_other_families_on_a_mesh(name):
         # Adam magnifies the rounding of gradients near 0, which experts with few tokens have.
         np.testing.assert_allclose(np.asarray(one), np.asarray(many), atol=5e-5 if config.experts is None else 1e-3)
         assert np.abs(np.asarray(one) - np.asarray(many)).mean() < 1e-5
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tp": 2}, {"fsdp": 2, "ep": 2, "tp": 2}], ids=str)
+def test_gradient_of_experts_beside_an_mlp_on_a_mesh(sizes):
+    """Not the weights after Adam, which magnifies rounding: without a scale of scores, small changes grow."""
+    config = dataclasses.replace(CONFIG, **{"qkv_bias": False} | EXPERTS_BESIDE | {"full_kv_heads": 2})
+    random = np.random.default_rng(0)
+    graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    params = jax.tree.map(lambda x: x + 0.1 * random.normal(size=x.shape).astype(x.dtype), nnx.to_pure_dict(state))
+    tokens, weights = random.integers(0, 32, (8, 16)), random.normal(size=(8, 16, 32)).astype(np.float32)
+
+    def loss(params):
+        return (jax.nn.log_softmax(nnx.merge(graphdef, params)(jnp.asarray(tokens))) * weights).sum()
+
+    mesh = build_mesh(MeshConfig(shape=list(sizes.values()), axis_names=list(sizes)))
+    expected = jax.jit(jax.grad(loss))(params)
+    with scope(mesh):
+        found = jax.jit(jax.grad(loss))(place_params(params, mesh))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=3e-5 * np.abs(np.asarray(other)).max())
 
 
 MOE = dataclasses.replace(CONFIG, qkv_bias=False, qk_norm=True, experts=Experts(8, 2, 24, True))

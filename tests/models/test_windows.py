@@ -1,5 +1,5 @@
-"""Tests windows, caps, sinks, YaRN and queries scaled by position in sampling with a cache that is refilled and grows,
-and in the bins of training."""
+"""Tests windows, caps, sinks, YaRN, queries scaled by position and a layer that reads the keys of an earlier one, in
+sampling with a cache that is refilled and grows, and in the bins of training."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ CONFIG = DecoderConfig(
     num_kv_heads=2,
     head_dim=8,
     windows=(5, None, 9),
+    shared_kv_layers=1,
+    layer_input_width=4,
+    layer_input_vocab=19,
     rotary=(True, True, False),
     rope_scaling=YarnScaling(2.0, 16, beta_fast=2.0, beta_slow=0.2),
     query_scaling=0.5,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.models.layer_kinds import SHARED_KEYS
 from tunix_like.config.schema import MeshConfig
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
@@ -30,6 +31,7 @@ CONFIGS = {
     "experts": dataclasses.replace(
         PLAIN, experts=Experts(number=4, per_token=2, intermediate_size=24, normalised=True)
     ),
+    "keys of earlier layers": dataclasses.replace(PLAIN, **SHARED_KEYS),
     "recurrent": dataclasses.replace(
         PLAIN,
         delta_rule=DeltaRule(key_heads=2, value_heads=4, key_width=8, value_width=8, taps=4),

@@ -35,8 +35,8 @@ def random_model(vocabulary: int, seed: int = 0, **more: Any) -> tuple[Any, Any]
     """Returns graph and weights of a model, `more` options of whose configuration are given. The weights are large
     enough for logits that differ."""
     config = DecoderConfig(
-        vocab_size=vocabulary, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2,
-        head_dim=8, qkv_bias=True, qk_norm=True, **more,
+        vocab_size=vocabulary, hidden_size=16, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=8,
+        qkv_bias=True, **{"num_layers": 2, "qk_norm": True} | more,
     )  # fmt: skip
     rng = np.random.default_rng(seed)
     graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(seed)))

@@ -12,6 +12,8 @@ import jax
 import numpy as np
 import pytest
 
+from tests.models.layer_kinds import SHARED_KEYS
+from tests.parameters import others_slow
 from tests.serving import served
 from tunix_like.config.schema import MeshConfig
 from tunix_like.models.sharding import build_mesh, place_params
@@ -22,6 +24,7 @@ VOCABULARY, LONGEST = 20, 600
 MODELS = {
     "plain": served.random_model(VOCABULARY),
     "windows": served.random_model(VOCABULARY, windows=(70, None), attention_cap=5.0),
+    "keys of earlier layers": served.random_model(VOCABULARY, **SHARED_KEYS),
 }
 
 
@@ -116,12 +119,12 @@ def check_prompts(runner, prompts):
         (got,), (whole,) = runner.prefill([prompt], width), runner._prefill([prompt], width)
         assert cost == (width if got.reused == 0 else len(prompt) - got.reused)
         assert got.width == width and got.prompts.lengths.tolist() == [len(prompt)]
-        np.testing.assert_allclose(got.prompts.hidden, whole.prompts.hidden, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(got.prompts.hidden, whole.prompts.hidden, rtol=0, atol=3e-5)
         for (k, v), (whole_k, whole_v) in zip(got.prompts.cache, whole.prompts.cache, strict=True):
             assert k.shape == whole_k.shape and v.shape == whole_v.shape
             length = len(prompt)
-            np.testing.assert_allclose(k[..., :length], whole_k[..., :length], rtol=0, atol=1e-5)
-            np.testing.assert_allclose(v[:, :, :length], whole_v[:, :, :length], rtol=0, atol=1e-5)
+            np.testing.assert_allclose(k[..., :length], whole_k[..., :length], rtol=0, atol=3e-5)
+            np.testing.assert_allclose(v[:, :, :length], whole_v[:, :, :length], rtol=0, atol=3e-5)
         reused.append(got.reused)
     return reused
 
@@ -146,7 +149,7 @@ def related_prompts():
     return zip(*cases, strict=True)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", others_slow(MODELS, "plain", "windows"))
 def test_a_continued_prompt_is_the_whole_prompt(name):
     prompts, reused = related_prompts()
     assert check_prompts(runner_of(name), prompts) == list(reused)

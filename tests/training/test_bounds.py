@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
+from tests.models.layer_kinds import SHARED_KEYS
 from tunix_like.compile import report
 from tunix_like.compile.costs import Costs
 from tunix_like.compile.programs import Program
@@ -53,11 +54,13 @@ def nbytes(tree):
 def of_decoding(model, weights, row, rounds=1, parts=1, tp=1):
     """Counts the bytes of sampling, one position after another. `weights` are read in every iteration, and `row` is the
     size of a row of the embedding."""
-    total, one = 0.0, np.zeros((2, model.config.num_kv_heads // tp, model.config.head_dim), jnp.bfloat16).nbytes
+    total, config = 0.0, model.config
     for step in range(STEPS):
         total += rounds * weights + PROMPTS * GROUP // parts * row
-        for layer in range(model.config.num_layers):
-            window = model.config.window(layer)
+        for layer in range(config.num_layers):
+            window = config.window(layer)
+            wide = window is None and config.full_head_dim
+            one = np.zeros((2, config.num_kv_heads // tp, wide or config.head_dim), jnp.bfloat16).nbytes
             seen = [p for p in range(WIDTH + step) if window is None or p > WIDTH + step - window]
             own = sum(p >= WIDTH for p in seen) + 1  # one is written
             total += one * (PROMPTS * GROUP * own + PROMPTS * (len(seen) - own + 1)) / parts
@@ -97,15 +100,20 @@ def test_bytes_of_a_tiny_model_by_hand():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("changes", [{}, {"windows": (4, None)}, {"windows": (3, 9)}, {"quantize": "int8"}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"windows": (4, None)}, {"windows": (3, 9)}, {"quantize": "int8"}, SHARED_KEYS],
+    ids=["plain", "one window", "windows", "int8", "keys of earlier layers"],
+)
 def test_bytes_of_decoding(tied, changes):
     model = model_of(tie_embeddings=tied, **changes)
     arrays = arrays_of(model)
     table = arrays.pop("embed_tokens")["embedding"]
-    weights = nbytes(arrays) + tied * table.nbytes
+    second = arrays.pop("embed_tokens_per_layer", {}).get("embedding", table[:, :0])
+    weights, row = nbytes(arrays) + tied * table.nbytes, table[0].nbytes + second[0].nbytes
     for rounds in (1, 3):
         found = decode_bytes(model, None, (PROMPTS, GROUP), (WIDTH, STEPS), rounds)
-        assert found == pytest.approx(of_decoding(model, weights, table[0].nbytes, rounds), rel=1e-12)
+        assert found == pytest.approx(of_decoding(model, weights, row, rounds), rel=1e-12)
 
 
 def test_bytes_of_decoding_on_a_mesh():

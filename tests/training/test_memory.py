@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.models.layer_kinds import EXPERTS_BESIDE, SHARED_KEYS
 from tests.training.small_learner import make
 from tunix_like.algorithms.objective import build_objective, resolve
 from tunix_like.config.load import load
@@ -365,10 +366,21 @@ def test_memories_of_recurrent_layers_on_devices_that_share_heads(heads, tp):
     assert decode["completion cache"] == decode["prompt cache"] == held
 
 
-def test_shapes_equal_those_of_the_model():
-    """The model has experts in some layers, adapters and quantised projections."""
-    experts = Experts(number=4, per_token=2, intermediate_size=64, normalised=True)
-    mixed = dataclasses.replace(SMALL, num_layers=3, experts=experts, expert_layers=(True, False, True))
+MIXED = {
+    "experts": dict(
+        num_layers=3,
+        experts=Experts(number=4, per_token=2, intermediate_size=64, normalised=True),
+        expert_layers=(True, False, True),
+    ),
+    "keys of earlier layers": SHARED_KEYS | dict(num_layers=7, windows=(3, 3, None, 3, 3, None, None)),
+    "experts beside an MLP": EXPERTS_BESIDE,
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_shapes_equal_those_of_the_model(name):
+    """The layers of the model differ; it has adapters and quantised projections."""
+    mixed = dataclasses.replace(SMALL, **MIXED[name])
     rest = Adapters(2, 2.0, ATTENTION_TARGETS), "int8"
     made, real = parameter_shapes(mixed, jnp.float32, *rest), abstract(mixed, "auto", *rest)[1]
     check(made, real)

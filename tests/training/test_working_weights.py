@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.models.layer_kinds import EXPERTS_BESIDE, SHARED_KEYS
 from tests.parameters import others_slow
 from tunix_like.config.schema import LoraConfig
 from tunix_like.models.config import DecoderConfig
@@ -52,6 +53,8 @@ MODELS = {
     "recurrent layers": dict(
         num_layers=4, delta_rule=DeltaRule(1, 2, 8, 8, 4), recurrent_layers=(True, False) * 2, output_gate=True
     ),
+    "keys of the last layers of a stack": SHARED_KEYS | dict(num_layers=8, windows=(3, None) * 4, shared_kv_layers=4),
+    "experts beside an MLP": EXPERTS_BESIDE,
 }
 
 
@@ -158,6 +161,7 @@ PATTERNS = {
     "alternating": ([4, None] * 3, [Segment(0, 2, 3)]),
     "no pattern": ([1, 2, 3], [Segment(0, 1, 1), Segment(1, 1, 1), Segment(2, 1, 1)]),
     "the end of a pattern": ([4, None, 4, None, 4], [Segment(0, 2, 2), Segment(4, 1, 1)]),
+    "keys of other layers": ([4, None] * 4, [Segment(0, 2, 2), Segment(4, 2, 2)]),
 }
 
 
@@ -166,7 +170,7 @@ def test_segments_of_layer_patterns(name):
     windows, expected = PATTERNS[name]
     config = DecoderConfig(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=len(windows), num_heads=1, num_kv_heads=1,
-        head_dim=8, windows=tuple(windows),
+        head_dim=8, windows=tuple(windows), shared_kv_layers=4 if name == "keys of other layers" else 0,
     )  # fmt: skip
     segments = segments_of(config)
     assert list(segments) == expected

@@ -216,7 +216,7 @@ def _attention(name: str, model: Decoder, devices: Sequence[Any] | None) -> tupl
     """Returns the attention implementation that the setting `name` (`model.attention`) selects on the devices, and the
     kernel of decoding."""
     name = "blocked" if devices is None and name in ("cudnn", "splash") else name  # kernels that a CPU cannot compile
-    resolved = resolve_attention(name, model.dtype, model.config.head_dim, devices, model.config.sinks)
+    resolved = resolve_attention(name, model.dtype, model.config.only_head_dim, devices, model.config.sinks)
     decoding = decoding_kernel(resolved, model.config.head_dim)
     installed = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.cudnn") is not None
     if devices is not None and resolved == "cudnn" and not installed:

@@ -35,10 +35,10 @@ scores take 64 MB per layer. Batches for which the blocked implementation is fas
 
 
 def resolve_attention(
-    name: str, dtype: Any, head_dim: int, devices: Sequence[Any] | None = None, sinks: bool = False
+    name: str, dtype: Any, head_dim: int | None, devices: Sequence[Any] | None = None, sinks: bool = False
 ) -> str:
     """Returns the attention implementation for `name`. "auto" becomes the attention kernel of the device (cuDNN or
-    splash attention), if there is one that supports `dtype` and `head_dim`.
+    splash attention), if there is one that supports `dtype` and `head_dim` (None: layers have different ones).
 
     If the result is "auto", each call of `attention` or `group_attention` selects the plain or the blocked
     implementation by the number of scores. So does a call with sinks on cuDNN, which only the kernel of decoding then
@@ -48,6 +48,8 @@ def resolve_attention(
         raise UserError(f"model.attention: unknown value '{name}'. {nearest(name, ATTENTIONS)}")
     devices = jax.devices() if devices is None else devices
     splash = None if devices[0].platform == "tpu" else f"a TPU, but this is {devices[0].device_kind}"
+    if head_dim is None:  # not tried with a kernel
+        splash = "heads of one width in all layers"
     missing = {"cudnn": _cudnn_lacks(devices[0], dtype, head_dim), "splash": splash}
     if sinks and name == "cudnn":
         raise UserError(
@@ -61,7 +63,9 @@ def resolve_attention(
     return name
 
 
-def _cudnn_lacks(device: Any, dtype: Any, head_dim: int) -> str | None:
+def _cudnn_lacks(device: Any, dtype: Any, head_dim: int | None) -> str | None:
+    if head_dim is None:
+        return "heads of one width in all layers"
     if "NVIDIA" not in device.device_kind or float(device.compute_capability) < 8:
         return f"an NVIDIA GPU of compute capability 8.0 or later, but this is {device.device_kind}"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):

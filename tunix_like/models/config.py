@@ -24,6 +24,7 @@ from tunix_like.models.families import (
 )
 from tunix_like.models.fields import (
     HF_NAMES,
+    LAYER_NAMES,
     OPTION_NAMES,
     SWITCHES,
     DeltaRule,
@@ -51,6 +52,15 @@ class DecoderConfig:
       num_heads: query heads, H.
       num_kv_heads: key and value heads, K; it divides H.
       head_dim: width of one head, h. It is even and can differ from D / H.
+      full_head_dim, full_kv_heads: width of a head, and number of key and value heads, in layers without a window.
+        None: as in the other layers.
+      keys_as_values: whether the values of layers without a window are their keys before norm and rotation.
+      shared_kv_layers: number of layers at the end that have no keys and values of their own. A layer with a window
+        uses those of the last earlier layer with a window, another layer those of the last one without.
+      wide_shared_mlps: whether the MLPs of these layers are twice as wide.
+      layer_input_width: width of a second embedding of each token, of which every layer has its own part, that layers
+        add to the hidden states through a gate (Gemma 4: per-layer embeddings). None: no such embedding.
+      layer_input_vocab: rows of its table.
       rope_theta: base of the rotary wavelengths.
       rope_scaling: scaling of the rotary frequencies, or None.
       query_scaling: beta of a factor by which rotated queries are multiplied: `1 + beta ln(1 + p // n)` at position p,
@@ -64,9 +74,12 @@ class DecoderConfig:
       sinks: whether each query head has a learned logit that takes part in every softmax of attention, without a key.
       qk_norm: whether each head of q and k has an RMS norm before the rotation.
       joint_qk_norm: whether this is one norm of all heads together instead.
+      value_norm: whether each head of v has an RMS norm without a weight.
       input_norms, post_norms: whether the inputs, and the outputs before the residual addition, of attention and MLP
         have an RMS norm; one of both is needed.
       norm_offset: whether RMS norms multiply by 1 + weight.
+      layer_scalars: whether the hidden states after each layer are multiplied by a number of this layer, which is not
+        trained.
       output_gate: whether the outputs of attention are multiplied by a sigmoid gate, which `q_proj` computes too.
       scale_embeddings: whether embeddings are multiplied by sqrt(D), rounded to the compute dtype.
       activation: activation of the gated MLP, one of `ACTIVATIONS`. With a gate g and an input u, `clamped_swiglu`
@@ -102,6 +115,13 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    full_head_dim: int | None = None
+    full_kv_heads: int | None = None
+    keys_as_values: bool = False
+    shared_kv_layers: int = 0
+    wide_shared_mlps: bool = False
+    layer_input_width: int | None = None
+    layer_input_vocab: int | None = None
     rope_theta: float = 1e4
     rope_scaling: Scaling | None = None
     query_scaling: float | None = None
@@ -114,10 +134,12 @@ class DecoderConfig:
     sinks: bool = False
     qk_norm: bool = False
     joint_qk_norm: bool = False
+    value_norm: bool = False
     input_norms: bool = True
     post_norms: bool = False
     norm_offset: bool = False
     scale_embeddings: bool = False
+    layer_scalars: bool = False
     output_gate: bool = False
     activation: str = "silu"
     query_pre_attn_scalar: float | None = None
@@ -136,18 +158,20 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for name in (*HF_NAMES, *SWITCHES, "rope_theta"):
             checked(name, getattr(self, name))
-        for name in (*OPTION_NAMES, "local_rope_theta", "query_scaling", "rotary_width"):
-            if getattr(self, name) is not None:
+        for name in (*OPTION_NAMES, *LAYER_NAMES, "local_rope_theta", "query_scaling", "rotary_width"):
+            if getattr(self, name) not in (None, 0) or name in ("keys_as_values", "wide_shared_mlps"):
                 checked(name, getattr(self, name))
         if self.activation not in ACTIVATIONS:
             raise UserError(f"activation must be one of {', '.join(ACTIVATIONS)}, not {self.activation!r}.")
-        if self.num_heads % self.num_kv_heads:
-            raise UserError(
-                f"{spelt('num_heads')} is {self.num_heads}, which is not a multiple of {spelt('num_kv_heads')} ="
-                f" {self.num_kv_heads}; every key head must have the same number of query heads."
-            )
-        if self.head_dim % 2:
-            raise UserError(f"{spelt('head_dim')} is {self.head_dim}; rotary positions need an even number.")
+        for name in ("num_kv_heads", "full_kv_heads"):
+            if self.num_heads % (heads := getattr(self, name) or 1):
+                raise UserError(
+                    f"{spelt('num_heads')} is {self.num_heads}, which is not a multiple of {spelt(name)} = {heads};"
+                    " every key head must have the same number of query heads."
+                )
+        for name in ("head_dim", "full_head_dim"):
+            if (width := getattr(self, name) or 0) % 2:
+                raise UserError(f"{spelt(name)} is {width}; rotary positions need an even number.")
         if isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1:
             raise UserError(f"rope_theta is {self.rope_theta}; YaRN needs a number above 1.")
         if self.query_scaling is not None and not isinstance(self.rope_scaling, YarnScaling | RopeScaling):
@@ -161,6 +185,15 @@ class DecoderConfig:
                 f"partial_rotary_factor gives {self.rotary_width} rotated entries of a head of {self.head_dim}; the"
                 " number must be even, and at most that of the head."
             )
+        if self.full_kv_heads not in (None, self.num_kv_heads) and not self.keys_as_values:
+            raise UserError(f"{spelt('full_kv_heads')} = {self.full_kv_heads} needs {spelt('keys_as_values')}.")
+        if (self.layer_input_width is None) != (self.layer_input_vocab is None):
+            raise UserError(f"{spelt('layer_input_width')} and {spelt('layer_input_vocab')} need each other.")
+        if self.layer_input_vocab is not None and self.layer_input_vocab < self.vocab_size:
+            raise UserError(
+                f"{spelt('layer_input_vocab')} is {self.layer_input_vocab}, less than {spelt('vocab_size')} ="
+                f" {self.vocab_size}."
+            )
         for window in self.windows:
             if window is not None:
                 checked("sliding_window", window)
@@ -170,6 +203,16 @@ class DecoderConfig:
                 raise UserError(f"{name} has {len(entries)} entries for {self.num_layers} layers.")
             # canonical form, so that equal decoders compare equal
             object.__setattr__(self, name, () if all(entry is plain for entry in entries) else entries)
+        for name, of_all in (("full_head_dim", self.head_dim), ("full_kv_heads", self.num_kv_heads)):
+            if getattr(self, name) == of_all:
+                object.__setattr__(self, name, None)
+        first = self.num_layers - self.shared_kv_layers
+        kinds = [self.window(layer) is None for layer in range(self.num_layers)]
+        if self.shared_kv_layers and (first < 1 or set(kinds[first:]) - set(kinds[:first])):
+            raise UserError(
+                f"{spelt('shared_kv_layers')} is {self.shared_kv_layers}; every kind of these layers (with and without"
+                f" a window) must also occur among the earlier ones of the {self.num_layers} layers."
+            )
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
@@ -181,6 +224,42 @@ class DecoderConfig:
         if self.local_rope_theta is not None and self.window(layer) is not None:
             return self.local_rope_theta, None
         return self.rope_theta, self.rope_scaling
+
+    def head_width(self, layer: int) -> int:
+        return self.head_dim if self.full_head_dim is None or self.window(layer) is not None else self.full_head_dim
+
+    def kv_heads(self, layer: int) -> int:
+        full = self.full_kv_heads is not None and self.window(layer) is None
+        return self.full_kv_heads if full else self.num_kv_heads  # type: ignore[return-value]
+
+    @property
+    def only_head_dim(self) -> int | None:
+        """Width of a head in all layers; None if layers differ."""
+        return self.head_dim if self.full_head_dim is None else None
+
+    def kv_source(self, layer: int) -> int:
+        """Returns the layer whose keys and values this layer reads: itself, or that of `shared_kv_layers`."""
+        first = self.num_layers - self.shared_kv_layers
+        if layer < first:
+            return layer
+        full = self.window(layer) is None
+        return max(index for index in range(first) if (self.window(index) is None) == full)
+
+    @property
+    def key_widths(self) -> tuple[int, ...]:
+        """Total width of the key heads of each layer that keeps keys and values."""
+        layers = range(self.num_layers - self.shared_kv_layers)
+        return tuple(self.kv_heads(layer) * self.head_width(layer) for layer in layers if not self.is_recurrent(layer))
+
+    def kind(self, layer: int) -> tuple[Any, ...]:
+        """Returns what decides the computation of a layer. Layers of the same kind have weights of the same shapes."""
+        shared = self.kv_source(layer) != layer
+        return self.window(layer), self.rope(layer), self.has_experts(layer), self.is_recurrent(layer), shared
+
+    def mlp_width(self, layer: int) -> int:
+        """Returns the width of the gated MLP of a layer without experts, or of the one beside its experts."""
+        wide = self.wide_shared_mlps and self.kv_source(layer) != layer
+        return self.intermediate_size * (2 if wide else 1)
 
     def is_recurrent(self, layer: int) -> bool:
         return bool(self.recurrent_layers) and self.recurrent_layers[layer]
@@ -199,8 +278,8 @@ class DecoderConfig:
     def active_width(self, layer: int) -> int:
         """Returns the total width of the gated MLPs that process a token in this layer."""
         if self.experts is None or not self.has_experts(layer):
-            return self.intermediate_size
-        shared = self.intermediate_size if self.experts.shared else 0
+            return self.mlp_width(layer)
+        shared = self.mlp_width(layer) if self.experts.shared else 0
         return self.experts.per_token * self.experts.intermediate_size + shared
 
     @classmethod
@@ -235,7 +314,7 @@ class DecoderConfig:
             experts=self.experts,
             with_experts=tuple(map(self.has_experts, layers)),
             recurrent=(self.delta_rule, tuple(map(self.is_recurrent, layers))),
-            options={name: getattr(self, name) for name in OPTION_NAMES} | self._scalar(),
+            options={name: getattr(self, name) for name in (*OPTION_NAMES, *LAYER_NAMES)} | self._written(),
             rope=(self.rope_theta, self.rope_scaling),
             local_theta=self.rope_theta if self.local_rope_theta is None else self.local_rope_theta,
             query_scaling=self.query_scaling,
@@ -250,19 +329,25 @@ class DecoderConfig:
             result[name] = result.get(name) if value is None else value
         return result
 
-    def _scalar(self) -> dict[str, float]:
-        """Returns the HF field `query_pre_attn_scalar`, a whole number as int, because transformers expects one."""
+    def _written(self) -> dict[str, float]:
+        """Returns the values of HF fields that are not those of the fields of the same meaning here, such as
+        `query_pre_attn_scalar`, a whole number as int, because transformers expects one."""
         value = self.head_dim if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar
-        return {"query_pre_attn_scalar": int(value) if value == int(value) else value}
+        return {
+            "query_pre_attn_scalar": int(value) if value == int(value) else value,
+            "full_head_dim": self.full_head_dim or self.head_dim,
+            "layer_input_width": self.layer_input_width or 0,
+            "layer_input_vocab": self.layer_input_vocab or self.vocab_size,
+        }
 
     def _family(self, preferred: str | None) -> str:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         changed = {name: value for name in defaults if (value := getattr(self, name)) != defaults[name]}
         switches = {name: value for name, value in changed.items() if name in (*SWITCHES, "activation")}
-        options = {*OPTION_NAMES, "rope_scaling", "query_scaling", "local_rope_theta"}
+        options = {*OPTION_NAMES, *LAYER_NAMES, "rope_scaling", "query_scaling", "local_rope_theta"}
         options |= {"windows", "rotary", "experts", "expert_layers"}
         options |= {"rotary_width", "delta_rule", "recurrent_layers"}
-        return family_of(switches, frozenset(options & changed.keys()), preferred)
+        return family_of(switches, {name: changed[name] for name in changed if name in options}, preferred)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from tunix_like.config.schema import LoraConfig
 from tunix_like.models.config import Adapters, DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.lora import add_lora, part_params, supported_targets
+from tunix_like.models.lora import add_lora, part_params
 from tunix_like.models.quantization import LEAVES, quantize_base
 from tunix_like.models.sharding import param_shapes
 from tunix_like.models.weights import Params
@@ -51,24 +51,35 @@ def _size(tree: Any) -> int:
 def parameter_shapes(
     model: DecoderConfig, param_dtype: Any, adapters: Adapters | None, quantized: str | None
 ) -> Params:
-    """Returns the abstract parameters of a decoder. The shapes of two layers differ only if one layer has experts or is
-    recurrent and the other is not, so only one layer of each kind is traced."""
-    kinds = [(model.has_experts(index), model.is_recurrent(index)) for index in range(model.num_layers)]
-    trees: dict[tuple[bool, bool], Params] = {}
-    for kind in set(kinds):
-        plain: dict[str, Any] = {"windows": (), "rotary": (), "expert_layers": (), "recurrent_layers": kind[1:]}
-        single = dataclasses.replace(model, num_layers=1, experts=model.experts if kind[0] else None, **plain)
+    """Returns the abstract parameters of a decoder. Only one layer of each kind (`DecoderConfig.kind`) is traced. The
+    others have the same shapes."""
+    kinds = [model.kind(layer) for layer in range(model.num_layers)]
+    firsts = {kind: kinds.index(kind) for kind in kinds}
+    places = {kind: place for place, kind in enumerate(firsts)}
+    layers = list(firsts.values())
+    few = dataclasses.replace(
+        model,
+        num_layers=len(layers),
+        windows=tuple(map(model.window, layers)),
+        rotary=(),
+        expert_layers=tuple(map(model.has_experts, layers)),
+        recurrent_layers=tuple(map(model.is_recurrent, layers)),
+        shared_kv_layers=sum(model.kv_source(layer) != layer for layer in layers),
+    )
 
-        def make(single: DecoderConfig = single) -> Decoder:
-            return quantize_base(Decoder(single, rngs=nnx.Rngs(0), param_dtype=param_dtype), quantized)
+    def make() -> Decoder:
+        return quantize_base(Decoder(few, rngs=nnx.Rngs(0), param_dtype=param_dtype), quantized)
 
-        one = nnx.eval_shape(make)
-        # a layer of one kind lacks the projections of others
-        targets = [] if adapters is None else [name for name in supported_targets(single) if name in adapters.targets]
-        if adapters is not None and targets:
-            one = add_lora(one, LoraConfig(adapters.rank, adapters.alpha, targets))
-        trees[kind] = nnx.to_pure_dict(nnx.split(one)[1])
-    return trees[kinds[0]] | {"layers": {index: trees[kind]["layers"][0] for index, kind in enumerate(kinds)}}
+    made = nnx.eval_shape(make)
+    if adapters is not None:
+        made = add_lora(made, LoraConfig(adapters.rank, adapters.alpha, list(adapters.targets)))
+    tree = nnx.to_pure_dict(nnx.split(made)[1])
+    for name, leaf in (("embed_tokens_per_layer", "embedding"), ("per_layer_model_projection", "kernel")):
+        if name in tree:  # the columns of all layers
+            one = tree[name][leaf]
+            size = one.shape[0], one.shape[1] // len(layers) * model.num_layers
+            tree[name] = {leaf: jax.ShapeDtypeStruct(size, one.dtype)}
+    return tree | {"layers": {layer: tree["layers"][places[kind]] for layer, kind in enumerate(kinds)}}
 
 
 def memory_bytes(config: DecoderConfig, dtype: Any, tp: int = 1) -> int:
@@ -157,16 +168,21 @@ def _operations(
     n = lengths.astype(np.float64)
     s = np.where(n.any(axis=1), prompt_lengths, 0).astype(np.float64)
     inputs = np.maximum(n - 1, 0)  # the last token is never an input
-    width, head = config.hidden_size, config.head_dim
-    attention = width * head * ((3 if config.output_gate else 2) * config.num_heads + 2 * config.num_kv_heads)
-    layers, rule = range(config.num_layers), config.delta_rule
+    width, layers, rule = config.hidden_size, range(config.num_layers), config.delta_rule
     recurrent = 0 if rule is None else width * (rule.channels + 2 * rule.value_heads * (rule.value_width + 1))
-    mixers = [recurrent if config.is_recurrent(layer) else attention for layer in layers]
+
+    def attention(layer: int) -> int:
+        products = 1 if config.keys_as_values and config.window(layer) is None else 2
+        keys = products * config.kv_heads(layer) if config.kv_source(layer) == layer else 0
+        return width * config.head_width(layer) * ((3 if config.output_gate else 2) * config.num_heads + keys)
+
+    mixers = [recurrent if config.is_recurrent(layer) else attention(layer) for layer in layers]
     matrices = sum(mixers) + sum(3 * width * config.active_width(layer) for layer in layers)
     if config.experts is not None:
         routers = sum(config.has_experts(layer) for layer in layers)
         gate = width if config.experts.shared == "gated" else 0
         matrices += (width * config.experts.number + gate) * routers
+    matrices += 3 * width * (config.layer_input_width or 0) * config.num_layers
     scores = 0.0
     for layer in layers:
         if rule is not None and config.is_recurrent(layer):  # two reads of the state and its correction
@@ -175,7 +191,7 @@ def _operations(
             continue
         window = config.window(layer)
         whole = _pairs(s[:, None] + inputs, window) - _pairs(s, window)[:, None]
-        scores += 4 * config.num_heads * head * (_pairs(s, window).sum() + whole.sum())
+        scores += 4 * config.num_heads * config.head_width(layer) * (_pairs(s, window).sum() + whole.sum())
     outputs = 1 if config.scalar_head else config.vocab_size
     return float(2 * matrices * (s.sum() + inputs.sum()) + 2 * width * outputs * n.sum()), float(scores)
 

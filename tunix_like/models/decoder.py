@@ -22,7 +22,7 @@ from tunix_like.errors import UserError, check_type
 from tunix_like.models.attention import attention, group_attention, resolve_attention
 from tunix_like.models.attention_blocked import capped
 from tunix_like.models.attention_decoding import decoding_attention, decoding_kernel
-from tunix_like.models.attention_parts import Causal, Lengths, Part, Positions, laid_out, part_of
+from tunix_like.models.attention_parts import Causal, Lengths, Part, Positions, laid_out
 from tunix_like.models.config import Adapters, DecoderConfig
 from tunix_like.models.delta_rule import Memory, Past
 from tunix_like.models.layer_stack import Segment
@@ -66,11 +66,18 @@ class Decoder(nnx.Module):
         param_dtype: Any = jnp.float32,
         attention: str = "auto",
     ):
-        self.attention = resolve_attention(attention, dtype, config.head_dim, sinks=config.sinks)
+        self.attention = resolve_attention(attention, dtype, config.only_head_dim, sinks=config.sinks)
         self.decoding = decoding_kernel(self.attention, config.head_dim)
         kinds = {"rngs": rngs, "dtype": dtype, "param_dtype": param_dtype}
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scaled=config.scale_embeddings, **kinds)
+        second, parts, rows = config.layer_input_width, config.num_layers, config.layer_input_vocab
+        if second is None or rows is None:
+            self.embed_tokens_per_layer = None
+        else:
+            self.embed_tokens_per_layer = Embedding(rows, second, parts=parts, scaled=True, **kinds)
+            self.per_layer_model_projection = Linear(config.hidden_size, parts * second, bias=False, **kinds)
+            self.per_layer_projection_norm = norm_of(second, config, **kinds)
         self.layers = nnx.List([Layer(config, index, **kinds) for index in range(config.num_layers)])
         self.norm = norm_of(config.hidden_size, config, **kinds)
         headless = config.tie_embeddings or config.scalar_head
@@ -114,21 +121,27 @@ class Decoder(nnx.Module):
         contiguous, because windows count columns of `tokens` instead of positions."""
         ropes = self._ropes(positions)
 
-        def run(layer: Layer, x: Array, chosen: Chosen, index: int) -> tuple[Array, tuple[Kept, Chosen]]:
+        def run(
+            layer: Layer, x: Array, given: Any, index: int, source: Any
+        ) -> tuple[Array, tuple[Kept | None, Chosen]]:
+            chosen, own_input = given
             if self.config.is_recurrent(index):
                 x, memory, chosen = layer.recur(x, Past(self._no_memory(len(tokens)), offsets), chosen)
                 return x, (memory, chosen)
 
-            def attend(q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
-                part = part_of(k, v, Causal(segments, self.config.window(index)))
-                return attention(q, part, *self._attention, sinks)
+            def attend(q: Array, k: Array | None, v: Array | None, sinks: Array | None) -> Array:
+                keys: KeyValue = source[0] if k is None or v is None else laid_out(k, v)
+                return attention(q, Part(*keys, Causal(segments, self.config.window(index))), *self._attention, sinks)
 
-            x, (k, v), chosen = layer(x, ropes[index], attend, chosen)
-            return x, (laid_out(k, v), chosen)
+            x, (k, v), chosen = layer(x, ropes[index], attend, chosen, own_input)
+            return x, (None if k is None or v is None else laid_out(k, v), chosen)
 
-        x, made = self._run_layers(run, self.embed_tokens(tokens), self._by_layer(experts), remat)
+        x = self.embed_tokens(tokens)
+        inputs = list(zip(self._by_layer(experts), self._own_inputs(tokens, x), strict=True))
+        x, made = self._run_layers(run, x, inputs, remat)
         kept, chosen = zip(*made, strict=True)
-        return x, list(kept), None if self.segments is not None else self._recorded(chosen)
+        cache = [each for each in kept if each is not None]
+        return x, cache, None if self.segments is not None else self._recorded(chosen)
 
     def _recorded(self, chosen: Iterable[Chosen]) -> Chosen:
         """Returns the selected experts of all layers, `[... l k]`: those of layers with experts."""
@@ -141,8 +154,7 @@ class Decoder(nnx.Module):
     def _by_layer(self, experts: Integer[Array, "... l k"] | None) -> list[Chosen]:
         """Returns the experts that each layer, or each stack of layers (on its first axis), is to use; None for those
         of its router."""
-        segments = self.segments or [Segment(index, 1, 1) for index in range(self.config.num_layers)]
-        slots = [segment.layers(offset) for segment in segments for offset in range(segment.period)]
+        slots = self._slots
         if experts is None:
             return [None] * len(slots)
         order = np.cumsum([self.config.has_experts(index) for index in range(self.config.num_layers)]) - 1
@@ -152,15 +164,42 @@ class Decoder(nnx.Module):
             chosen.append((own[0] if self.segments is None else own) if self.config.has_experts(layers[0]) else None)
         return chosen
 
+    @property
+    def _slots(self) -> list[range]:
+        """The layers of each stack, or each layer alone if layers are not stacked."""
+        segments = self.segments or [Segment(index, 1, 1) for index in range(self.config.num_layers)]
+        return [segment.layers(offset) for segment in segments for offset in range(segment.period)]
+
+    def _of_layer(self, entries: list[Any], layer: int) -> Any:
+        """Returns the entry of a layer in a list with one entry per layer or per stack of layers."""
+        slot, layers = next((slot, layers) for slot, layers in enumerate(self._slots) if layer in layers)
+        if self.segments is None:
+            return entries[slot]
+        return jax.tree.map(lambda x: x[layers.index(layer)], entries[slot])
+
+    def _own_inputs(self, tokens: Int[Array, "*B"], x: Float[Array, "*B D"]) -> list[Array | None]:
+        """Returns the part of each layer, or of each stack of layers (on its first axis), in the second embedding of
+        each token (`DecoderConfig.layer_input_width`), with a projection of the embedding `x` added; None without."""
+        slots, width = self._slots, self.config.layer_input_width
+        if self.embed_tokens_per_layer is None or width is None:
+            return [None] * len(slots)
+        parts = *x.shape[:-1], self.config.num_layers, width
+        projected = (self.per_layer_model_projection(x) * x.shape[-1] ** -0.5).reshape(parts)
+        both = self.per_layer_projection_norm(projected) + self.embed_tokens_per_layer(tokens).reshape(parts)
+        by_layer = jnp.moveaxis(both * 2**-0.5, -2, 0)
+        return [by_layer[layers[0]] if self.segments is None else by_layer[np.array(layers)] for layers in slots]
+
     def _run_layers(
         self,
-        run: Callable[[Layer, Array, Any, int], tuple[Array, Any]],
+        run: Callable[[Layer, Array, Any, int, Any], tuple[Array, Any]],
         x: Array,
         inputs: list[Any],
         remat: bool,
     ) -> tuple[Array, list[Any]]:
-        """Applies `run(layer, x, input, index) -> (x, output)` to all layers, in order. `x` is the hidden state, and
-        `index` is the index of the layer (with stacked layers, of the first layer of the stack).
+        """Applies `run(layer, x, input, index, source) -> (x, output)` to all layers, in order.
+
+        `x` is the hidden state, and `index` is the index of the layer (with stacked layers, of the first layer of the
+        stack). `source` is the output of the layer whose keys and values this layer uses; None if it has its own.
 
         Args:
           inputs: one input per layer. If layers are stacked (`layer_stack.py`), one input per stack of layers; the
@@ -174,21 +213,26 @@ class Decoder(nnx.Module):
         for segment in self.segments or [Segment(index, 1, 1) for index in range(self.config.num_layers)]:
             slots = slice(len(outputs), len(outputs) + segment.period)
             graphs, weights = zip(*(_split(layer) for layer in self.layers[slots]), strict=True)
+            sources = [self._source(index, outputs) for index in range(segment.start, segment.start + segment.period)]
 
-            def pattern(x: Array, given: Any, segment: Segment = segment, graphs: Any = graphs) -> tuple[Array, Any]:
+            def pattern(
+                x: Array, given: Any, segment: Segment = segment, graphs: Any = graphs, sources: Any = sources
+            ) -> tuple[Array, Any]:
                 made = []
                 for offset, (graph, weights, one) in enumerate(zip(graphs, *given, strict=True)):
 
-                    def layer(x: Array, weights: Any, one: Any, graph: Any = graph, offset: int = offset) -> Any:
+                    def layer(
+                        x: Array, weights: Any, one: Any, source: Any, graph: Any = graph, offset: int = offset
+                    ) -> Any:
                         whole = nnx.merge(graph, gather_layer(weights))
-                        return run(whole, x, one, segment.start + offset)
+                        return run(whole, x, one, segment.start + offset, source)
 
                     # `prevent_cse` keeps the compiler from merging the recomputation with the forward pass. A loop over
                     # a single layer does not need it. In a loop over several layers without it, the compiler would
                     # recompute all layers before their backward passes.
                     looped = self.segments is not None and segment.repeats > 1 and segment.period == 1
                     layer = jax.checkpoint(layer, prevent_cse=not looped) if remat else layer
-                    x, output = layer(x, weights, one)
+                    x, output = layer(x, weights, one, sources[offset])
                     made.append(output)
                 return x, made
 
@@ -196,6 +240,11 @@ class Decoder(nnx.Module):
             x, made = pattern(x, given) if self.segments is None else jax.lax.scan(pattern, x, given)
             outputs += made
         return x, outputs
+
+    def _source(self, index: int, outputs: list[Any]) -> Any:
+        """Returns the output of the layer whose keys and values layer `index` uses; None if it has its own."""
+        source = self.config.kv_source(index)
+        return None if source == index else self._of_layer(outputs, source)
 
     def _no_memory(self, rows: int) -> Memory:
         rule = self.config.delta_rule
@@ -205,7 +254,8 @@ class Decoder(nnx.Module):
 
     def _ropes(self, positions: Int[Array, "..."]) -> list[Rotation | None]:
         tables: dict[Any, Rotation | None] = {None: None}
-        kinds = [self.config.rope(index) for index in range(self.config.num_layers)]
+        ropes = [(self.config.head_width(index), self.config.rope(index)) for index in range(self.config.num_layers)]
+        kinds = [None if rope is None else (width, *rope) for width, rope in ropes]
         for kind in kinds:
             if kind is not None and kind not in tables:
                 tables[kind] = rotation(self.config, *kind, positions)
@@ -272,8 +322,8 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "P D"], list[Kept], Chosen]:
         """Processes prompts, which are padded on the right. Returns the normalised hidden state of the last token of
         each prompt, the keys `[P K h S]` and values `[P K S h]` of every layer (P prompts of S tokens, K key heads of
-        width h), and the selected experts `[P S l k]` (None without experts, or if layers are stacked). A recurrent
-        layer has a `Memory` instead of keys and values.
+        width h) except those that use the keys and values of another layer, and the selected experts `[P S l k]` (None
+        without experts, or if layers are stacked). A recurrent layer has a `Memory` instead of keys and values.
 
         Args:
           remat: whether each layer is recomputed in the backward pass.
@@ -321,10 +371,14 @@ class Decoder(nnx.Module):
 
     def _empty_cache(self, rows: int, width: int) -> list[Kept]:
         config, mesh = self.config, jax.sharding.get_abstract_mesh()
-        heads = rows, config.num_kv_heads
-        keys = jnp.zeros((*heads, config.head_dim, width), self.dtype)
-        values = jnp.zeros((*heads, width, config.head_dim), self.dtype)
-        cache = [self._no_memory(rows) if config.is_recurrent(i) else (keys, values) for i in range(config.num_layers)]
+
+        def empty(layer: int) -> Kept:
+            if config.is_recurrent(layer):
+                return self._no_memory(rows)
+            heads, head = (rows, config.kv_heads(layer)), config.head_width(layer)
+            return jnp.zeros((*heads, head, width), self.dtype), jnp.zeros((*heads, width, head), self.dtype)
+
+        cache = [empty(layer) for layer in range(config.num_layers - config.shared_kv_layers)]
         return constrain_slots(cache, None if mesh.empty else mesh)
 
     def decode(
@@ -344,8 +398,9 @@ class Decoder(nnx.Module):
             with position -1 is undefined.
           prompt_lengths: number of tokens of each prompt.
           prompt_cache: what `prefill` returned, which all completions of a prompt share.
-          cache: keys `[R K h U]` and values `[R K U h]` per layer: R completions, K key heads of width h, U columns. A
-            recurrent layer has a `Memory` of R rows. It is read from the second token of a completion on.
+          cache: keys `[R K h U]` and values `[R K U h]` per layer, as in the result of `prefill`: R completions, K key
+            heads of width h, U columns. A recurrent layer has a `Memory` of R rows. It is read from the second token of
+            a completion on.
           column: index of the column to which the keys and values of the new token are written; the same for all
             completions.
           columns: for each column of the cache, the position of the token in this column. The entry at index `column`
@@ -362,7 +417,11 @@ class Decoder(nnx.Module):
         routes: list[Chosen] = []
         offsets = jnp.where(positions >= 0, 0, -1)[..., None]
         first = positions == prompt_lengths[:, None]
-        for index, (layer, prompt, own) in enumerate(zip(self.layers, prompt_cache, cache, strict=True)):
+        own_inputs = self._own_inputs(tokens[:, :, None], x)
+        for index, (layer, own_input) in enumerate(zip(self.layers, own_inputs, strict=True)):
+            source = self.config.kv_source(index)
+            prompt: Any = prompt_cache[source]
+            own: Any = (filled if source < index else cache)[source]
             if isinstance(prompt, Memory) and isinstance(own, Memory):
                 x, memory, chosen = layer.recur(x, Past(_memory_before(prompt, own, first), to_rows(offsets)))
                 filled.append(memory)
@@ -370,30 +429,31 @@ class Decoder(nnx.Module):
                 continue
             window = self.config.window(index)
             starts = None if window is None else jnp.maximum(positions - window + 1, 0)
-            of_prompt = Part(*prompt, Lengths(prompt_lengths, starts))
+            of_prompt = Part(prompt[0], prompt[1], Lengths(prompt_lengths, starts))
             seen = Positions(to_rows(columns), None if starts is None else starts.reshape(-1, 1))
 
             def attend(
                 q: Array,
-                k: Array,
-                v: Array,
+                k: Array | None,
+                v: Array | None,
                 sinks: Array | None,
                 prompt: Part = of_prompt,
                 own: Any = own,
                 seen: Positions = seen,
             ) -> Array:
-                # Without the barrier, XLA computes the keys of a TPU in the layout of their column in the cache, whose
-                # last axis of one element is padded to 128.
-                k, v = laid_out(to_rows(jax.lax.optimization_barrier(k)), to_rows(v))
-                keys = jax.lax.dynamic_update_slice_in_dim(own[0], k, column, axis=3)
-                values = jax.lax.dynamic_update_slice_in_dim(own[1], v, column, axis=2)
-                filled.append((keys, values))
-                parts = prompt, Part(keys, values, seen)
+                if k is not None and v is not None:
+                    # Without the barrier, XLA computes the keys of a TPU in the layout of their column in the cache,
+                    # whose last axis of one element is padded to 128.
+                    k, v = laid_out(to_rows(jax.lax.optimization_barrier(k)), to_rows(v))
+                    write = jax.lax.dynamic_update_slice_in_dim
+                    own = write(own[0], k, column, axis=3), write(own[1], v, column, axis=2)
+                    filled.append(own)
+                parts = prompt, Part(own[0], own[1], seen)
                 if self.decoding is not None:
                     return decoding_attention(q, *parts, self.decoding, self.config.attention_cap, sinks)
                 return group_attention(q, *parts, kind="plain", cap=self.config.attention_cap, sinks=sinks)
 
-            x, _, chosen = layer(x, ropes[index], attend)
+            x, _, chosen = layer(x, ropes[index], attend, None, own_input)
             routes.append(chosen)
         recorded = self._recorded(routes)
         return self.norm(x[:, :, 0]), filled, None if recorded is None else recorded[:, :, 0]
@@ -431,7 +491,11 @@ class Decoder(nnx.Module):
         real = positions >= 0
         offsets = jnp.where(real, jnp.cumsum(real, axis=2) - 1, -1)
         first = (positions == prompt_lengths[:, None, None]).any(axis=2)
-        for index, (layer, prompt, own) in enumerate(zip(self.layers, prompt_cache, cache, strict=True)):
+        blocks: dict[int, KeyValue] = {}
+        for index, (layer, own_input) in enumerate(zip(self.layers, self._own_inputs(tokens, x), strict=True)):
+            source = self.config.kv_source(index)
+            prompt: Any = prompt_cache[source]
+            own: Any = (filled if source < index else cache)[source]
             if isinstance(prompt, Memory) and isinstance(own, Memory):
                 x, memory, chosen = layer.recur(x, Past(_memory_before(prompt, own, first), to_rows(offsets)))
                 filled.append(memory)
@@ -440,30 +504,32 @@ class Decoder(nnx.Module):
             window = self.config.window(index)
             starts = None if window is None else jnp.maximum(positions - window + 1, 0)
             by_prompt = None if starts is None else starts.reshape(len(starts), -1)
-            of_prompt = Part(*prompt, Lengths(prompt_lengths, by_prompt))
+            of_prompt = Part(prompt[0], prompt[1], Lengths(prompt_lengths, by_prompt))
             earlier = Positions(to_rows(columns), None if starts is None else to_rows(starts))
 
             def attend(
                 q: Array,
-                k: Array,
-                v: Array,
+                k: Array | None,
+                v: Array | None,
                 sinks: Array | None,
                 of_prompt: Part = of_prompt,
-                old: Any = own,
+                kept: Any = own,
+                source: int = source,
                 earlier: Positions = earlier,
                 window: Any = window,
             ) -> Array:
-                block = part_of(to_rows(k), to_rows(v), Causal(segments, window))
-                write = jax.lax.dynamic_update_slice_in_dim
-                written = write(old[0], block.k, column, 3), write(old[1], block.v, column, 2)
-                filled.append(written)
+                if k is not None and v is not None:
+                    keys, values = blocks[source] = laid_out(to_rows(k), to_rows(v))
+                    write = jax.lax.dynamic_update_slice_in_dim
+                    kept = write(kept[0], keys, column, 3), write(kept[1], values, column, 2)
+                    filled.append(kept)
                 # Attention reads the updated cache, so the update needs no copy. The mask `earlier` hides the new
                 # columns.
-                own = Part(*written, earlier)
+                own, block = Part(kept[0], kept[1], earlier), Part(*blocks[source], Causal(segments, window))
                 cap = self.config.attention_cap
                 return group_attention(q, of_prompt, own, block, kind="auto", cap=cap, sinks=sinks)
 
-            x, _, chosen = layer(x, ropes[index], attend)
+            x, _, chosen = layer(x, ropes[index], attend, None, own_input)
             routes.append(chosen)
         ends = x[:, :, -1] if last is None else jnp.take_along_axis(x, last[..., None, None], axis=2)[:, :, 0]
         return self.norm(ends), filled, self._recorded(routes)
@@ -498,25 +564,38 @@ class Decoder(nnx.Module):
         ropes = self._ropes(positions)
 
         in_sequence = to_rows(jnp.where(segments >= 0, offsets, -1))
+        config, slots = self.config, self._slots
+        sources = {
+            config.kv_source(index) for index in range(config.num_layers - config.shared_kv_layers, config.num_layers)
+        }
+        read_later = {layers[0] for layers in slots if sources & set(layers)}
 
-        def run(layer: Layer, x: Array, given: tuple[Kept, Chosen], index: int) -> tuple[Array, None]:
-            prompt, chosen = given
+        def run(layer: Layer, x: Array, given: Any, index: int, source: Any) -> tuple[Array, Any]:
+            prompt, chosen, own_input = given
+            if prompt is None:
+                prompt = self._of_layer(prompt_cache, config.kv_source(index))
             if isinstance(prompt, Memory):
                 before = Memory(*(jnp.repeat(part, tokens.shape[1], axis=0) for part in prompt))
                 return layer.recur(x, Past(before, in_sequence), chosen)[0], None
             window = self.config.window(index)
             starts = None if window is None else positions.reshape(len(positions), -1) - window + 1
 
-            def attend(q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
-                own = part_of(to_rows(k), to_rows(v), Causal(to_rows(segments), window))
-                of_prompt = Part(*prompt, Lengths(prompt_lengths, starts))
+            def attend(q: Array, k: Array | None, v: Array | None, sinks: Array | None) -> Array:
+                keys: KeyValue = source if k is None or v is None else laid_out(to_rows(k), to_rows(v))
+                of_prompt = Part(prompt[0], prompt[1], Lengths(prompt_lengths, starts))
                 kind, cap = self._attention
+                own = Part(*keys, Causal(to_rows(segments), window))
                 return group_attention(q, of_prompt, own, kind=kind, cap=cap, sinks=sinks)
 
-            return layer(x, ropes[index], attend, chosen)[0], None
+            x, (k, v), _ = layer(x, ropes[index], attend, chosen, own_input)
+            if k is None or v is None or index not in read_later:
+                return x, None
+            return x, laid_out(to_rows(k), to_rows(v))
 
-        inputs = list(zip(prompt_cache, self._by_layer(experts), strict=True))
-        x, _ = self._run_layers(run, self.embed_tokens(tokens), inputs, remat)
+        x = self.embed_tokens(tokens)
+        prompts = [*prompt_cache, *[None] * (len(slots) - len(prompt_cache))]
+        inputs = list(zip(prompts, self._by_layer(experts), self._own_inputs(tokens, x), strict=True))
+        x, _ = self._run_layers(run, x, inputs, remat)
         before = jnp.concatenate([jnp.zeros_like(x[:, :, :1]), self.norm(x[:, :, :-1])], axis=2)
         return jnp.where((offsets == 0)[..., None], first[:, None, None].astype(x.dtype), before)
 

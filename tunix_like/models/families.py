@@ -17,15 +17,18 @@ from tunix_like.models.fields import (
     EXPERT_FIELDS,
     EXPERT_NAMES,
     HF_NAMES,
+    LAYER_NAMES,
     OPTION_NAMES,
     PARTIAL_ROPE_FIELDS,
     QUERY_SCALING,
     ROPE_FIELDS,
     DeltaRule,
     Experts,
+    ProportionalScaling,
     Scaling,
     checked,
     experts_of,
+    layer_kinds_of,
     nope_fields,
     read_partial_rope,
     read_rope,
@@ -92,6 +95,9 @@ _QWEN35 = {"qk_norm": True, "norm_offset": True, "output_gate": True}
 _QWEN35_OPTIONS = frozenset({"rotary_width", "delta_rule", "recurrent_layers"})
 _QWEN35_FIELDS = PARTIAL_ROPE_FIELDS | {*DELTA_NAMES.values(), "full_attention_interval"} | _MTP_FIELDS
 _QWEN35_FIXED = {"attn_output_gate": (True,), "mlp_only_layers": ([],), "mamba_ssm_dtype": ("float32",)}
+
+_EXPERTS_OR_NOT = "enable_moe_block"
+"""HF field of families whose models may have experts or not."""
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
@@ -195,8 +201,22 @@ FAMILIES = {
         # transformers has this field for Gemma 3, but does not apply the cap
         fixed=_GEMMA_FIXED | {"attn_logit_softcapping": ()},
     ),
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM",
+        {"activation": "gelu_tanh", "post_norms": True, "scale_embeddings": True, "qk_norm": True, "value_norm": True}
+        | {"layer_scalars": True, "query_pre_attn_scalar": 1.0},
+        options=frozenset({"rope_scaling", "windows", "local_rope_theta", "logits_cap", "experts", *LAYER_NAMES}),
+        required=("num_kv_heads", "head_dim"),
+        named=("sliding_window", "hidden_size_per_layer_input"),
+        defaults={"rope_theta": 1e6, "local_rope_theta": 1e4, "tie_embeddings": True},
+        fields=frozenset({"hidden_activation", "final_logit_softcapping", "per_layer_config", *LAYER_NAMES.values()})
+        | {_EXPERTS_OR_NOT, "num_experts", "top_k_experts", "moe_intermediate_size"},
+        # "vision" lets tokens of an image see each other. transformers does not read the older fields of rotation.
+        fixed=_GEMMA_FIXED | {"use_bidirectional_attention": ("vision",), "rope_theta": (), "rope_scaling": ()},
+        experts={"normalised": True, "biases": False, "shared": "beside"},
+    ),
 }
-_WINDOWED = {"mistral": 0, "ministral3": 0, "olmo3": 4, "gpt_oss": 2, "gemma2": 2, "gemma3_text": 6}
+_WINDOWED = {"mistral": 0, "ministral3": 0, "olmo3": 4, "gpt_oss": 2, "gemma2": 2, "gemma3_text": 6, "gemma4_text": 6}
 """Maps families with windows to their default pattern n: every n-th layer has no window. With n = 0, every layer has a
 window. The HF field `layer_types` overrides a pattern n > 0."""
 
@@ -204,6 +224,7 @@ _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "nu
 
 _MULTIMODAL = {
     "gemma3": ("gemma3_text",),
+    "gemma4": ("gemma4_text",),
     "mistral3": ("mistral", "ministral3"),
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
@@ -291,6 +312,8 @@ def numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
     names = HF_NAMES | family.names | {ours: hf for ours, hf in OPTION_NAMES.items() if ours in family.options}
     result |= {ours: checked(ours, fields[hf]) for ours, hf in names.items() if fields.get(hf) is not None}
     result |= _ropes(fields, name)
+    if isinstance(result.get("rope_scaling"), ProportionalScaling) and name != "gemma4_text":
+        raise UserError("rope_type 'proportional' is supported for gemma4_text only.")
     missing = [names.get(ours, ours) for ours in (*_REQUIRED, *family.required) if ours not in result]
     missing += [hf for hf in family.named if hf not in fields]
     if missing:
@@ -307,7 +330,15 @@ def _ropes(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
         return read_partial_rope(fields) if fields.get("head_dim") is not None else {}
     if "local_rope_theta" not in options:
         return read_rope(fields, "query_scaling" in options)
+    both = fields.get("rope_parameters")
+    if name == "gemma4_text":
+        if both is None:
+            return {"rope_scaling": ProportionalScaling(0.25)}
+        if not isinstance(both, Mapping) or len(both) < 2:
+            raise UserError("rope_parameters must have full_attention and sliding_attention.")
     result = read_two_ropes(fields)
+    if name == "gemma4_text" and not isinstance(result.setdefault("rope_scaling", None), ProportionalScaling | None):
+        raise UserError("rope_parameters: full_attention must have the rope_type 'default' or 'proportional'.")
     theta = fields.get("rope_theta")
     if name == "olmo3" and theta not in (None, OLMO3_THETA) and "local_rope_theta" not in result:
         raise UserError(
@@ -347,9 +378,11 @@ def _layers(fields: Mapping[str, Any], family: Family, name: str, count: int) ->
     result: dict[str, Any] = {}
     if name in _WINDOWED:
         result["windows"] = windows_of(fields, count, _WINDOWED[name])
+    if "full_head_dim" in family.options:
+        result |= layer_kinds_of(fields, result["windows"])
     if "rotary" in family.options:
         result["rotary"] = rotary_of(fields, count)
-    if "experts" in family.options:
+    if "experts" in family.options and fields.get(_EXPERTS_OR_NOT, _EXPERTS_OR_NOT not in family.fields):
         # a family without a field for the width of an expert has it in `intermediate_size`
         width = (
             {} if "moe_intermediate_size" in family.fields else {"moe_intermediate_size": fields["intermediate_size"]}
@@ -360,16 +393,21 @@ def _layers(fields: Mapping[str, Any], family: Family, name: str, count: int) ->
     return result
 
 
-def family_of(switches: Mapping[str, Any], options: frozenset[str], preferred: str | None) -> str:
+def family_of(switches: Mapping[str, Any], options: Mapping[str, Any], preferred: str | None) -> str:
     """Returns a family, if possible `preferred`, whose models all have exactly the settings `switches` and may set all
-    fields in `options`. Raises UserError if there is none."""
-    matching = [
-        name
-        for name, family in FAMILIES.items()
-        if family.adds == dict(switches)
-        and {"rope_scaling"} & set(family.required) <= options <= family.options
-        and bool(family.experts) == ("experts" in options)
-    ]
+    fields in `options`, or all have this value of the field. Raises UserError if there is none."""
+
+    def matches(family: Family) -> bool:
+        own = {name: value for name, value in options.items() if name in family.adds}
+        needed = {"rope_scaling"} & set(family.required)
+        with_experts = "experts" in options or _EXPERTS_OR_NOT in family.fields
+        return (
+            family.adds == {**switches, **own}
+            and needed <= options.keys() - own.keys() <= family.options
+            and bool(family.experts) == with_experts
+        )
+
+    matching = [name for name, family in FAMILIES.items() if matches(family)]
     if not matching:
         together = " and ".join([*switches, *sorted(options)])
         raise UserError(f"no Hugging Face family has {together} together; this decoder cannot be exported.")
@@ -394,11 +432,11 @@ def family_fields(
     family = FAMILIES[name]
     gelu = family.adds.get("activation") == "gelu_tanh"
     result: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"} if gelu else {"hidden_act": "silu"}
-    result |= {hf: options[ours] for ours, hf in OPTION_NAMES.items() if ours in family.options}
+    result |= {hf: options[ours] for ours, hf in (OPTION_NAMES | LAYER_NAMES).items() if ours in family.options}
     result |= rope_fields(*rope)
     if "query_scaling" in family.options:
         result["rope_scaling"][QUERY_SCALING] = query_scaling or 0.0
-    if name == "olmo3" and (rope[0], local_theta) != (OLMO3_THETA, OLMO3_THETA):
+    if name == "gemma4_text" or (name == "olmo3" and (rope[0], local_theta) != (OLMO3_THETA, OLMO3_THETA)):
         full = {"rope_type": "default"} | result.pop("rope_scaling", {}) | {"rope_theta": result.pop("rope_theta")}
         local = {"rope_type": "default", "rope_theta": local_theta}
         result["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
@@ -419,11 +457,14 @@ def family_fields(
         if any(getattr(experts, ours) != value for ours, value in family.experts.items()):
             raise UserError(f"model_type {name!r} does not support {experts}; this decoder cannot be exported.")
         fields = {hf: getattr(experts, ours) for ours, hf in EXPERT_NAMES.items()}
+        fields |= {"top_k_experts": experts.per_token}
         fields |= {"decoder_sparse_step": 1, "mlp_only_layers": [i for i, has in enumerate(with_experts) if not has]}
         if "moe_intermediate_size" not in family.fields:
             result["intermediate_size"] = fields["moe_intermediate_size"]
             fields["num_local_experts"] = fields.pop("num_experts")  # as in published files
         result |= {hf: value for hf, value in fields.items() if hf in family.fields}
+    if _EXPERTS_OR_NOT in family.fields:
+        result[_EXPERTS_OR_NOT] = experts is not None
     rule, layers = recurrent
     if rule is not None:
         result |= {hf: getattr(rule, ours) for ours, hf in DELTA_NAMES.items()}

@@ -33,6 +33,17 @@ OPTION_NAMES = {
 }
 """Maps optional fields of `DecoderConfig` to HF fields. Only some families have these fields. A value can be None."""
 
+LAYER_NAMES = {
+    "full_head_dim": "global_head_dim",
+    "full_kv_heads": "num_global_key_value_heads",
+    "keys_as_values": "attention_k_eq_v",
+    "shared_kv_layers": "num_kv_shared_layers",
+    "wide_shared_mlps": "use_double_wide_mlp",
+    "layer_input_width": "hidden_size_per_layer_input",
+    "layer_input_vocab": "vocab_size_per_layer_input",
+}
+"""Maps further fields of `DecoderConfig` to HF fields. Only Gemma 4 has these fields."""
+
 ROPE_NAMES = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -44,6 +55,7 @@ ROPE_NAMES = {
     "attention_factor": "attention_factor",
     "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim",
+    "share": "partial_rotary_factor",
 }
 """Maps fields of the scalings below to keys of `rope_scaling` or `rope_parameters`."""
 QUERY_SCALING = "llama_4_scaling_beta"
@@ -63,12 +75,12 @@ DELTA_NAMES = {
     "taps": "linear_conv_kernel_dim",
 }
 
-SHARED = ("gated",)
+SHARED = ("gated", "beside")
 
 ROPE_FIELDS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 PARTIAL_ROPE_FIELDS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
 EXPERT_FIELDS = frozenset({*EXPERT_NAMES.values(), "num_local_experts", "decoder_sparse_step", "mlp_only_layers"})
-_SAME = {"num_experts": "num_local_experts", "num_experts_per_tok": "experts_per_token"}
+_SAME = {"num_experts": ("num_local_experts",), "num_experts_per_tok": ("experts_per_token", "top_k_experts")}
 """Other names of HF fields of experts."""
 
 LARGEST, MOST = 2**24, {"num_layers": 1000, "rope_theta": LARGEST_FLOAT, "local_rope_theta": LARGEST_FLOAT}
@@ -86,8 +98,11 @@ SWITCHES = (
     "norm_offset",
     "scale_embeddings",
     "output_gate",
+    "value_norm",
+    "layer_scalars",
 )
 _BOOLEANS = frozenset({"tie_embeddings", "normalised", "biases", "truncate", *SWITCHES})
+_BOOLEANS |= {"keys_as_values", "wide_shared_mlps"}
 _INTEGERS = frozenset({"original_max_positions", "truncate"})
 _FLOATS = (
     frozenset(
@@ -105,7 +120,9 @@ _FLOATS = (
 def spelt(name: str, names: dict[str, str] | None = None) -> str:
     """Returns the field name for an error message: the HF name, followed by the name in `DecoderConfig` if it
     differs."""
-    hf = (names or HF_NAMES | OPTION_NAMES | ROPE_NAMES | {"query_scaling": QUERY_SCALING}).get(name, name)
+    hf = (names or HF_NAMES | OPTION_NAMES | LAYER_NAMES | ROPE_NAMES | {"query_scaling": QUERY_SCALING}).get(
+        name, name
+    )
     return name if hf == name else f"{hf} ({name})"
 
 
@@ -216,9 +233,29 @@ class YarnScaling:
         return low, high + 0.001 if high == low else high
 
 
-Scaling = LinearScaling | RopeScaling | YarnScaling
+@dataclasses.dataclass(frozen=True)
+class ProportionalScaling:
+    """Only the first `share` of the frequencies, which are those of a whole head divided by `factor`, are not 0, so
+    the other entries of a head are not rotated (Gemma 4)."""
+
+    share: float = 1.0
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            checked(field.name, getattr(self, field.name))
+        if self.share > 1:
+            raise UserError(f"{spelt('share')} is {self.share}; it must be at most 1.")
+
+    def rotated(self, head_dim: int) -> int:
+        """Returns the number of frequencies that are not 0."""
+        return int(self.share * head_dim // 2)
+
+
+Scaling = LinearScaling | RopeScaling | YarnScaling | ProportionalScaling
 _KINDS: dict[str, type[Scaling] | None] = {
     "default": None,
+    "proportional": ProportionalScaling,
     "linear": LinearScaling,
     "llama3": RopeScaling,
     "yarn": YarnScaling,
@@ -256,7 +293,8 @@ def read_rope(fields: Mapping[str, Any], query_scaling: bool = False) -> dict[st
     if query_scaling:
         known |= {QUERY_SCALING, "max_position_embeddings"}
     unknown = sorted(map(str, set(rope) - known))  # a key from YAML can have another type than str
-    if unknown or rope.get("partial_rotary_factor", 1) != 1:
+    partial = "partial_rotary_factor"
+    if unknown or (partial not in wanted.values() and rope.get(partial, 1) != 1):
         raise UserError(
             f"rope_scaling / rope_parameters: field(s) not supported with rope_type {kind!r}: "
             f"{', '.join(map(repr, unknown)) or 'partial_rotary_factor'}."
@@ -341,7 +379,8 @@ class Experts:
         the softmax probabilities over all experts.
       biases: whether the router and the projections of the experts have biases.
       shared: how the gated MLP of width `DecoderConfig.intermediate_size` that processes every token in addition is
-        added, one of `SHARED`: "gated" multiplies its output by a sigmoid gate (Qwen3.5). None: no such MLP.
+        added, one of `SHARED`: "gated" multiplies its output by a sigmoid gate (Qwen3.5); "beside" gives both their own
+        norms, and the router a norm and learned scales of its inputs and of the experts (Gemma 4). None: no such MLP.
     """
 
     number: int
@@ -468,11 +507,11 @@ def experts_of(fields: Mapping[str, Any], count: int, fixed: Mapping[str, Any]) 
     in the field `num_experts`, or in `num_local_experts` if transformers 5 wrote the config.json.
     """
     values = {hf: fields.get(hf) for hf in EXPERT_NAMES.values()}
-    for name, other in _SAME.items():
-        given = [fields[key] for key in (name, other) if fields.get(key) is not None]
-        if len(set(given)) > 1:
-            raise UserError(f"{name} and {other} are both given and differ; keep one of them.")
-        values[name] = given[0] if given else None
+    for name, others in _SAME.items():
+        given = {key: fields[key] for key in (name, *others) if fields.get(key) is not None}
+        if len(set(given.values())) > 1:
+            raise UserError(f"{' and '.join(given)} are both given and differ; keep one of them.")
+        values[name] = next(iter(given.values()), None)
     if values["num_experts"] is None:
         raise UserError("required field(s) missing: num_experts.")
     read = {ours: checked(ours, values[hf], EXPERT_NAMES) for ours, hf in EXPERT_NAMES.items() if ours not in fixed}
@@ -483,6 +522,43 @@ def experts_of(fields: Mapping[str, Any], count: int, fixed: Mapping[str, Any]) 
     step = checked("decoder_sparse_step", fields.get("decoder_sparse_step") or 1)
     layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(count))
     return {"experts": experts, "expert_layers": layers}
+
+
+def layer_kinds_of(fields: Mapping[str, Any], windows: Sequence[int | None]) -> dict[str, Any]:
+    """Reads the fields of `LAYER_NAMES`, and `windows`, whose last entry is None in transformers.
+
+    Width and number of the key heads of layers without a window are in `global_head_dim` and, for `attention_k_eq_v`,
+    `num_global_key_value_heads`; or since transformers 5.24 in `per_layer_config`, which has an entry for each of these
+    layers.
+    """
+    if windows[-1] is not None:
+        if fields.get("layer_types"):
+            raise UserError("layer_types: the last layer must be 'full_attention'; transformers would make it so.")
+        windows = (*windows[:-1], None)
+    given = {ours: fields[hf] for ours, hf in LAYER_NAMES.items() if fields.get(hf) is not None}
+    if (per_layer := fields.get("per_layer_config")) is not None:
+        if given.keys() & {"full_head_dim", "full_kv_heads"}:
+            raise UserError("per_layer_config and global_head_dim (or num_global_key_value_heads): keep one of them.")
+        full = {str(layer) for layer, window in enumerate(windows) if window is None}
+        entries = list(per_layer.values()) if isinstance(per_layer, Mapping) else []
+        one = entries[0] if entries and isinstance(entries[0], Mapping) else {}
+        if {str(key) for key in per_layer} != full or any(entry != one for entry in entries):
+            raise UserError("per_layer_config must have equal mappings for all 'full_attention' layers and no others.")
+        if unknown := sorted(map(str, one.keys() - {"head_dim", "num_key_value_heads"})):
+            raise UserError(f"per_layer_config: {', '.join(unknown)} is not supported.")
+        given |= {"full_head_dim": one.get("head_dim", fields["head_dim"])}
+        given |= {"full_kv_heads": one["num_key_value_heads"]} if "num_key_value_heads" in one else {}
+    elif "full_head_dim" not in given:
+        raise UserError("required field(s) missing: global_head_dim, or per_layer_config.")
+    elif not given.get("keys_as_values"):
+        given.pop("full_kv_heads", None)  # as in transformers
+    absent = {name for name in ("shared_kv_layers", "layer_input_width") if given.get(name) == 0}
+    if given.get("layer_input_width", 0) == 0:
+        absent.add("layer_input_vocab")
+    elif "layer_input_vocab" not in given:
+        raise UserError("required field(s) missing: vocab_size_per_layer_input.")
+    kept = {name: checked(name, value) for name, value in given.items() if name not in absent}
+    return kept | {"windows": tuple(windows)}
 
 
 def _per_layer(name: str, value: Any, count: int) -> list[Any]:

@@ -1,9 +1,10 @@
 """Stacks the parameters of layers of the same kind. A compiled program then has one copy of the code per stack instead
 of one copy per layer.
 
-Layers of the same kind have equal windows and rotary positions, and either all or none of them have experts or are
-recurrent. A decoder with stacked layers runs each stack with `jax.lax.scan`. The compilation time and the memory of the
-compiled program then hardly depend on the number of layers.
+Layers of the same kind (`DecoderConfig.kind`) have equal windows and rotary positions, and either all or none of them
+have experts, are recurrent, or use the keys and values of another layer. A decoder with stacked layers runs each stack
+with `jax.lax.scan`. The compilation time and the memory of the compiled program then hardly depend on the number of
+layers.
 """
 
 from __future__ import annotations
@@ -38,10 +39,7 @@ class Segment(NamedTuple):
 
 def segments_of(config: DecoderConfig) -> tuple[Segment, ...]:
     """Splits the layers of a model into segments, each of which covers as many layers as possible."""
-    kinds = [
-        (config.window(i), config.rope(i), config.has_experts(i), config.is_recurrent(i))
-        for i in range(config.num_layers)
-    ]
+    kinds = [config.kind(index) for index in range(config.num_layers)]
     segments: list[Segment] = []
     start = 0
     while start < len(kinds):

@@ -19,13 +19,15 @@ from jaxtyping import Array, Float, Int, Integer
 
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.delta_rule import Memory, Past, convolve, delta_rule, tail_after
-from tunix_like.models.fields import Experts, LinearScaling, RopeScaling, Scaling, YarnScaling
+from tunix_like.models.fields import Experts, LinearScaling, ProportionalScaling, RopeScaling, Scaling, YarnScaling
 from tunix_like.models.quantization import quantized_product
 from tunix_like.models.sharding import per_device, split_tokens, splits_over_experts
 
 Gating = Callable[[Array, Array], Array]
 """`gating(gate, up)`: the product of a gated MLP before its last projection."""
 KeyValue = tuple[Array, Array]
+OwnKeyValue = tuple[Array | None, Array | None]
+"""Keys and values of a layer; None if it uses those of another layer (`DecoderConfig.shared_kv_layers`)."""
 Tables = tuple[Array, Array]
 
 
@@ -39,9 +41,9 @@ class Rotation(NamedTuple):
 Chosen = Array | None
 """Indices of the selected experts of each token, `[... k]`; None: those that the router selects."""
 
-Attend = Callable[[Array, Array, Array, Array | None], Array]
+Attend = Callable[[Array, Any, Any, Array | None], Array]
 """`attend(q [... H h], k [... K h], v [... K h], sinks [H] or None) -> [... H h]`: attention with the caller's mask and
-cache."""
+cache. `k` and `v` are None if the caller has those of another layer."""
 
 
 def rope_tables(head_dim: int, theta: float, scaling: Scaling | None, positions: Int[Array, "..."]) -> Tables:
@@ -52,9 +54,12 @@ def rope_tables(head_dim: int, theta: float, scaling: Scaling | None, positions:
     return jnp.cos(angles) * size, jnp.sin(angles) * size
 
 
-def rotation(config: DecoderConfig, theta: float, scaling: Scaling | None, positions: Int[Array, "..."]) -> Rotation:
-    """Returns the tables of `positions`; those of the queries contain the factor of `DecoderConfig.query_scaling`."""
-    cosine, sine = tables = rope_tables(config.rotary_width or config.head_dim, theta, scaling, positions)
+def rotation(
+    config: DecoderConfig, width: int, theta: float, scaling: Scaling | None, positions: Int[Array, "..."]
+) -> Rotation:
+    """Returns the tables of `positions` for heads of a width; those of the queries contain the factor of
+    `DecoderConfig.query_scaling`."""
+    cosine, sine = tables = rope_tables(config.rotary_width or width, theta, scaling, positions)
     if config.query_scaling is None:
         return Rotation(tables, tables)
     assert isinstance(config.rope_scaling, RopeScaling | YarnScaling)
@@ -73,6 +78,9 @@ def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None) -> Fl
         low, high = scaling.bounds(head_dim, theta)
         divided = jnp.clip((jnp.arange(head_dim // 2, dtype=jnp.float32) - low) / (high - low), 0, 1)
         return frequencies * (1 - divided) + frequencies / scaling.factor * divided
+    if isinstance(scaling, ProportionalScaling):
+        rotated = jnp.arange(head_dim // 2) < scaling.rotated(head_dim)
+        return jnp.where(rotated, frequencies / scaling.factor, 0)
     return frequencies if scaling is None else _llama3(frequencies, scaling)
 
 
@@ -177,59 +185,80 @@ class RMSNorm(nnx.Module):
         self.epsilon, self.offset = epsilon, offset
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        wide = _unit(x.astype(jnp.float32), self.epsilon)
         scale = self.scale[...].astype(jnp.float32)
         scale = scale + 1 if self.offset else scale
         return (wide * jnp.broadcast_to(scale, wide.shape)).astype(x.dtype)
 
 
-class Embedding(nnx.Module):
-    """Looks up rows of the embedding table. With `scaled`, multiplies the rows by the square root of the width, rounded
-    to the compute dtype."""
+def _unit(x: Float[Array, "... D"], epsilon: float) -> Float[Array, "... D"]:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
 
-    def __init__(self, vocabulary: int, width: int, *, scaled: bool, rngs: nnx.Rngs, dtype: Any, param_dtype: Any):
-        self.embedding = nnx.Param(width**-0.5 * jax.random.normal(rngs.params(), (vocabulary, width), param_dtype))
-        self.dtype, self.scaled = dtype, scaled
+
+class Embedding(nnx.Module):
+    """Looks up rows of the embedding table, which consist of `parts` vectors of the same width. With `scaled`,
+    multiplies them by the square root of this width, rounded to the compute dtype."""
+
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int,
+        *,
+        parts: int = 1,
+        scaled: bool,
+        rngs: nnx.Rngs,
+        dtype: Any,
+        param_dtype: Any,
+    ):
+        shape = vocabulary, parts * width
+        self.embedding = nnx.Param(width**-0.5 * jax.random.normal(rngs.params(), shape, param_dtype))
+        self.dtype, self.factor = dtype, width**0.5 if scaled else None
 
     def __call__(self, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
         rows = split_tokens(self.embedding[...][tokens].astype(self.dtype))
-        return rows * jnp.asarray(rows.shape[-1] ** 0.5, self.dtype) if self.scaled else rows
+        return rows if self.factor is None else rows * jnp.asarray(self.factor, self.dtype)
 
 
 class Attention(nnx.Module):
-    def __init__(self, config: DecoderConfig, **kinds: Any):
-        width, head = config.hidden_size, config.head_dim
+    def __init__(self, config: DecoderConfig, index: int, **kinds: Any):
+        width, head, key_heads = config.hidden_size, config.head_width(index), config.kv_heads(index)
+        shared = config.kv_source(index) != index
+        values = not shared and not (config.keys_as_values and config.window(index) is None)
         self.output_gate = config.output_gate
         queries = config.num_heads * head * (2 if config.output_gate else 1)
         self.q_proj = Linear(width, queries, bias=config.qkv_bias, **kinds)
-        self.k_proj = Linear(width, config.num_kv_heads * head, bias=config.qkv_bias, **kinds)
-        self.v_proj = Linear(width, config.num_kv_heads * head, bias=config.qkv_bias, **kinds)
+        self.k_proj = None if shared else Linear(width, key_heads * head, bias=config.qkv_bias, **kinds)
+        self.v_proj = Linear(width, key_heads * head, bias=config.qkv_bias, **kinds) if values else None
         self.o_proj = Linear(config.num_heads * head, width, bias=config.o_bias, **kinds)
         self.sinks = nnx.Param(jnp.zeros(config.num_heads, kinds["param_dtype"])) if config.sinks else None
         joint = config.joint_qk_norm
         self.q_norm = norm_of(config.num_heads * head if joint else head, config, **kinds) if config.qk_norm else None
         self.k_norm = (
-            norm_of(config.num_kv_heads * head if joint else head, config, **kinds) if config.qk_norm else None
+            norm_of(key_heads * head if joint else head, config, **kinds) if config.qk_norm and not shared else None
         )
         self.joint_norms = joint
+        self.value_epsilon = config.norm_eps if config.value_norm else None
         self.head_dim = head
         # Attention divides scores by sqrt(head_dim). This factor changes the divisor to sqrt(query_pre_attn_scalar).
         self.query_scale = (head / (config.query_pre_attn_scalar or head)) ** 0.5
 
-    def __call__(self, x: Float[Array, "... D"], rope: Rotation | None, attend: Attend) -> tuple[Array, KeyValue]:
+    def __call__(self, x: Float[Array, "... D"], rope: Rotation | None, attend: Attend) -> tuple[Array, OwnKeyValue]:
         heads = (*x.shape[:-1], -1, self.head_dim)
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        gate = None
+        q, gate = self.q_proj(x), None
+        k: Array | None = None if self.k_proj is None else self.k_proj(x)
+        v = k if self.v_proj is None else self.v_proj(x)
         if self.output_gate:  # each head has its queries first, and then its gate
             q, gate = jnp.split(q.reshape(*x.shape[:-1], -1, 2 * self.head_dim), 2, axis=-1)
         if self.joint_norms:
             q, k = normed(self.q_norm, q), normed(self.k_norm, k)
-        q, k, v = (y.reshape(heads) for y in (q, k, v))
+        q = q.reshape(heads)
+        k, v = (None if y is None else y.reshape(heads) for y in (k, v))
         if not self.joint_norms:
             q, k = normed(self.q_norm, q), normed(self.k_norm, k)
+        if v is not None and self.value_epsilon is not None:
+            v = _unit(v.astype(jnp.float32), self.value_epsilon).astype(v.dtype)
         if rope is not None:
-            q, k = rotate(q, rope.queries), rotate(k, rope.keys)
+            q, k = rotate(q, rope.queries), (None if k is None else rotate(k, rope.keys))
         if self.query_scale != 1:
             q = q * self.query_scale
         sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
@@ -286,10 +315,10 @@ class GatedDeltaNet(nnx.Module):
 
 
 class MLP(nnx.Module):
-    def __init__(self, config: DecoderConfig, **kinds: Any):
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False, **kinds)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False, **kinds)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False, **kinds)
+    def __init__(self, config: DecoderConfig, width: int, **kinds: Any):
+        self.gate_proj = Linear(config.hidden_size, width, bias=False, **kinds)
+        self.up_proj = Linear(config.hidden_size, width, bias=False, **kinds)
+        self.down_proj = Linear(width, config.hidden_size, bias=False, **kinds)
         self.gating = _GATINGS[config.activation]
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
@@ -381,7 +410,7 @@ class MixtureOfExperts(nnx.Module):
         width = config.hidden_size
         self.gate = Kernel(width, experts.number, bias=experts.biases, **kinds)
         self.experts = ExpertMLPs(width, experts, _GATINGS[config.activation], **kinds)
-        self.shared_expert = MLP(config, **kinds) if experts.shared else None
+        self.shared_expert = MLP(config, config.intermediate_size, **kinds) if experts.shared else None
         self.shared_expert_gate = Linear(width, 1, bias=False, **kinds) if experts.shared else None
         self.numbers = experts
 
@@ -389,10 +418,7 @@ class MixtureOfExperts(nnx.Module):
         self, x: Float[Array, "B *N D"], chosen: Integer[Array, "B *N k"] | None = None
     ) -> tuple[Float[Array, "B *N D"], Integer[Array, "B *N k"]]:
         """Returns the outputs, and the selected experts of each token: `chosen`, or by the router if it is None."""
-        graph, state = nnx.split(RoutedExperts(self.gate, self.experts, self.numbers))
-        exchanged, params = splits_over_experts(x.shape[0]), nnx.to_pure_dict(state)
-        run = per_device(lambda params, *rows: nnx.merge(graph, params).mix(exchanged, *rows), params, x.shape)
-        out, chosen = run(params, x, *(() if chosen is None else (chosen,)))
+        out, chosen = RoutedExperts(self.gate, self.experts, self.numbers)(x, x, chosen)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             share = jax.nn.sigmoid(self.shared_expert_gate(x).astype(jnp.float32))
             out = out + (share * self.shared_expert(x)).astype(x.dtype)
@@ -400,14 +426,26 @@ class MixtureOfExperts(nnx.Module):
 
 
 class RoutedExperts(nnx.Module):
-    """The router and the experts of a layer, as one device has them."""
+    """The router and the experts of a layer, with a factor of the weight of each expert (None: 1)."""
 
-    def __init__(self, gate: Kernel, experts: ExpertMLPs, numbers: Experts):
+    def __init__(self, gate: Kernel, experts: ExpertMLPs, numbers: Experts, factors: nnx.Param | None = None):
         self.gate, self.experts, self.numbers = gate, experts, numbers
+        self.factors = factors
 
-    def mix(self, exchanged: bool, x: Array, chosen: Array | None = None) -> tuple[Array, Array]:
+    def __call__(
+        self, x: Float[Array, "B *N D"], routed_by: Float[Array, "B *N D"], chosen: Chosen
+    ) -> tuple[Float[Array, "B *N D"], Integer[Array, "B *N k"]]:
+        """Returns the outputs of the experts for `x`, and the experts that the router selects by `routed_by`, or
+        `chosen`."""
+        graph, state = nnx.split(self)
+        exchanged, params = splits_over_experts(x.shape[0]), nnx.to_pure_dict(state)
+        run = per_device(lambda params, *rows: nnx.merge(graph, params).mix(exchanged, *rows), params, x.shape)
+        return run(params, x, routed_by, *(() if chosen is None else (chosen,)))
+
+    def mix(self, exchanged: bool, x: Array, routed_by: Array, chosen: Array | None = None) -> tuple[Array, Array]:
+        """Computes the method `__call__` on one device."""
         flat, k = x.reshape(-1, x.shape[-1]), self.numbers.per_token
-        weights, chosen = self.route(flat, None if chosen is None else chosen.reshape(-1, k))
+        weights, chosen = self.route(routed_by.reshape(flat.shape), None if chosen is None else chosen.reshape(-1, k))
         part = self.experts.gate_proj.kernel.shape[0] < self.numbers.number
         mixed = self._exchange(flat, weights, chosen, exchanged) if part else self._apply(flat, weights, chosen)
         return mixed.astype(x.dtype).reshape(x.shape), chosen.reshape(*x.shape[:-1], k)
@@ -458,7 +496,25 @@ class RoutedExperts(nnx.Module):
             weights = jnp.take_along_axis(shares, chosen, axis=-1)
         if self.numbers.normalised:
             weights /= weights.sum(-1, keepdims=True)
+        if self.factors is not None:
+            weights *= self.factors[...].astype(jnp.float32)[chosen]
         return weights, chosen
+
+
+class Router(nnx.Module):
+    """The router of experts beside an MLP. It reads vectors that are normalised and multiplied by a learned weight and
+    `D ** -0.5`, and multiplies the weight of each expert by a learned factor (`per_expert_scale`)."""
+
+    def __init__(self, config: DecoderConfig, experts: Experts, **kinds: Any):
+        self.input_scale = nnx.Param(jnp.ones(config.hidden_size, kinds["param_dtype"]))
+        self.proj = Kernel(config.hidden_size, experts.number, bias=False, **kinds)
+        self.per_expert_scale = nnx.Param(jnp.ones(experts.number, kinds["param_dtype"]))
+        self.epsilon = config.norm_eps
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Returns what `proj` reads."""
+        unit = _unit(x.astype(jnp.float32), self.epsilon) * x.shape[-1] ** -0.5
+        return (unit * jnp.broadcast_to(self.input_scale[...].astype(jnp.float32), unit.shape)).astype(x.dtype)
 
 
 def _one_round(graph: Any, size: int, number: Array, indices: Any, inputs: Any) -> Float[Array, "N D"]:
@@ -514,25 +570,49 @@ class Layer(nnx.Module):
         width, before, post = config.hidden_size, config.input_norms, config.post_norms
         self.input_layernorm = norm_of(width, config, **kinds) if before else None
         recurrent = config.is_recurrent(index)
-        self.self_attn = None if recurrent else Attention(config, **kinds)
+        self.self_attn = None if recurrent else Attention(config, index, **kinds)
         self.linear_attn = GatedDeltaNet(config, **kinds) if recurrent else None
         self.post_attention_layernorm = norm_of(width, config, **kinds)
         self.pre_feedforward_layernorm = norm_of(width, config, **kinds) if before and post else None
+        numbers = config.experts if config.has_experts(index) else None
+        beside = numbers if numbers is not None and numbers.shared == "beside" else None
         self.mlp: MLP | MixtureOfExperts
-        if config.experts is not None and config.has_experts(index):
-            self.mlp = MixtureOfExperts(config, config.experts, **kinds)
+        if numbers is not None and beside is None:
+            self.mlp = MixtureOfExperts(config, numbers, **kinds)
         else:
-            self.mlp = MLP(config, **kinds)
+            self.mlp = MLP(config, config.mlp_width(index), **kinds)
+        self.numbers, self.gating = beside, _GATINGS[config.activation]
+        self.router = None if beside is None else Router(config, beside, **kinds)
+        self.experts = None if beside is None else ExpertMLPs(width, beside, self.gating, **kinds)
+        self.pre_feedforward_layernorm_2 = None if beside is None else norm_of(width, config, **kinds)
+        self.post_feedforward_layernorm_1 = None if beside is None else norm_of(width, config, **kinds)
+        self.post_feedforward_layernorm_2 = None if beside is None else norm_of(width, config, **kinds)
         self.post_feedforward_layernorm = norm_of(width, config, **kinds) if post else None
+        own = config.layer_input_width
+        self.per_layer_input_gate = None if own is None else Linear(width, own, bias=False, **kinds)
+        self.per_layer_projection = None if own is None else Linear(own, width, bias=False, **kinds)
+        self.post_per_layer_input_norm = None if own is None else norm_of(width, config, **kinds)
+        self.layer_scalar = nnx.Param(jnp.ones(1, kinds["param_dtype"])) if config.layer_scalars else None
 
     def __call__(
-        self, x: Float[Array, "... D"], rope: Rotation | None, attend: Attend, chosen: Chosen = None
-    ) -> tuple[Array, KeyValue, Chosen]:
+        self,
+        x: Float[Array, "... D"],
+        rope: Rotation | None,
+        attend: Attend,
+        chosen: Chosen = None,
+        own_input: Any = None,
+    ) -> tuple[Array, OwnKeyValue, Chosen]:
         """Returns the output of the layer, its (rotated) keys and values, and the selected experts of each token. These
-        are `chosen`, or selected by the router; None without experts."""
+        are `chosen`, or selected by the router; None without experts. `own_input [... p]` is the part of the layer in
+        the second embedding of each token (`DecoderConfig.layer_input_width`)."""
         assert self.self_attn is not None
         mixed, key_value = self.self_attn(normed(self.input_layernorm, x), rope, attend)
         x, chosen = self._finish(x, mixed, chosen)
+        if self.per_layer_input_gate is not None and self.per_layer_projection is not None:
+            own = self.per_layer_projection(self.gating(self.per_layer_input_gate(x), own_input))
+            x = x + normed(self.post_per_layer_input_norm, own)
+        if self.layer_scalar is not None:
+            x = x * jax.lax.stop_gradient(self.layer_scalar[...][0]).astype(x.dtype)
         return x, key_value, chosen
 
     def recur(
@@ -553,14 +633,19 @@ class Layer(nnx.Module):
             out, chosen = self._feed_forward(self.post_attention_layernorm(x), chosen)
             return x + out, chosen
         x = x + self.post_attention_layernorm(mixed)
-        out, chosen = self._feed_forward(normed(self.pre_feedforward_layernorm, x), chosen)
-        return x + self.post_feedforward_layernorm(out), chosen
+        out, selected = self._feed_forward(normed(self.pre_feedforward_layernorm, x), chosen)
+        if self.router is not None and self.experts is not None and self.numbers is not None:
+            routed = RoutedExperts(self.router.proj, self.experts, self.numbers, self.router.per_expert_scale)
+            added, selected = routed(normed(self.pre_feedforward_layernorm_2, x), self.router(x), chosen)
+            out = normed(self.post_feedforward_layernorm_1, out) + normed(self.post_feedforward_layernorm_2, added)
+        return x + self.post_feedforward_layernorm(out), selected
 
     def _feed_forward(self, x: Float[Array, "... D"], chosen: Chosen) -> tuple[Float[Array, "... D"], Chosen]:
         return self.mlp(x, chosen) if isinstance(self.mlp, MixtureOfExperts) else (self.mlp(x), None)
 
 
-def normed(norm: RMSNorm | None, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+def normed(norm: RMSNorm | None, x: Any) -> Any:
+    """Returns the normalised `x [... D]`; `x` without a norm."""
     return x if norm is None else norm(x)
 
 

@@ -46,6 +46,9 @@ PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "up_proj.kernel": ("fsdp", "tp"),
     "down_proj.kernel": ("tp", "fsdp"),
     "lm_head.kernel": ("fsdp", "tp"),
+    "per_layer_model_projection.kernel": ("fsdp", "tp"),
+    "per_layer_input_gate.kernel": ("fsdp", None),
+    "per_layer_projection.kernel": (None, "fsdp"),
     "in_proj_qkv.kernel": ("fsdp", "tp"),
     "in_proj_z.kernel": ("fsdp", "tp"),
     "in_proj_b.kernel": ("fsdp", None),
@@ -234,7 +237,8 @@ def check_divides(mesh: Mesh | None, config: DecoderConfig) -> None:
             "model; pass tunix_like.models.sharding.build_mesh(MeshConfig()) in all of them."
         )
     parts = 1 if mesh is None else mesh.shape.get("tp", 1)
-    for name, heads in (("query", config.num_heads), ("key", config.num_kv_heads)):
+    counts = {("query", config.num_heads), *(("key", config.kv_heads(layer)) for layer in range(config.num_layers))}
+    for name, heads in sorted(counts):
         if heads % parts:
             raise UserError(
                 f"mesh.shape: {parts} devices along 'tp' do not divide the {heads} {name} heads of this model; "

@@ -45,14 +45,18 @@ READ_BYTES = 4 * 1024**2
 """Maximum number of bytes of a file that are read to the host at once. The array to which these bytes are copied takes
 memory in addition."""
 _DECODER = "language_model."  # in the tensor names of the text decoder of a multimodal model, before or after `model.`
-_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.|mtp\.")
-"""Vision encoders, and layers that predict several tokens."""
+_OTHER_PARTS = re.compile(
+    r"(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio)\.|mtp\."
+)
+"""Encoders of images and sounds, and layers that predict several tokens."""
+_OF_KEYS = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.weight$")
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Buffers in old exports. They are ignored, because their values follow from the config.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias", "sinks": "sinks"}
 _LEAVES |= {"taps": "weight", "A_log": "A_log", "dt_bias": "dt_bias"}  # of recurrent layers
+_LEAVES |= {"input_scale": "scale", "per_expert_scale": "per_expert_scale", "layer_scalar": "layer_scalar"}
 _EXPERTS = "experts"
 _HALVES = ("gate_proj", "up_proj")
 """The projections that share a fused tensor of experts, in this order."""
@@ -322,7 +326,9 @@ def _check_names(folder: Path, abstract_params: Params, config: DecoderConfig, f
     wanted = _all_names(abstract_params, config, found)
     missing = sorted(wanted - found)
     # The files of a tied model may contain a head; `_check_tied` compares its values.
-    unexpected = sorted(name for name in found - wanted - {_HEAD} if not _HARMLESS.search(name))
+    unexpected = sorted(
+        name for name in found - wanted - {_HEAD} if not _HARMLESS.search(name) and not _is_unused(name, config)
+    )
     for kind, names in (("lack", missing), ("have unexpected", unexpected)):
         if names:
             rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -331,6 +337,12 @@ def _check_names(folder: Path, abstract_params: Params, config: DecoderConfig, f
                 f"{folder}: its weights {kind} tensor(s) {', '.join(names[:3])}{rest}. The weights do not match"
                 f" config.json, or a file is missing.{tied}"
             )
+
+
+def _is_unused(name: str, config: DecoderConfig) -> bool:
+    """Whether a tensor is for keys and values of a layer that uses those of another layer."""
+    found = _OF_KEYS.match(name)
+    return found is not None and config.num_layers - config.shared_kv_layers <= int(found[1]) < config.num_layers
 
 
 def _check_tensor(tensor: Stored | OfExpert | RowsOfExpert | Packed, shape: tuple[int, ...]) -> None:

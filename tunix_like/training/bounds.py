@@ -47,14 +47,16 @@ def weight_bytes(model: Decoder, mesh: Mesh | None, tokens: float, head: bool = 
     held = parameter_shapes(model.config, model.param_dtype, model.adapters, model.quantized)
     cast = jax.eval_shape(functools.partial(cast_params, nnx.split(model)[0]), held)
     params, config = param_shapes(cast, mesh), model.config
-    table = held_bytes(params["embed_tokens"])
-    total = held_bytes(params) - table * (not (head and config.tie_embeddings))
+    table, second = (held_bytes(params.get(name, {})) for name in ("embed_tokens", "embed_tokens_per_layer"))
+    total = held_bytes(params) - second - table * (not (head and config.tie_embeddings))
     total -= 0 if head or config.tie_embeddings else held_bytes(params["lm_head"])
     if config.experts is not None:
-        experts = [layer["mlp"]["experts"] for layer in params["layers"].values() if "experts" in layer["mlp"]]
+        layers = params["layers"].values()
+        experts = [part["experts"] for layer in layers for part in (layer, layer["mlp"]) if "experts" in part]
         received = tokens * (1 if mesh is None else mesh.shape.get("ep", 1))
         total -= held_bytes(experts) * max(0.0, 1 - received * config.experts.per_token / config.experts.number)
-    return total + table * min(tokens / config.vocab_size, 1.0)
+    rows_of_second = config.layer_input_vocab or 1
+    return total + table * min(tokens / config.vocab_size, 1.0) + second * min(tokens / rows_of_second, 1.0)
 
 
 def prefill_bytes(model: Decoder, mesh: Mesh | None, prompts: int, width: int, calls: int) -> float:
@@ -63,7 +65,7 @@ def prefill_bytes(model: Decoder, mesh: Mesh | None, prompts: int, width: int, c
     tokens = prompts * width / prompt_parts(mesh)
     weights = calls * weight_bytes(model, mesh, tokens / calls, head=False)
     recurrent = _recurrent_layers(model)
-    written = tokens * (model.config.num_layers - recurrent) * _position_bytes(model, mesh)
+    written = tokens * sum(model.config.key_widths) * _number_bytes(model, mesh)
     return weights + written + prompts / prompt_parts(mesh) * recurrent * _memory_bytes(model, mesh)
 
 
@@ -73,9 +75,9 @@ def decode_bytes(
     """Returns the needed bytes of sampling `P` prompts x `G` completions (`group`) of `T` tokens after prompts of `S`
     tokens (`widths`), in `rounds` rounds of `T` iterations:
 
-        rounds * T * weights + k * L * (P * G * (T * (T - 1) / 2 + T) + P * T * S)
+        rounds * T * weights + k * (P * G * (T * (T - 1) / 2 + T) + P * T * S)
 
-    `k` is the bytes of the keys and values of a position in one of `L` layers. In iteration `t`, a completion reads the
+    `k` is the bytes of the keys and values of a position that all layers read. In iteration `t`, a completion reads the
     `t` positions that are filled (on average about half of its room) and writes one. The completions of a group read
     their prompt together. In a layer with a window, only the positions in the window are read. In a recurrent layer,
     every iteration reads and writes the memory of a completion; the first one reads that of the prompt instead.
@@ -87,9 +89,10 @@ def decode_bytes(
         if model.config.is_recurrent(layer):
             continue
         window = model.config.window(layer) or width + steps
-        own += np.minimum(filled, window - 1).sum() + steps
-        of_prompt += np.clip(window - 1 - filled, 0, width).sum()
-    cache = _position_bytes(model, mesh) * (prompts * size * own + prompts * of_prompt)
+        numbers = model.config.kv_heads(layer) * model.config.head_width(layer)
+        own += numbers * (np.minimum(filled, window - 1).sum() + steps)
+        of_prompt += numbers * np.clip(window - 1 - filled, 0, width).sum()
+    cache = _number_bytes(model, mesh) * (prompts * size * own + prompts * of_prompt)
     memories = prompts * size * (2 * steps - 1) + prompts
     return float(weights + (cache + _recurrent_layers(model) * _memory_bytes(model, mesh) * memories) / parts)
 
@@ -100,10 +103,10 @@ def update_bytes(model: Decoder, mesh: Mesh | None, tokens: int, state: Any) -> 
     return 2 * weight_bytes(model, mesh, tokens / token_parts(mesh)) + 2 * held_bytes(state)
 
 
-def _position_bytes(model: Decoder, mesh: Mesh | None) -> float:
-    """Returns the bytes of the keys and values of one position in one layer; `tp` splits the key heads."""
+def _number_bytes(model: Decoder, mesh: Mesh | None) -> float:
+    """Returns the bytes of one number of a key and one of a value; `tp` splits the key heads."""
     tp = 1 if mesh is None else mesh.shape.get("tp", 1)
-    return 2 * model.config.num_kv_heads * model.config.head_dim * jnp.dtype(model.dtype).itemsize / tp
+    return 2 * jnp.dtype(model.dtype).itemsize / tp
 
 
 def _recurrent_layers(model: Decoder) -> int:

@@ -277,8 +277,14 @@ class Work:
 
     @property
     def query(self) -> int:
-        """Total width of the query heads."""
-        return self.model.num_heads * self.model.head_dim
+        """Total width of the query heads, in the widest layer."""
+        return self.model.num_heads * max(map(self.model.head_width, range(self.model.num_layers)))
+
+    @property
+    def key(self) -> int:
+        """Total width of the key heads, in the widest layer."""
+        layers = range(self.model.num_layers)
+        return max(self.model.kv_heads(layer) * self.model.head_width(layer) for layer in layers)
 
     @property
     def recurrent_layers(self) -> int:
@@ -370,8 +376,10 @@ def _with_stacked_layers(work: Work, tokens: int, prompt_tokens: int, lane_token
     model = work.model
     # Counts 3.2 bytes per logit, before the factor `ALLOCATED`. XLA:TPU has the logits in float32 and in bfloat16.
     logits = _logits(work, tokens) * 2 // 5
-    head = -(-model.head_dim // LANES) * LANES if work.backend == "tpu" else model.head_dim
-    hidden, key = model.hidden_size * work.size, 2 * model.num_kv_heads * head * work.size
+    own = range(model.num_layers - model.shared_kv_layers)
+    unit = LANES if work.backend == "tpu" else 1
+    key = 2 * work.size * sum(model.kv_heads(layer) * -(-model.head_width(layer) // unit) * unit for layer in own)
+    hidden = model.num_layers * (model.hidden_size + (model.layer_input_width or 0)) * work.size
     # Keys and values of the prompts, the sum of their gradients in float32, and their gradient from one chunk.
     states = key * (2 + 4 // work.size)
     # The layers of a model with adapters on one device are not stacked.
@@ -381,8 +389,8 @@ def _with_stacked_layers(work: Work, tokens: int, prompt_tokens: int, lane_token
     return {
         "gradients": work.trained + work.trained * work.size // 4 + _output_gradient(work),
         "cast weights": max(_cast_weights(work), stacked) + _dequantized(work, backward=True),
-        "prompts": model.num_layers * prompt_tokens * (states + hidden),
-        "chunk": model.num_layers * (tokens * hidden + 2 * lane_tokens * key),
+        "prompts": prompt_tokens * (states + hidden),
+        "chunk": tokens * hidden + 2 * lane_tokens * key,
         "logits or a layer's backward": max(logits, _layer_working(work, tokens)),
     }
 
@@ -434,7 +442,8 @@ def rollout_phase(
     cast, dequantized = _sampled_weights(work), _dequantized(work, backward=False)
     # While a larger cache replaces the old one, a layer of the old one; while a cache with half as many rows or slots
     # does, one layer of it on every device.
-    layer = max(cache * _room_before(width) // width, parts * max(cache // 2, prompt_cache)) // model.num_layers
+    layers = sum(model.key_widths) // max(model.key_widths, default=1) + work.recurrent_layers
+    layer = max(cache * _room_before(width) // width, parts * max(cache // 2, prompt_cache)) // layers
     forward = _prompt_forward(work, slots if prefilled is None else -(-prefilled // parts), tp)
     prefill_weights = max(copy, cast * (work.size < 4)) + dequantized
     buffers = rows * ((8 + work.recorded) * width + 16) + (rows + slots) * model.hidden_size * work.size
@@ -475,9 +484,8 @@ def _cache(work: Work, width: int, tp: int = 1) -> int:
     """Returns the bytes of the keys and values of one completion of `width` tokens, and of its memories of recurrent
     layers, in all layers, on each of `tp` devices that share its heads."""
     model, recurrent = work.model, work.recurrent_layers
-    position = 2 * model.num_kv_heads * model.head_dim * work.size
     memories = recurrent * memory_bytes(model, work.dtype, tp) if recurrent else 0
-    return (model.num_layers - recurrent) * position * width // tp + memories
+    return 2 * sum(model.key_widths) * work.size * width // tp + memories
 
 
 def _cast_weights(work: Work) -> int:
@@ -516,8 +524,8 @@ def _dequantized(work: Work, backward: bool) -> int:
 
 def _kept(work: Work, tokens: int, scores: int) -> int:
     """Returns the bytes that all layers save for the backward pass of `tokens` tokens with `scores` scores a layer."""
-    model, key = work.model, work.model.num_kv_heads * work.model.head_dim
-    widths = {"inner": work.inner, "hidden": model.hidden_size, "query": work.query, "key": key}
+    model, inner = work.model, work.inner + (work.model.layer_input_width or 0)
+    widths = {"inner": inner, "hidden": model.hidden_size, "query": work.query, "key": work.key}
     per_token = KEPT_WITH_REMAT if work.remat else KEPT_PER_TOKEN
     token = sum(per_token[name] * width for name, width in widths.items()) * work.size
     recurrent = work.recurrent_layers
@@ -546,7 +554,7 @@ def _attention_kind(work: Work, scores: int) -> str:
 def _gathered_keys(work: Work, positions: int) -> int:
     """Returns the bytes of the keys and values of a layer at `positions`, and of their gradients, that a device gathers
     if the tokens of a sequence are divided over devices."""
-    position = 2 * work.model.num_kv_heads * work.model.head_dim * work.size
+    position = 2 * work.key * work.size
     return 0 if work.sequence == 1 else 2 * position * positions
 
 
@@ -568,7 +576,7 @@ def _layer_backward(work: Work, rows: int) -> int:
         scores -= tokens * (KEPT_PER_TOKEN["inner"] * work.inner + 2 * model.hidden_size) * work.size
     total = max(mlp, scores)
     if work.remat and work.backend != "cpu":
-        one = dataclasses.replace(work, remat=False, model=dataclasses.replace(model, num_layers=1))
+        one = dataclasses.replace(work, remat=False, model=dataclasses.replace(model, num_layers=1, shared_kv_layers=0))
         total += _kept(one, tokens, tokens * model.num_heads * (prompt_width + width))
     return total
 
