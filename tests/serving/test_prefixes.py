@@ -110,7 +110,7 @@ def runner_of(name, mesh=None, rows=16):
     return Runner(Weights(graphdef, place_params(params, mesh), (), mesh), rows, LONGEST)
 
 
-def check_prompts(runner, prompts):
+def check_prompts(runner, prompts, tolerance=1e-5):
     """Compares the results of `prefill` with those of whole prompts; returns the number of reused tokens of each."""
     reused = []
     for prompt in prompts:
@@ -119,12 +119,12 @@ def check_prompts(runner, prompts):
         (got,), (whole,) = runner.prefill([prompt], width), runner._prefill([prompt], width)
         assert cost == (width if got.reused == 0 else len(prompt) - got.reused)
         assert got.width == width and got.prompts.lengths.tolist() == [len(prompt)]
-        np.testing.assert_allclose(got.prompts.hidden, whole.prompts.hidden, rtol=0, atol=3e-5)
+        np.testing.assert_allclose(got.prompts.hidden, whole.prompts.hidden, rtol=0, atol=tolerance)
         for (k, v), (whole_k, whole_v) in zip(got.prompts.cache, whole.prompts.cache, strict=True):
             assert k.shape == whole_k.shape and v.shape == whole_v.shape
             length = len(prompt)
-            np.testing.assert_allclose(k[..., :length], whole_k[..., :length], rtol=0, atol=3e-5)
-            np.testing.assert_allclose(v[:, :, :length], whole_v[:, :, :length], rtol=0, atol=3e-5)
+            np.testing.assert_allclose(k[..., :length], whole_k[..., :length], rtol=0, atol=tolerance)
+            np.testing.assert_allclose(v[:, :, :length], whole_v[:, :, :length], rtol=0, atol=tolerance)
         reused.append(got.reused)
     return reused
 
@@ -152,7 +152,9 @@ def related_prompts():
 @pytest.mark.parametrize("name", others_slow(MODELS, "plain", "windows"))
 def test_a_continued_prompt_is_the_whole_prompt(name):
     prompts, reused = related_prompts()
-    assert check_prompts(runner_of(name), prompts) == list(reused)
+    # The last model has five layers; one of 17,600 values differed by 1.1e-5.
+    tolerance = 3e-5 if name == "keys of earlier layers" else 1e-5
+    assert check_prompts(runner_of(name), prompts, tolerance) == list(reused)
 
 
 @pytest.mark.slow
