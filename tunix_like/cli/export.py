@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
 
 from tunix_like.cli.common import chosen_source
+from tunix_like.errors import UserError, one_line
 from tunix_like.models.loading import export_model
 from tunix_like.models.lora import save_adapter
-from tunix_like.runs.trained import open_trained
+from tunix_like.report.card import card_files
+from tunix_like.runs.trained import Trained, open_trained
 from tunix_like.runtime import console
+from tunix_like.runtime.object_storage import is_remote
 from tunix_like.storage.output_folder import check_target
 
 
@@ -17,10 +22,13 @@ def export(arguments: argparse.Namespace) -> None:
     adapters."""
     # Checked before the weights are read, because reading takes minutes.
     check_target(arguments.out, arguments.overwrite, arguments.source)
+    if arguments.push is not None:
+        _check_push(arguments.push, arguments.out)
     overrides = [*arguments.overrides, "model.attention=auto"]  # the attention kernel of the run can need other devices
     trained = open_trained(chosen_source(arguments.source, arguments.best), overrides, mesh=None)
+    further = _card(trained, arguments.adapter)
     if arguments.adapter:
-        save_adapter(trained.model, arguments.out, overwrite=arguments.overwrite)
+        save_adapter(trained.model, arguments.out, overwrite=arguments.overwrite, further=further)
         console.print_text(f"wrote the adapters of {trained.origin} to {arguments.out}; load them with peft")
         if trained.config.model.init == "random":
             console.print_text(
@@ -32,8 +40,55 @@ def export(arguments: argparse.Namespace) -> None:
                 f"the adapters were trained on a base in {trained.model.quantized}: with the original weights, outputs "
                 "differ by the quantisation error; the merged export has no such error"
             )
+        _push(arguments)
         return
     ends = trained.config.rollout.eos_tokens
     tokenizer = trained.tokenizer if ends is None else trained.tokenizer.with_eos_ids(ends)
-    export_model(trained.model, tokenizer, arguments.out, overwrite=arguments.overwrite)
+    export_model(trained.model, tokenizer, arguments.out, overwrite=arguments.overwrite, further=further)
     console.print_text(f"wrote {trained.origin} to {arguments.out}; load it with transformers or tunix-like")
+    _push(arguments)
+
+
+def _check_push(name: str, out: str) -> None:
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) is None:
+        raise UserError(f"export: --push {name}: give OWNER/NAME.")
+    if is_remote(out):
+        raise UserError(f"export: --push uploads a local folder; {out} is in object storage.")
+    try:
+        import huggingface_hub  # noqa: F401
+    except ImportError:
+        raise UserError("export: --push needs the hub package: pip install 'tunix-like[hub]'") from None
+
+
+def _push(arguments: argparse.Namespace) -> None:
+    """Uploads the exported folder to a private repository of the Hugging Face hub; without `--yes` only says so."""
+    if arguments.push is None:
+        return
+    files = sorted(path for path in Path(arguments.out).iterdir() if path.is_file())
+    size = sum(path.stat().st_size for path in files)
+    what = f"{len(files)} files ({size / 1e6:.1f} MB) to the private repository {arguments.push}"
+    if not arguments.yes:
+        names = ", ".join(path.name for path in files)
+        console.print_text(f"--push would upload {what}: {names}. Read README.md, choose the licence, and add --yes.")
+        return
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        place = api.create_repo(arguments.push, private=True, exist_ok=True)
+        api.upload_folder(repo_id=arguments.push, folder_path=arguments.out, commit_message="Export of tunix_like")
+    except Exception as error:  # of the hub, or of the HTTP client that it uses
+        failed = f"the upload to {arguments.push} failed: {one_line(error)}"
+        raise UserError(f"{arguments.out} is complete; {failed}") from error
+    console.print_text(f"uploaded {what}: {place}")
+
+
+def _card(trained: Trained, adapter: bool) -> dict[str, bytes]:
+    """Returns the files of the card of a model of a run; none for a model folder, and for a run in object storage."""
+    checkpoint = Path(trained.origin)
+    run = checkpoint.parent.parent
+    if is_remote(trained.origin) or not (run / "config.yaml").is_file() or not checkpoint.name.isdigit():
+        return {}
+    path = trained.config.model.path
+    base = path if path is not None and path.count("/") == 1 and not Path(path).exists() else None
+    return card_files(run, int(checkpoint.name), trained.config, base, adapter)

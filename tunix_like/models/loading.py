@@ -31,7 +31,7 @@ from tunix_like.models.weights import Params, check_weights, load_weights, save_
 from tunix_like.runtime import progress
 from tunix_like.runtime.input_files import read_object
 from tunix_like.runtime.object_storage import is_remote, local_copy
-from tunix_like.storage.output_folder import written_whole
+from tunix_like.storage.output_folder import write_files, written_whole
 
 _INITS = ("pretrained", "random")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -116,7 +116,14 @@ def _described(
     return folder, config, _load_tokenizer(folder, config)
 
 
-def export_model(model: Decoder, tokenizer: Tokenizer | None, folder: str | Path, *, overwrite: bool = False) -> None:
+def export_model(
+    model: Decoder,
+    tokenizer: Tokenizer | None,
+    folder: str | Path,
+    *,
+    overwrite: bool = False,
+    further: Mapping[str, bytes] | None = None,
+) -> None:
     """Writes a folder that transformers and `load_model` load: weights, configs and, if given, the tokenizer.
 
     The folder is created atomically. In the written weights, adapters are merged and quantised weights are dequantised.
@@ -124,12 +131,14 @@ def export_model(model: Decoder, tokenizer: Tokenizer | None, folder: str | Path
 
     Args:
       overwrite: whether the folder of an earlier export is replaced, with all its files.
+      further: contents of further files by name, such as a model card `README.md`.
 
     Raises:
       UserError: the folder cannot be written or replaced (`output_folder.check_folder`).
     """
     check_decoder("model", model)
     with written_whole(folder, overwrite, source_of(model.config)) as part:
+        write_files(part, further)
         merged = merge_lora(model)
         save_model(nnx.to_pure_dict(nnx.split(merged)[1]), merged.config, tokenizer, part)
 

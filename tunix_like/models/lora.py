@@ -39,7 +39,7 @@ from tunix_like.models.quantization import dequantize
 from tunix_like.models.sharding import fetch
 from tunix_like.models.weights import Params, not_finite, save_tensors, write_json
 from tunix_like.runtime.input_files import file_problem
-from tunix_like.storage.output_folder import written_whole
+from tunix_like.storage.output_folder import write_files, written_whole
 
 LEAVES = ("lora_a", "lora_b")
 """Names of the arrays of an adapter, A `[in, r]` and B `[r, out]`, float32. In a model with adapters, only these arrays
@@ -258,12 +258,15 @@ def source_of(config: DecoderConfig) -> str | None:
     return (config.source or {}).get("_name_or_path")
 
 
-def save_adapter(model: Decoder, folder: str | Path, *, overwrite: bool = False) -> None:
+def save_adapter(
+    model: Decoder, folder: str | Path, *, overwrite: bool = False, further: Mapping[str, bytes] | None = None
+) -> None:
     """Writes the adapters in the PEFT format: `adapter_config.json` and `adapter_model.safetensors`, which
     `peft.PeftModel.from_pretrained(base, folder)` loads. The folder is created atomically.
 
     Args:
       overwrite: whether the folder of an earlier export is replaced, with all its files.
+      further: contents of further files by name, such as a model card `README.md`.
 
     Raises:
       UserError: the model has no adapters, or the folder cannot be written or replaced (`output_folder.check_folder`).
@@ -272,6 +275,7 @@ def save_adapter(model: Decoder, folder: str | Path, *, overwrite: bool = False)
     if model.score is not None:
         raise UserError("the adapters of a reward model are useless without its head; export the whole model.")
     with written_whole(folder, overwrite, source_of(model.config)) as part:
+        write_files(part, further)
         save_adapter_config(model, part)
         tensors = {
             f"{_PEFT_PREFIX}{name}.{_PEFT_NAMES[leaf]}": np.ascontiguousarray(np.asarray(getattr(linear, leaf)[...]).T)

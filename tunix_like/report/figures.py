@@ -49,7 +49,7 @@ def save_figures(runs: Sequence[Run], folder: Path, gradients: Sequence[Gradient
 
 def _figures(runs: Sequence[Run], gradients: Sequence[Gradients]) -> Iterator[tuple[str, Figure]]:
     for curve in curves(runs):
-        yield slug(curve.title), _curve(runs, curve)
+        yield slug(curve.title), draw(runs, curve)
     recorded = [run for run in runs if {"drawn", "trained", "advantage"} <= run.rl.histograms.keys()]
     if recorded:
         yield "pass_rates", _pass_rates(recorded, "drawn", "share of prompts")
@@ -84,7 +84,8 @@ def _style(axes: Axes, xlabel: str, ylabel: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _curve(runs: Sequence[Run], curve: Curve) -> Figure:
+def draw(runs: Sequence[Run], curve: Curve) -> Figure:
+    """Draws a curve of runs."""
     figure = _new()
     axes = figure.subplots()
     scale = 100.0 if curve.unit == "%" else 1.0

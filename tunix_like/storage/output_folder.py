@@ -7,7 +7,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tunix_like.errors import UserError
@@ -130,6 +130,11 @@ def written_whole(folder: str | Path, overwrite: bool, source: str | None = None
         raise UserError(str(error).replace(str(part), str(folder))) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def write_files(folder: Path, files: Mapping[str, bytes] | None) -> None:
+    for name, content in (files or {}).items():
+        (folder / name).write_bytes(content)
 
 
 def _replace(target: Path, part: Path) -> None:

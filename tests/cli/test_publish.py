@@ -1,0 +1,102 @@
+"""Tests the card of an export against its run, and the upload with the real client of the hub, to a server that keeps
+what it gets."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import threading
+
+import pytest
+import uvicorn
+import yaml
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from tests.cli.calls import SCRIPT, SMALL, YAML, call
+from tunix_like.cli.main import main
+from tunix_like.runtime.console import figure
+from tunix_like.storage.metrics import rows
+
+pytestmark = pytest.mark.slow
+
+
+@contextlib.contextmanager
+def hub():
+    """Yields the address of a hub, and the files that were committed by their names."""
+    files, created = {}, []
+
+    async def create(http: Request) -> JSONResponse:
+        body = await http.json()
+        created.append(body)
+        return JSONResponse({"url": f"{http.base_url}{body['organization']}/{body['name']}"})
+
+    async def preupload(http: Request) -> JSONResponse:
+        names = [file["path"] for file in (await http.json())["files"]]
+        kept = [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]
+        return JSONResponse({"files": kept})
+
+    async def commit(http: Request) -> JSONResponse:
+        for line in (await http.body()).splitlines():
+            entry = json.loads(line)
+            if entry["key"] == "file":
+                files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
+        return JSONResponse({"commitUrl": f"{http.base_url}me/maze/commit/1", "commitOid": "1", "success": True})
+
+    async def other(http: Request) -> JSONResponse:
+        return JSONResponse({"id": "me/maze", "siblings": [], "warnings": [], "errors": []})
+
+    app = Starlette(
+        routes=[
+            Route("/api/repos/create", create, methods=["POST"]),
+            Route("/api/models/me/maze/preupload/main", preupload, methods=["POST"]),
+            Route("/api/models/me/maze/commit/main", commit, methods=["POST"]),
+            Route("/{path:path}", other, methods=["GET", "POST"]),
+        ]
+    )
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            thread.join(0.02)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", files, created
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def test_card_and_upload(tmp_path, capsys, monkeypatch):
+    overrides = [*SMALL, "eval.samples=4", "eval.k=[1, 4]", "eval.batch_size=8"]
+    call(SCRIPT, "train", YAML, *overrides, "training.output_dir=run", cwd=tmp_path, JAX_PLATFORMS="cpu")
+    monkeypatch.chdir(tmp_path)
+    with hub() as (url, files, created):
+        push = ("export", "run", "out", "--push", "me/maze")
+        environment = {"HF_ENDPOINT": url, "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0"}
+        done = call(SCRIPT, *push, cwd=tmp_path, **environment)
+        assert "--yes" in done.stdout and not created and not files
+        call(SCRIPT, *push, "--overwrite", "--yes", cwd=tmp_path, **environment)
+        assert [(each["name"], each["organization"], each["visibility"]) for each in created] == [
+            ("maze", "me", "private")
+        ]
+        assert files == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    card = files["README.md"].decode()
+    head = yaml.safe_load(card.split("---")[1])
+    assert head["library_name"] == "transformers" and "maxrl" in head["tags"]
+    first, last = (next(row for row in rows("run") if row.get("step") == step) for step in (0, 3))
+    for name in ("pass@1", "pass@4"):
+        expected = [figure(name, *(row[f"eval/{end}{name}"] for end in ("", "low/", "high/"))) for row in (first, last)]
+        assert f"| {name} | {expected[0]} | {expected[1]} |" in card
+    assert "| `data.train_size` | `50` |" in card and str(tmp_path) not in card
+    assert files["curve.png"].startswith(b"\x89PNG")
+    assert main(["export", "run", "other", "--push", "maze"]) == 2 and "OWNER/NAME" in capsys.readouterr().err
+
+
+def test_a_failed_upload_keeps_the_export(tmp_path):
+    call(SCRIPT, "train", YAML, *SMALL, "training.output_dir=run", cwd=tmp_path, JAX_PLATFORMS="cpu")
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0"}
+    done = call(SCRIPT, "export", "run", "out", "--push", "me/maze", "--yes", cwd=tmp_path, code=2, **nowhere)
+    assert "out is complete" in done.stderr and (tmp_path / "out" / "model.safetensors").exists()
