@@ -17,7 +17,6 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from tests.cli.calls import SCRIPT, SMALL, YAML, call
-from tunix_like.cli.main import main
 from tunix_like.runtime.console import figure
 from tunix_like.storage.metrics import rows
 
@@ -69,7 +68,7 @@ def hub():
         thread.join()
 
 
-def test_card_and_upload(tmp_path, capsys, monkeypatch):
+def test_card_and_upload(tmp_path, monkeypatch):
     overrides = [*SMALL, "eval.samples=4", "eval.k=[1, 4]", "eval.batch_size=8"]
     call(SCRIPT, "train", YAML, *overrides, "training.output_dir=run", cwd=tmp_path, JAX_PLATFORMS="cpu")
     monkeypatch.chdir(tmp_path)
@@ -92,7 +91,7 @@ def test_card_and_upload(tmp_path, capsys, monkeypatch):
         assert f"| {name} | {expected[0]} | {expected[1]} |" in card
     assert "| `data.train_size` | `50` |" in card and str(tmp_path) not in card
     assert files["curve.png"].startswith(b"\x89PNG")
-    assert main(["export", "run", "other", "--push", "maze"]) == 2 and "OWNER/NAME" in capsys.readouterr().err
+    assert "OWNER/NAME" in call(SCRIPT, "export", "run", "other", "--push", "maze", cwd=tmp_path, code=2).stderr
 
 
 def test_a_failed_upload_keeps_the_export(tmp_path):
