@@ -100,11 +100,11 @@ def main() -> None:
         print(f"\n{task}: means over seeds, with 95 % intervals by Student's t")
         for objective in OBJECTIVES:
             rows = [row for row in results if row["task"] == task and row["objective"] == objective]
-            cells = [_interval([row[name] for row in rows]) for name in (*(f"pass@{k}" for k in KS), "distinct")]
+            cells = [interval([row[name] for row in rows]) for name in (*(f"pass@{k}" for k in KS), "distinct")]
             print(f"| {objective} | " + " | ".join(cells) + " |")
 
 
-def _interval(values: Sequence[float]) -> str:
+def interval(values: Sequence[float]) -> str:
     numbers = 100 * np.asarray(values)
     half = stats.t.ppf(0.975, len(numbers) - 1) * numbers.std(ddof=1) / len(numbers) ** 0.5 if len(numbers) > 1 else 0
     return f"{numbers.mean():.1f} ± {half:.1f}"
