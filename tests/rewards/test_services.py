@@ -72,14 +72,16 @@ def test_only_the_failing_completion_is_lost():
     async def rate(completion, **columns):
         if completion == "answer 3":
             raise RuntimeError("no answer for 3")
+        if completion == "answer 4":
+            raise SystemExit(1)
         if completion == "answer 5":
             await asyncio.sleep(60)
         return "seven" if completion == "answer 6" else 1.0
 
     got, counts = run(waiting(rate, timeout_seconds=0.2, retries=1))
-    assert np.flatnonzero(~got.scored).tolist() == [3, 5, 6]
-    assert np.flatnonzero(got.timeouts).tolist() == [5] and np.flatnonzero(got.errors).tolist() == [3, 6]
-    assert "no answer for 3" in got.first_failure and counts["retries"] == 2
+    assert np.flatnonzero(~got.scored).tolist() == [3, 4, 5, 6]
+    assert np.flatnonzero(got.timeouts).tolist() == [5] and np.flatnonzero(got.errors).tolist() == [3, 4, 6]
+    assert "no answer for 3" in got.first_failure and counts["retries"] == 3
 
 
 class Refused(Exception):

@@ -225,7 +225,7 @@ class Judge(WaitingFunction):
             self.wait_for(self.__name__, [self._session.close])
             self._session = None
 
-    def explain(self, name: str, error: Exception) -> str:
+    def explain(self, name: str, error: BaseException) -> str:
         return f"Reward '{name}': {self.url}: {one_line(error)}"
 
 

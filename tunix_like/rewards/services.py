@@ -68,7 +68,7 @@ class WaitingFunction(GroupFunction):
         counts, self.counts = self.counts, collections.Counter()
         return {"calls": 0, "retries": 0} | counts
 
-    def explain(self, name: str, error: Exception) -> str:
+    def explain(self, name: str, error: BaseException) -> str:
         return explain(name, error)
 
     def wait_for(self, name: str, calls: Sequence[Callable[[], Awaitable[Any]]]) -> list[Any]:
@@ -103,12 +103,14 @@ class WaitingFunction(GroupFunction):
             self.counts["retries"] += attempt > 0
             wait, again = 0.0, True
             try:
-                return await asyncio.wait_for(call(), limits.timeout_seconds)
-            except TimeoutError:
-                failure = Failure("timeout", f"Reward '{name}' gave no answer within {limits.timeout_seconds:g} s.")
-            except Exception as error:
-                failure = Failure("error", self.explain(name, error))
-                wait, again = _after(error)
+                async with asyncio.timeout(limits.timeout_seconds) as deadline:
+                    return await call()
+            except (Exception, SystemExit) as error:  # a SystemExit would end the event loop
+                if deadline.expired():
+                    failure = Failure("timeout", f"Reward '{name}' gave no answer within {limits.timeout_seconds:g} s.")
+                else:
+                    failure = Failure("error", self.explain(name, error))
+                    wait, again = _after(error)
             if not again or attempt == limits.retries:
                 break
             delay = min(FIRST_DELAY * 2**attempt, LONGEST_DELAY) * random.uniform(1.0, 1.25)
@@ -180,7 +182,7 @@ def waiting(
     return PerCompletion(name, function, Limits(concurrency, timeout_seconds, retries))
 
 
-def _after(error: Exception) -> tuple[float, bool]:
+def _after(error: BaseException) -> tuple[float, bool]:
     """Returns the seconds that a server asked to wait before a retry, and whether a retry can help."""
     response = getattr(error, "response", None)  # of openai and httpx; an error of aiohttp has status and headers
     status = getattr(error, "status", getattr(response, "status_code", None))
