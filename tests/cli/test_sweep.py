@@ -17,6 +17,7 @@ import yaml
 from tests.cli.calls import SCRIPT, SMALL, YAML, call
 from tunix_like.cli import runs as commands
 from tunix_like.cli.main import main
+from tunix_like.config.load import load, save
 from tunix_like.errors import UserError
 from tunix_like.report.listing import list_runs
 from tunix_like.runs.sweep import draw, read_sweep
@@ -76,6 +77,7 @@ def test_ranges():
         ({"parameters": {"optimizer.learning_rate": {"low": 0, "high": 1, "log": True}}, "trials": 2}, "low"),
         ({"trials": 0}, "trials"),
         ({"overrides": "a=b"}, "overrides"),
+        ({"folder": "gs://bucket/runs"}, "folder"),
     ],
 )
 def test_bad_sweeps(fields, message, tmp_path):
@@ -155,6 +157,14 @@ def test_a_sweep_that_is_killed_is_resumed_and_nothing_runs_twice(tmp_path, caps
     assert main(["report", str(out)]) == 0
     assert all(json.dumps(name)[1:-1] in (out / "report.html").read_text() for name in found)
     call(SCRIPT, "sweep", "rates.yaml", cwd=tmp_path)  # finished
+
+
+def test_filters_are_read_as_overrides_are(tmp_path):
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    save(load(None, ["optimizer.learning_rate=1e-4", "algorithm.binarize=true"]), tmp_path / "run" / "config.yaml")
+    for wanted, number in ("optimizer.learning_rate=1e-4", 1), ("algorithm.binarize=true", 1), ("model.path=null", 1):
+        assert len(list_runs(tmp_path, wanted=[wanted])) == number, wanted
+    assert not list_runs(tmp_path, wanted=["algorithm.binarize=false"])
 
 
 def test_runs_of_a_folder_without_runs(tmp_path):

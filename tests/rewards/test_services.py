@@ -274,6 +274,8 @@ def test_judges_of_a_config(tmp_path):
         ({"rubric": "Quality."}, "url"),
         ({"url": "http://127.0.0.1:1", "rubric": "Quality.", "modell": "x"}, "modell"),
         ({"url": "http://127.0.0.1:1", "rubric": 3}, "rubric"),
+        ({"url": "http://127.0.0.1:1", "rubric": "Quality.", "opponents": "2"}, "opponents"),
+        ({"url": "http://127.0.0.1:1", "rubric": "Quality.", "options": [1]}, "options"),
         ({"url": "http://127.0.0.1:1", "rubric": "{gold}"}, "gold"),
     ],
 )
