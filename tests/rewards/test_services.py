@@ -158,6 +158,7 @@ def test_pairwise(size, opponents):
 def test_equal_answers_are_judged_once():
     with judging() as url:
         judge = Judge(url, "Quality.", model="judge")
+        judge.check()
         assert judge(["task"] * 3, ["quality 4", "quality 4", "quality 5"]) == [0.4, 0.4, 0.5]
         assert judge(["task"] * 2, ["quality 5", "quality 6"]) == [0.5, 0.6]
         assert judge(["other"], ["quality 6"]) == [0.6]

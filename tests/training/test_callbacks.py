@@ -109,6 +109,17 @@ def test_an_error_names_the_callback_and_the_last_step_is_saved(tmp_path, method
     assert go(Counting(9), tmp_path) == 9 and sums(tmp_path) == {n: n * (n + 1) // 2 for n in range(1, 10)}
 
 
+def test_an_error_after_the_last_data_saves_the_last_step(tmp_path):
+    class Mine(Callback):
+        def on_evaluation(self, run, row):
+            if run.step:
+                raise ValueError("after the data")
+
+    with pytest.raises(CallbackFailed, match="after the data"):
+        go(Counting(9, data=3, evaluate_every=9), tmp_path, callbacks=[Mine()])
+    assert saved(tmp_path)[-1] == 3
+
+
 def test_an_error_at_the_end_does_not_hide_that_of_the_run(tmp_path, caplog):
     class Mine(Callback):
         def on_end(self, run):
