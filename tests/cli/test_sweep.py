@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 
 import numpy as np
@@ -99,6 +100,27 @@ def test_a_sweep_that_is_stopped_while_it_waits_starts_no_run(tmp_path, monkeypa
     monkeypatch.setattr(commands.time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGTERM))
     monkeypatch.setattr(commands.sys, "executable", "none")
     assert main(["sweep", str(write(tmp_path, folder=str(tmp_path / "out")))]) == 75
+
+
+@pytest.mark.parametrize("number, passed", [(signal.SIGTERM, "HUP"), (signal.SIGHUP, "HUP"), (signal.SIGINT, "INT")])
+def test_signals_that_a_run_gets(number, passed, tmp_path, monkeypatch):
+    """A run that got SIGTERM itself, as from SLURM, would end at once by a second one."""
+    program = tmp_path / "run"
+    traps = "".join(f"trap 'echo {name} > {program}.got; exit 75' {name}\n" for name in ("TERM", "HUP", "INT"))
+    program.write_text(f"#!/bin/sh\n{traps}touch {program}.ready\nwhile :; do sleep 0.05; done\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(commands.sys, "executable", str(program))
+
+    def stop():
+        while not program.with_name("run.ready").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    assert main(["sweep", str(write(tmp_path, folder=str(tmp_path / "out")))]) == 75
+    thread.join()
+    assert program.with_name("run.got").read_text().strip() == passed
 
 
 @pytest.mark.slow
