@@ -175,8 +175,10 @@ def test_of_a_served_model():
     assert got.total.tolist() == [0.7] * 2 and counts["completion_tokens"] > 0
     weights, tokenizer = served.speaker(["Good", "!"])
     with served.running(weights, tokenizer, longest=2000) as (url, _):
-        got, _ = run(Judge(url, "Quality."), TEXTS[:2])
+        texts = [f"answer {i}" for i in range(40)]
+        got, counts = run(Judge(url, "Quality.", model=served.NAME, limits=Limits(concurrency=2)), texts)
     assert got.errors.all() and "Good!" in got.first_failure
+    assert counts["calls"] == 40, "a server that answers is not down"
 
 
 def test_key(monkeypatch):

@@ -90,13 +90,14 @@ class WaitingFunction(GroupFunction):
                 if failed >= DOWN:
                     reason = f"Reward '{name}' was not called: the last {failed} calls failed, with all their retries."
                     return Failure("error", reason)
-                result = await self._attempts(name, call)
-            failed = failed + 1 if isinstance(result, Failure) else 0
+                answered, result = await self._attempts(name, call)
+            failed = 0 if answered else failed + 1
             return result
 
         return await asyncio.gather(*map(one, calls))
 
-    async def _attempts(self, name: str, call: Callable[[], Awaitable[Any]]) -> Any:
+    async def _attempts(self, name: str, call: Callable[[], Awaitable[Any]]) -> tuple[bool, Any]:
+        """Returns whether an attempt had an answer, which can be a `Failure` too, and the answer or the failure."""
         limits = self.limits
         for attempt in range(limits.retries + 1):
             self.counts["calls"] += 1
@@ -104,7 +105,7 @@ class WaitingFunction(GroupFunction):
             wait, again = 0.0, True
             try:
                 async with asyncio.timeout(limits.timeout_seconds) as deadline:
-                    return await call()
+                    return True, await call()
             except (Exception, SystemExit) as error:  # a SystemExit would end the event loop
                 if deadline.expired():
                     failure = Failure("timeout", f"Reward '{name}' gave no answer within {limits.timeout_seconds:g} s.")
@@ -115,7 +116,7 @@ class WaitingFunction(GroupFunction):
                 break
             delay = min(FIRST_DELAY * 2**attempt, LONGEST_DELAY) * random.uniform(1.0, 1.25)
             await asyncio.sleep(max(delay, wait))
-        return failure
+        return False, failure
 
 
 class PerCompletion(WaitingFunction):
