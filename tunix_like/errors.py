@@ -60,7 +60,7 @@ def check_type(name: str, value: Any, kind: type | tuple[type, ...], cure: str) 
         raise UserError(f"{name}: got {type(value).__name__}; {cure}.")
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Formats an exception of another library as one line, and truncates it to 200 characters."""
     first = str(error).strip().partition("\n")[0]
     text = f"{type(error).__name__}: {first}".strip(" .")

@@ -434,6 +434,7 @@ def test_default_folder_of_a_run(kind, name):
     """If the estimator is named by its location, the run has the name of the function, in one folder below runs/."""
     config = load(None, ["training.seed=3"])
     assert run_folder(config, "somewhere/a.b.yaml", kind) == Path("runs") / f"a.b-{name}-s3"
+    assert run_folder(config, "gsm8k/qwen3_0.6b", kind) == Path("runs") / f"qwen3_0.6b-{name}-s3"
     assert run_folder(load(None, ["training.output_dir=out"]), "a.yaml", kind) == Path("out")
 
 

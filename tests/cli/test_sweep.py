@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
+import threading
 import time
 
 import numpy as np
@@ -14,11 +16,14 @@ import pytest
 import yaml
 
 from tests.cli.calls import SCRIPT, SMALL, YAML, call
+from tunix_like.cli import runs as commands
 from tunix_like.cli.main import main
+from tunix_like.config.load import load, save
 from tunix_like.errors import UserError
 from tunix_like.report.listing import list_runs
 from tunix_like.runs.sweep import draw, read_sweep
 from tunix_like.storage.metrics import rows
+from tunix_like.storage.run_state import RunState, run_state
 
 RATES = {"optimizer.learning_rate": [1e-3, 3e-3]}
 
@@ -73,11 +78,49 @@ def test_ranges():
         ({"parameters": {"optimizer.learning_rate": {"low": 0, "high": 1, "log": True}}, "trials": 2}, "low"),
         ({"trials": 0}, "trials"),
         ({"overrides": "a=b"}, "overrides"),
+        ({"folder": "gs://bucket/runs"}, "folder"),
     ],
 )
 def test_bad_sweeps(fields, message, tmp_path):
     with pytest.raises(UserError, match=message):
         read_sweep(write(tmp_path, **fields))
+
+
+@pytest.mark.parametrize("program, status", [("true", 0), ("false", 1)])
+def test_a_run_that_ends_is_not_started_again(program, status, tmp_path, monkeypatch, capsys):
+    """The first program stands for a run that has nothing to do, because max_steps was reduced."""
+    monkeypatch.setattr(commands.sys, "executable", shutil.which(program))
+    assert main(["sweep", str(write(tmp_path, folder=str(tmp_path / "out")))]) == status
+    assert capsys.readouterr().out.count("failed with exit status 1") == 2 * status
+
+
+def test_a_sweep_that_is_stopped_while_it_waits_starts_no_run(tmp_path, monkeypatch):
+    states = iter(["running"] * 4)  # of another sweep, which is stopped by the same signal
+    monkeypatch.setattr(commands, "_state", lambda *_: RunState(next(states, "stopped"), 0, None))
+    monkeypatch.setattr(commands.time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(commands.sys, "executable", "none")
+    assert main(["sweep", str(write(tmp_path, folder=str(tmp_path / "out")))]) == 75
+
+
+@pytest.mark.parametrize("number, passed", [(signal.SIGTERM, "HUP"), (signal.SIGHUP, "HUP"), (signal.SIGINT, "INT")])
+def test_signals_that_a_run_gets(number, passed, tmp_path, monkeypatch):
+    """A run that got SIGTERM itself, as from SLURM, would end at once by a second one."""
+    program = tmp_path / "run"
+    traps = "".join(f"trap 'echo {name} > {program}.got; exit 75' {name}\n" for name in ("TERM", "HUP", "INT"))
+    program.write_text(f"#!/bin/sh\n{traps}touch {program}.ready\nwhile :; do sleep 0.05; done\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(commands.sys, "executable", str(program))
+
+    def stop():
+        while not program.with_name("run.ready").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    assert main(["sweep", str(write(tmp_path, folder=str(tmp_path / "out")))]) == 75
+    thread.join()
+    assert program.with_name("run.got").read_text().strip() == passed
 
 
 @pytest.mark.slow
@@ -95,6 +138,10 @@ def test_a_sweep_that_is_killed_is_resumed_and_nothing_runs_twice(tmp_path, caps
     def steps():
         return {run.name: [row["step"] for row in rows(out / run.name) if "step" in row] for run in out.iterdir()}
 
+    def children(sweep):
+        found = subprocess.check_output(["pgrep", "-P", str(sweep.pid), "-f", "train"], text=True)
+        return [int(child) for child in found.split()]
+
     def wait_for(reached):
         end = time.monotonic() + 240
         while not (out.is_dir() and reached(steps())):
@@ -103,17 +150,18 @@ def test_a_sweep_that_is_killed_is_resumed_and_nothing_runs_twice(tmp_path, caps
 
     sweep = started()
     wait_for(lambda found: any(5 in each for each in found.values()))
-    (child,) = subprocess.check_output(["pgrep", "-P", str(sweep.pid), "-f", "train"], text=True).split()
-    for process in (sweep.pid, int(child)):
+    for process in (sweep.pid, *children(sweep)):
         os.kill(process, signal.SIGKILL)
     sweep.wait()
 
     sweep = started()
-    wait_for(lambda found: sum(12 in each for each in found.values()) == 1 and len(found) == 2)
-    (finished,) = (name for name, each in steps().items() if 12 in each)
+    wait_for(lambda found: sorted(12 in each for each in found.values() if 1 in each) == [False, True])
+    finished, other = sorted(steps(), key=lambda name: 12 not in steps()[name])
     before = (out / finished / "metrics.jsonl").stat()
-    sweep.send_signal(signal.SIGTERM)
+    for process in (*children(sweep), sweep.pid):  # as SLURM does
+        os.kill(process, signal.SIGTERM)
     assert sweep.wait(timeout=120) == 75
+    assert run_state(out / other).step == steps()[other][-1] > 0
 
     pair = [started(), started()]
     assert [process.wait(timeout=300) for process in pair] == [0, 0]
@@ -131,6 +179,14 @@ def test_a_sweep_that_is_killed_is_resumed_and_nothing_runs_twice(tmp_path, caps
     assert main(["report", str(out)]) == 0
     assert all(json.dumps(name)[1:-1] in (out / "report.html").read_text() for name in found)
     call(SCRIPT, "sweep", "rates.yaml", cwd=tmp_path)  # finished
+
+
+def test_filters_are_read_as_overrides_are(tmp_path):
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    save(load(None, ["optimizer.learning_rate=1e-4", "algorithm.binarize=true"]), tmp_path / "run" / "config.yaml")
+    for wanted, number in ("optimizer.learning_rate=1e-4", 1), ("algorithm.binarize=true", 1), ("model.path=null", 1):
+        assert len(list_runs(tmp_path, wanted=[wanted])) == number, wanted
+    assert not list_runs(tmp_path, wanted=["algorithm.binarize=false"])
 
 
 def test_runs_of_a_folder_without_runs(tmp_path):

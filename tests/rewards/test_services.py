@@ -72,14 +72,16 @@ def test_only_the_failing_completion_is_lost():
     async def rate(completion, **columns):
         if completion == "answer 3":
             raise RuntimeError("no answer for 3")
+        if completion == "answer 4":
+            raise SystemExit(1)
         if completion == "answer 5":
             await asyncio.sleep(60)
         return "seven" if completion == "answer 6" else 1.0
 
     got, counts = run(waiting(rate, timeout_seconds=0.2, retries=1))
-    assert np.flatnonzero(~got.scored).tolist() == [3, 5, 6]
-    assert np.flatnonzero(got.timeouts).tolist() == [5] and np.flatnonzero(got.errors).tolist() == [3, 6]
-    assert "no answer for 3" in got.first_failure and counts["retries"] == 2
+    assert np.flatnonzero(~got.scored).tolist() == [3, 4, 5, 6]
+    assert np.flatnonzero(got.timeouts).tolist() == [5] and np.flatnonzero(got.errors).tolist() == [3, 4, 6]
+    assert "no answer for 3" in got.first_failure and counts["retries"] == 3
 
 
 class Refused(Exception):
@@ -156,6 +158,7 @@ def test_pairwise(size, opponents):
 def test_equal_answers_are_judged_once():
     with judging() as url:
         judge = Judge(url, "Quality.", model="judge")
+        judge.check()
         assert judge(["task"] * 3, ["quality 4", "quality 4", "quality 5"]) == [0.4, 0.4, 0.5]
         assert judge(["task"] * 2, ["quality 5", "quality 6"]) == [0.5, 0.6]
         assert judge(["other"], ["quality 6"]) == [0.6]
@@ -172,8 +175,10 @@ def test_of_a_served_model():
     assert got.total.tolist() == [0.7] * 2 and counts["completion_tokens"] > 0
     weights, tokenizer = served.speaker(["Good", "!"])
     with served.running(weights, tokenizer, longest=2000) as (url, _):
-        got, _ = run(Judge(url, "Quality."), TEXTS[:2])
+        texts = [f"answer {i}" for i in range(40)]
+        got, counts = run(Judge(url, "Quality.", model=served.NAME, limits=Limits(concurrency=2)), texts)
     assert got.errors.all() and "Good!" in got.first_failure
+    assert counts["calls"] == 40, "a server that answers is not down"
 
 
 def test_key(monkeypatch):
@@ -272,6 +277,8 @@ def test_judges_of_a_config(tmp_path):
         ({"rubric": "Quality."}, "url"),
         ({"url": "http://127.0.0.1:1", "rubric": "Quality.", "modell": "x"}, "modell"),
         ({"url": "http://127.0.0.1:1", "rubric": 3}, "rubric"),
+        ({"url": "http://127.0.0.1:1", "rubric": "Quality.", "opponents": "2"}, "opponents"),
+        ({"url": "http://127.0.0.1:1", "rubric": "Quality.", "options": [1]}, "options"),
         ({"url": "http://127.0.0.1:1", "rubric": "{gold}"}, "gold"),
     ],
 )

@@ -109,6 +109,17 @@ def test_an_error_names_the_callback_and_the_last_step_is_saved(tmp_path, method
     assert go(Counting(9), tmp_path) == 9 and sums(tmp_path) == {n: n * (n + 1) // 2 for n in range(1, 10)}
 
 
+def test_an_error_after_the_last_data_saves_the_last_step(tmp_path):
+    class Mine(Callback):
+        def on_evaluation(self, run, row):
+            if run.step:
+                raise ValueError("after the data")
+
+    with pytest.raises(CallbackFailed, match="after the data"):
+        go(Counting(9, data=3, evaluate_every=9), tmp_path, callbacks=[Mine()])
+    assert saved(tmp_path)[-1] == 3
+
+
 def test_an_error_at_the_end_does_not_hide_that_of_the_run(tmp_path, caplog):
     class Mine(Callback):
         def on_end(self, run):
@@ -172,15 +183,28 @@ def test_early_stopping_ignores_rows_without_a_number():
     assert "stop" in run.asked
 
 
+def test_early_stopping_waits_for_the_next_evaluation_of_a_resumed_run():
+    """Other processes than 0 have no earlier rows, and evaluations may begin with the resumption."""
+    stopping, run = EarlyStopping("eval/x"), run_control(99, step=15)
+    run.trainer.training = type("T", (), {"eval_every_n_steps": 10})
+    stopping.on_begin(run, [])
+    for run.trainer.done in range(16, 20):
+        stopping.on_row(run, {"train/loss": 0.5})
+    run.trainer.done = 20
+    with pytest.raises(UserError, match="eval/x"):
+        stopping.on_row(run, {"train/loss": 0.5})
+
+
 @pytest.mark.parametrize(
     ("metric", "every", "message"),
     [("eval/pass@1", None, "set training.eval_every_n_steps"), ("train/los", None, "Did you mean 'train/loss'")],
 )
 def test_early_stopping_rejects_a_metric_that_no_row_has(metric, every, message):
-    stopping, run = EarlyStopping(metric), run_control(9, step=1)
+    stopping, run = EarlyStopping(metric), run_control(9)
     run.trainer.training = type("T", (), {"eval_every_n_steps": every})
     with pytest.raises(UserError, match=message):
         stopping.on_begin(run, [])
+        run.trainer.done = 1
         stopping.on_row(run, {"step": 1, "train/loss": 0.5})
 
 

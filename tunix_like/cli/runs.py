@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tunix_like.report.listing import list_runs, show
+from tunix_like.report.listing import list_runs, run_folders, show
 from tunix_like.runs.sweep import Sweep, Trial, read_sweep
 from tunix_like.runtime import console
 from tunix_like.storage.run_state import RunState, run_state
@@ -37,7 +37,8 @@ def sweep(arguments: argparse.Namespace) -> int:
     if sweeping.stop:
         print("the sweep was stopped; the same command resumes", file=sys.stderr)
         return 75
-    show(list_runs(plan.folder, plan.metric, order="metric"), plan.metric)
+    if run_folders(plan.folder):  # none if all runs failed at their start
+        show(list_runs(plan.folder, plan.metric, order="metric"), plan.metric)
     for name, status in failed.items():
         console.print_text(f"{name}: failed with exit status {status}")
     if not failed:
@@ -49,7 +50,7 @@ class _Sweeping:
     """Trains each run in a process of its own, whose output appears unchanged."""
 
     def __init__(self, plan: Sweep):
-        self.plan, self.failed = plan, dict[str, int]()
+        self.plan, self.ended = plan, dict[str, int]()
         self.child: subprocess.Popen[bytes] | None = None
         self.stop = False
 
@@ -59,23 +60,26 @@ class _Sweeping:
         # The tasks of an array job start at the same time, and at different runs.
         first = int(os.environ.get("SLURM_ARRAY_TASK_ID", 0)) % len(trials)
         order = [*trials[first:], *trials[:first]]
-        previous = {number: signal.signal(number, self._asked) for number in (signal.SIGTERM, signal.SIGINT)}
+        handlers: dict[int, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), self._asked)
+        if (
+            signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        ):  # with nohup; ignored signals would be ignored by runs too
+            handlers[signal.SIGHUP] = lambda number, frame: None
+        previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
-            while left := [trial for trial in order if self._is_left(trial)]:
+            while not self.stop and (left := [trial for trial in order if self._is_left(trial)]):
                 free = [trial for trial in left if _state(self.plan, trial).state != "running"]
-                for trial in free[:1]:
-                    self._train(trial)
-                if self.stop:
-                    break
-                if not free:
+                if free:
+                    self._train(free[0])
+                else:
                     time.sleep(EVERY_SECONDS)
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        return self.failed
+        return {name: status for name, status in self.ended.items() if status}
 
     def _is_left(self, trial: Trial) -> bool:
-        return trial.name not in self.failed and _state(self.plan, trial).state != "finished"
+        return trial.name not in self.ended and _state(self.plan, trial).state != "finished"
 
     def _train(self, trial: Trial) -> None:
         trials = self.plan.trials
@@ -83,17 +87,20 @@ class _Sweeping:
         console.print_text(f"\nsweep: {trial.name} ({done} of {len(trials)} runs finished)")
         command = [sys.executable, "-m", "tunix_like", "train", str(self.plan.config), *trial.overrides]
         self.child = subprocess.Popen(command, start_new_session=True)
+        if self.stop:  # since the last look
+            self.child.send_signal(signal.SIGHUP)
         status = self.child.wait()
         self.child = None
         # Another process can have started the same run at the same moment; this one was refused then.
-        if status and not self.stop and _state(self.plan, trial).state != "running":
-            self.failed[trial.name] = status
+        if not status or _state(self.plan, trial).state not in ("running", "finished"):
+            self.ended[trial.name] = status
 
     def _asked(self, number: int, frame: Any) -> None:
-        """Passes a signal on to the run, which saves its state and ends."""
+        """Passes a signal on to the run, which saves its state and ends. SIGTERM is passed on as SIGHUP: SLURM sends it
+        to all processes, and a second SIGTERM would end the run before it is saved."""
         self.stop = True
         if self.child is not None:
-            self.child.send_signal(number)
+            self.child.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGHUP)
 
 
 def _state(plan: Sweep, trial: Trial) -> RunState:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tunix_like.config.load import flat, read_yaml
+from tunix_like.config.yaml_files import parse_override
 from tunix_like.errors import UserError, nearest
 from tunix_like.runtime import console
 from tunix_like.storage import metrics
@@ -75,7 +76,8 @@ def list_runs(folder: Path, metric: str = PASS, wanted: Sequence[str] = (), orde
         key, _, value = each.partition("=")
         if key not in known:
             raise UserError(f"runs: '{each}': no run has this key. {nearest(key, known)}")
-        found = [run for run in found if str(run.config.get(key)) == value]
+        parsed = parse_override(value, key)
+        found = [run for run in found if run.config.get(key) in (parsed, value)]
     return sorted(found, key=KEYS[order])
 
 

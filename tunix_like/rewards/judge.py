@@ -184,6 +184,7 @@ class Judge(WaitingFunction):
         """Returns the model of the server. Raises UserError if the server does not answer or refuses the key."""
         (found,) = self.wait_for(self.__name__, [self._find])
         self.close()
+        self.take_counts()  # these calls are of no step
         if isinstance(found, Failure):
             raise UserError(f"{found.reason}. Start the server, or correct url, model or ${self.key_env}.")
         return str(found)
@@ -225,7 +226,7 @@ class Judge(WaitingFunction):
             self.wait_for(self.__name__, [self._session.close])
             self._session = None
 
-    def explain(self, name: str, error: Exception) -> str:
+    def explain(self, name: str, error: BaseException) -> str:
         return f"Reward '{name}': {self.url}: {one_line(error)}"
 
 

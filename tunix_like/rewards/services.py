@@ -68,7 +68,7 @@ class WaitingFunction(GroupFunction):
         counts, self.counts = self.counts, collections.Counter()
         return {"calls": 0, "retries": 0} | counts
 
-    def explain(self, name: str, error: Exception) -> str:
+    def explain(self, name: str, error: BaseException) -> str:
         return explain(name, error)
 
     def wait_for(self, name: str, calls: Sequence[Callable[[], Awaitable[Any]]]) -> list[Any]:
@@ -90,30 +90,33 @@ class WaitingFunction(GroupFunction):
                 if failed >= DOWN:
                     reason = f"Reward '{name}' was not called: the last {failed} calls failed, with all their retries."
                     return Failure("error", reason)
-                result = await self._attempts(name, call)
-            failed = failed + 1 if isinstance(result, Failure) else 0
+                answered, result = await self._attempts(name, call)
+            failed = 0 if answered else failed + 1
             return result
 
         return await asyncio.gather(*map(one, calls))
 
-    async def _attempts(self, name: str, call: Callable[[], Awaitable[Any]]) -> Any:
+    async def _attempts(self, name: str, call: Callable[[], Awaitable[Any]]) -> tuple[bool, Any]:
+        """Returns whether an attempt had an answer, which can be a `Failure` too, and the answer or the failure."""
         limits = self.limits
         for attempt in range(limits.retries + 1):
             self.counts["calls"] += 1
             self.counts["retries"] += attempt > 0
             wait, again = 0.0, True
             try:
-                return await asyncio.wait_for(call(), limits.timeout_seconds)
-            except TimeoutError:
-                failure = Failure("timeout", f"Reward '{name}' gave no answer within {limits.timeout_seconds:g} s.")
-            except Exception as error:
-                failure = Failure("error", self.explain(name, error))
-                wait, again = _after(error)
+                async with asyncio.timeout(limits.timeout_seconds) as deadline:
+                    return True, await call()
+            except (Exception, SystemExit) as error:  # a SystemExit would end the event loop
+                if deadline.expired():
+                    failure = Failure("timeout", f"Reward '{name}' gave no answer within {limits.timeout_seconds:g} s.")
+                else:
+                    failure = Failure("error", self.explain(name, error))
+                    wait, again = _after(error)
             if not again or attempt == limits.retries:
                 break
             delay = min(FIRST_DELAY * 2**attempt, LONGEST_DELAY) * random.uniform(1.0, 1.25)
             await asyncio.sleep(max(delay, wait))
-        return failure
+        return False, failure
 
 
 class PerCompletion(WaitingFunction):
@@ -180,7 +183,7 @@ def waiting(
     return PerCompletion(name, function, Limits(concurrency, timeout_seconds, retries))
 
 
-def _after(error: Exception) -> tuple[float, bool]:
+def _after(error: BaseException) -> tuple[float, bool]:
     """Returns the seconds that a server asked to wait before a retry, and whether a retry can help."""
     response = getattr(error, "response", None)  # of openai and httpx; an error of aiohttp has status and headers
     status = getattr(error, "status", getattr(response, "status_code", None))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tunix_like.config.load import as_dict, differences, flat, read_yaml, save, temporary_of, with_defaults
 from tunix_like.config.schema import Config
+from tunix_like.config.yaml_files import config_file
 from tunix_like.errors import UserError
 from tunix_like.models.loading import save_description
 from tunix_like.models.lora import save_adapter_config
@@ -73,7 +74,7 @@ def run_folder(config: Config, config_path: str | Path, kind: str) -> str | Path
         place = _filled(config.training.output_dir, config)
         return place if is_remote(place) else Path(place)
     name = kind.replace(":", ".").rpartition(".")[2]
-    return Path("runs") / f"{Path(config_path).stem}-{name}-s{config.training.seed}"
+    return Path("runs") / f"{config_file(Path(config_path)).stem}-{name}-s{config.training.seed}"
 
 
 def _filled(template: str, config: Config) -> str:

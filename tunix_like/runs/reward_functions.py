@@ -53,8 +53,12 @@ def reward_entries(config: Config, default: str | None = None) -> list[RewardEnt
             )
         if name == JUDGE:
             check_parameters(f"rewards.functions[{i}]", JUDGE, Judge, arguments, named=("limits",))
-            for key in ("url", "rubric"):
-                check_type(f"rewards.functions[{i}].{key}", arguments[key], str, "give a text")
+            for key, value in arguments.items():
+                kind, cure = {"opponents": (int, "an integer"), "options": (dict, "a mapping")}.get(
+                    key, (str, "a text")
+                )
+                if value is not None or key not in ("model", "options"):
+                    check_type(f"rewards.functions[{i}].{key}", value, kind, f"give {cure}")
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             raise UserError(f"rewards.functions[{i}].weight: expected a number, got {shortened(weight)}.")
         if problem := number_problem(weight):

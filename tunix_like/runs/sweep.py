@@ -63,6 +63,10 @@ def read_sweep(file: Path) -> Sweep:
         needed = key in ("config", "parameters")
         if (needed or fields.get(key) is not None) and not isinstance(fields.get(key), kind):
             raise UserError(f"{file}: {key}: got {fields.get(key)!r}; give {what}.")
+    if "://" in (fields.get("folder") or ""):
+        raise UserError(
+            f"{file}: folder: got {fields['folder']!r}; a sweep needs a folder of this machine, or a shared one."
+        )
     number, parameters = fields.get("trials"), fields["parameters"]
     if number is not None and (not isinstance(number, int) or number < 1):
         raise UserError(f"{file}: trials: got {number!r}; give the number of random trials; unset: a grid.")

@@ -162,7 +162,10 @@ class EarlyStopping(Callback):
         every = run.trainer.training.eval_every_n_steps
         if self.metric.startswith("eval/") and every is None:
             raise UserError(f"{self.metric} needs evaluations during training; set training.eval_every_n_steps")
-        self._first = every if self.metric.startswith("eval/") else None if "eval/" in self.metric else 1
+        # The first step that must have the metric: in this call, because earlier ones may have had other intervals, and
+        # only process 0 has their rows.
+        every = every if self.metric.startswith("eval/") else None if "eval/" in self.metric else 1
+        self._first = None if every is None else (run.step // every + 1) * every
         self._best: float | None = None
         self._waited, self._seen = 0, False
         for row in rows:

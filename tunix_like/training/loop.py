@@ -158,8 +158,12 @@ def _finish_exhausted(trainer: Trainer, out: _Output) -> None:
         done = out.log.of_step(trainer.step_key, trainer.done)
         return any(f"{trainer.name}/step_time_sec" not in row for row in done)
 
-    if not by_first(evaluated) and (final := trainer.evaluate_if_due(trainer.done, last=True)):
-        out.write({trainer.step_key: trainer.done} | final, final)  # before a save, which can remove the best
+    try:
+        if not by_first(evaluated) and (final := trainer.evaluate_if_due(trainer.done, last=True)):
+            out.write({trainer.step_key: trainer.done} | final, final)  # before a save, which can remove the best
+    except (EngineLost, CallbackFailed):
+        out.save_last()
+        raise
     out.save_last()
 
 
