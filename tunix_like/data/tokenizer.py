@@ -88,6 +88,8 @@ class Tokenizer:
         self.eos_ids = given if eos_id is None or eos_id in given else (*given, eos_id)
         pad_id = self._id("pad_token", pad_token)
         self.pad_id = next((i for i in (pad_id, eos_id, *self.eos_ids) if i is not None), 0)
+        # As in transformers, a word of the vocabulary becomes a special token, which decoded completions do not have.
+        add_declared_tokens(backend, {}, [token for token in self._named.values() if token is not None])
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         named = {self.bos_id, self.pad_id, *self.eos_ids}
         added = backend.get_added_tokens_decoder().items()
