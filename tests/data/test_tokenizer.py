@@ -184,24 +184,6 @@ def test_ids_pad_and_eos():
     assert ours.decode([1, 4, 3, 2, 99]) == "UP <unk>"
 
 
-def test_named_words_of_a_backend_are_special_tokens_as_in_transformers():
-    """A completion is compared with the answer as text, so its end must not be in it."""
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {"<eos>": 0, "<unk>": 1, "a": 2, "b": 3}
-
-    def backend():
-        made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-        made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-        return made
-
-    ours = Tokenizer(backend(), eos_token="<eos>")
-    theirs = PreTrainedTokenizerFast(tokenizer_object=backend(), eos_token="<eos>")
-    for skip in (True, False):
-        assert ours.decode([2, 3, 0], skip) == theirs.decode([2, 3, 0], skip_special_tokens=skip)
-    assert ours.decode([2, 3, 0]) == "a b" and ours.eos_ids == (0,) and ours.vocab_size == 4
-
-
 def test_end_token_of_the_tokenizer_is_always_an_eos_id():
     """Otherwise an SFT answer would end with a token that does not stop the sampler."""
     assert words().with_eos_ids([5]).eos_ids == (5, 2) and words(eos_ids=[0]).eos_ids == (0, 2)

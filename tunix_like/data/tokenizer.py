@@ -66,7 +66,8 @@ class Tokenizer:
         Args:
           backend: the tokenizer; its truncation and padding are disabled.
           bos_token: text of the token that begins a sequence.
-          eos_token: text of the token that ends a turn.
+          eos_token: text of the token that ends a turn. If it is not special in `backend`
+            (`add_special_tokens`), it stays in the text of completions, which rewards compare with answers.
           pad_token: text of the padding token.
           chat_template: jinja source, in the Hugging Face dialect.
           eos_ids: further ids that end a completion. The id of `eos_token` always ends a completion (as in vLLM),
@@ -88,8 +89,6 @@ class Tokenizer:
         self.eos_ids = given if eos_id is None or eos_id in given else (*given, eos_id)
         pad_id = self._id("pad_token", pad_token)
         self.pad_id = next((i for i in (pad_id, eos_id, *self.eos_ids) if i is not None), 0)
-        # As in transformers, a word of the vocabulary becomes a special token, which decoded completions do not have.
-        add_declared_tokens(backend, {}, [token for token in self._named.values() if token is not None])
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         named = {self.bos_id, self.pad_id, *self.eos_ids}
         added = backend.get_added_tokens_decoder().items()
