@@ -91,12 +91,13 @@ def train_tokenizer(texts: Iterator[str], vocab: int = 2048) -> Tokenizer:
     return Tokenizer(backend, eos_token=IM_END, pad_token=PAD, chat_template=CHATML)
 
 
-def model_config(family: str, size: argparse.Namespace, eos: int, pad: int) -> dict[str, Any]:
-    """config.json of a model of the family; `size` has the options of the command line."""
+def model_config(family: str, size: argparse.Namespace, vocab: int, eos: int, pad: int) -> dict[str, Any]:
+    """config.json of a model of the family; `size` has the options of the command line. `vocab` is the size of the
+    tokenizer: a token beyond it would be sampled, and has no text."""
     config: dict[str, Any] = {
         "architectures": [{"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]],
         "model_type": family,
-        "vocab_size": size.vocab,
+        "vocab_size": vocab,
         "hidden_size": size.width,
         "intermediate_size": 2 * size.width,
         "num_hidden_layers": size.layers,
@@ -122,7 +123,8 @@ def make(data: Path, column: str, out: Path, family: str, size: argparse.Namespa
     tokenizer.save(out)
     eos, pad = tokenizer.eos_ids[0], tokenizer.pad_id
     generation = {"eos_token_id": [eos, pad], "pad_token_id": pad, "do_sample": True}
-    for name, value in (("config.json", model_config(family, size, eos, pad)), ("generation_config.json", generation)):
+    config = model_config(family, size, tokenizer.vocab_size, eos, pad)
+    for name, value in (("config.json", config), ("generation_config.json", generation)):
         (out / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 

@@ -135,6 +135,7 @@ def test_bad_files(tmp_path, text, words):
         ("sft.optimizer=null", ["sft.optimizer is a section"]),
         ("algorithm.num_generation=4", ["'algorithm.num_generation'", "Did you mean 'algorithm.num_generations'?"]),
         ("algoritm.k=4", ["'algoritm.k'", "Did you mean 'algorithm.k'?"]),
+        ("optimizer.lr=1", ["unknown key 'optimizer.lr'. Keys of optimizer:", "learning_rate"]),
         ("max_steps=20", ["'max_steps'", "Did you mean 'sft.max_steps' or 'training.max_steps'?"]),
         ("rewards.functions=maze", ["rewards.functions", "'maze' (string)", "list of {name, weight}; a name is maze,"]),
         ("trainng.max_steps=20", ["'trainng.max_steps'", "Did you mean 'training.max_steps'?"]),

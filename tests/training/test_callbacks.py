@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -229,6 +230,19 @@ def test_rate_probe_finds_the_rate_at_which_the_reward_collapses(collapse, capsy
             assert float(schedule(collapse - 8)) < probe.stable < float(schedule(collapse + 6))
             assert float(schedule(collapse)) < probe.unstable < float(schedule(collapse + 12))
     assert "stable learning rates: up to" in capsys.readouterr().out
+
+
+def test_rate_probe_means_leave_out_steps_without_an_update(capsys):
+    """Such a step has no trained token, so no entropy (NaN)."""
+    probe, run = RateProbe(), run_control(20)
+    run.trainer.schedule = build_schedule(OptimizerConfig(schedule="exponential", end_fraction=10), 20)
+    probe.on_begin(run, [])
+    for step in range(20):
+        entropy = math.nan if step % 2 else 1.25
+        probe.on_row(run, {"train/learning_rate": 1e-6, "train/rewards/mean": 0.5, "train/entropy": entropy})
+    probe.on_end(run)
+    out = capsys.readouterr().out
+    assert out.count("1.25") == 10 and "nan" not in out
 
 
 def test_rate_probe_needs_a_rising_rate_and_stops_at_an_update_that_is_not_finite():

@@ -314,7 +314,8 @@ def _hint(name: str, leaves: Mapping[str, Any]) -> str:
         candidates = (f"{close}.{last}" for close in difflib.get_close_matches(section, sections, n=3))
         near = [name for name in candidates if name in leaves][:1]
     near = near or [leaf for leaf in leaves if leaf.endswith(f".{last}")]
-    near = near or difflib.get_close_matches(name, [*leaves, *sections], n=1)
+    if not siblings:
+        near = near or difflib.get_close_matches(name, [*leaves, *sections], n=1)
     hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
     return f"{hint}Keys of {section}: {', '.join(siblings)}." if siblings else f"{hint}Sections: {', '.join(sections)}."
 

@@ -66,7 +66,8 @@ class Tokenizer:
         Args:
           backend: the tokenizer; its truncation and padding are disabled.
           bos_token: text of the token that begins a sequence.
-          eos_token: text of the token that ends a turn.
+          eos_token: text of the token that ends a turn. If it is not special in `backend`
+            (`add_special_tokens`), it stays in the text of completions, which rewards compare with answers.
           pad_token: text of the padding token.
           chat_template: jinja source, in the Hugging Face dialect.
           eos_ids: further ids that end a completion. The id of `eos_token` always ends a completion (as in vLLM),

@@ -274,7 +274,7 @@ _PROBED = ("rewards/mean", "loss", "grad_norm", "entropy")
 
 
 def _mean(values: Iterable[float | None]) -> str:
-    known = [value for value in values if value is not None]
+    known = [value for value in values if value is not None and math.isfinite(value)]  # NaN: a step without an update
     return f"{sum(known) / len(known):.3g}" if known else "-"
 
 
