@@ -15,8 +15,10 @@ import uvicorn
 import tunix_like
 from benchmarks.judge_server import make_app
 from tests.serving import served
+from tests.training.small_learner import ROWS, make
+from tunix_like import Callback
 from tunix_like.cli.main import main
-from tunix_like.errors import UserError
+from tunix_like.errors import EngineLost, UserError
 from tunix_like.rewards import Judge, Limits, score, services, waiting
 from tunix_like.rollout.rollouts import weighted_rewards
 
@@ -162,7 +164,7 @@ def test_equal_answers_are_judged_once():
         assert judge(["task"] * 3, ["quality 4", "quality 4", "quality 5"]) == [0.4, 0.4, 0.5]
         assert judge(["task"] * 2, ["quality 5", "quality 6"]) == [0.5, 0.6]
         assert judge(["other"], ["quality 6"]) == [0.6]
-        assert judge.take_counts() == {"calls": 4, "retries": 0, "cached": 2} | {
+        assert judge.take_counts() == {"calls": 4, "retries": 0, "unanswered": 0, "cached": 2} | {
             "prompt_tokens": 400, "completion_tokens": 40
         }  # fmt: skip
         judge.close()
@@ -240,6 +242,25 @@ def test_errors_of_aiohttp_are_read():
     with judging() as url:
         got, counts = run(waiting(rate), texts=[f"{url}/nothing", f"{url}/v1/models"])
     assert got.scored.tolist() == [False, True] and counts["retries"] == 0
+
+
+@pytest.mark.slow
+def test_a_judge_that_stops_answering_ends_the_run_although_verdicts_are_kept(monkeypatch):
+    found = []
+
+    class Break(Callback):
+        def on_row(self, run, row):
+            found.append(row["train/reward/unscored_frac"])
+            if run.step == 2:
+                monkeypatch.setattr(judge, "url", "http://127.0.0.1:1")
+
+    weights, tokenizer = served.speaker(["Score", ": ", "7"])
+    with served.running(weights, tokenizer, longest=2000) as (url, _):
+        judge = Judge(url, "Quality.", limits=Limits(retries=0))
+        learner = make(reward=judge, max_steps=30, max_unscored_steps=3)
+        with pytest.raises(EngineLost, match="judge"):
+            learner.train(ROWS, batch_size=4, callbacks=[Break()])
+    assert found[:2] == [0.0, 0.0] and len(found) < 10 and any(0 < each < 1 for each in found)
 
 
 YAML = Path(__file__).parents[2] / "examples" / "debug" / "reverse_text.yaml"

@@ -56,7 +56,8 @@ class WaitingFunction(GroupFunction):
     """The base of reward functions that wait. A subclass makes the calls and reads their results.
 
     Attributes:
-      counts: calls, retries and what else a subclass counts, since `take_counts`.
+      counts: attempts (`calls`), those after the first of a call, calls without any answer, and what else a subclass
+        counts, since `take_counts`.
     """
 
     def __init__(self, name: str, limits: Limits | None = None):
@@ -66,7 +67,7 @@ class WaitingFunction(GroupFunction):
     def take_counts(self) -> dict[str, int]:
         """Returns the counts since the last call of this method."""
         counts, self.counts = self.counts, collections.Counter()
-        return {"calls": 0, "retries": 0} | counts
+        return {"calls": 0, "retries": 0, "unanswered": 0} | counts
 
     def explain(self, name: str, error: BaseException) -> str:
         return explain(name, error)
@@ -91,6 +92,7 @@ class WaitingFunction(GroupFunction):
                     reason = f"Reward '{name}' was not called: the last {failed} calls failed, with all their retries."
                     return Failure("error", reason)
                 answered, result = await self._attempts(name, call)
+            self.counts["unanswered"] += not answered
             failed = 0 if answered else failed + 1
             return result
 

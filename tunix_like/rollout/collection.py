@@ -143,8 +143,9 @@ class Collector:
         return score
 
     def _finish(self, step: int, rollout: Rollout, metrics: dict[str, Any], row_steps: int, clock: Clock) -> Collected:
-        self._check_scored(rollout)
-        metrics |= rollout_metrics(rollout, self.task.success_threshold) | call_metrics(self.task.rewards)
+        calls = call_metrics(self.task.rewards)
+        self._check_scored(rollout, calls)
+        metrics |= rollout_metrics(rollout, self.task.success_threshold) | calls
         tokens = int(rollout.sampled_lengths.sum())
         metrics["perf/generation_tokens_per_sec"] = tokens / sampling_seconds(clock.seconds)
         metrics["perf/rollout_occupancy"] = tokens / row_steps if row_steps else float("nan")
@@ -157,14 +158,20 @@ class Collector:
             rollout = pick_groups(rollout, chosen)
         return rollout, metrics
 
-    def _check_scored(self, rollout: Rollout) -> None:
-        missing = self.objective.reads_rewards and not rollout.scores.scored.any()
-        self._unscored = self._unscored + 1 if missing else 0
+    def _check_scored(self, rollout: Rollout, calls: Mapping[str, float]) -> None:
+        """Counts steps without a scored completion, or in which a service answered no call: completions whose rewards
+        are known from before would then train on."""
+        silent = [
+            f"no call of the reward '{name}' was answered"
+            for name, _, _ in self.task.rewards
+            if (begun := calls.get(f"reward/{name}/calls", 0.0) - calls.get(f"reward/{name}/retries", 0.0)) > 0
+            and calls[f"reward/{name}/unanswered"] >= begun
+        ]
+        if self.objective.reads_rewards and not rollout.scores.scored.any():
+            silent = [nothing_scored_message(rollout.scores)]
+        self._unscored = self._unscored + 1 if silent else 0
         if self._unscored >= self.most_unscored:
-            raise EngineLost(
-                f"in each of the last {self._unscored} steps (training.max_unscored_steps) "
-                f"{nothing_scored_message(rollout.scores)}"
-            )
+            raise EngineLost(f"in each of the last {self._unscored} steps (training.max_unscored_steps) {silent[0]}")
 
     def _sample_dynamically(
         self, step: int, params: Any, rollout: Rollout, clock: Clock
