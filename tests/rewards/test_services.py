@@ -16,7 +16,7 @@ import tunix_like
 from benchmarks.judge_server import make_app
 from tests.serving import served
 from tests.training.small_learner import ROWS, make
-from tunix_like import Callback
+from tunix_like import Callback, RolloutConfig
 from tunix_like.cli.main import main
 from tunix_like.errors import EngineLost, UserError
 from tunix_like.rewards import Judge, Limits, score, services, waiting
@@ -251,16 +251,17 @@ def test_a_judge_that_stops_answering_ends_the_run_although_verdicts_are_kept(mo
     class Break(Callback):
         def on_row(self, run, row):
             found.append(row["train/reward/unscored_frac"])
-            if run.step == 2:
+            if run.step == 6:
                 monkeypatch.setattr(judge, "url", "http://127.0.0.1:1")
 
     weights, tokenizer = served.speaker(["Score", ": ", "7"])
     with served.running(weights, tokenizer, longest=2000) as (url, _):
         judge = Judge(url, "Quality.", limits=Limits(retries=0))
-        learner = make(reward=judge, max_steps=30, max_unscored_steps=3)
+        rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=2)  # few different completions
+        learner = make(reward=judge, max_steps=30, max_unscored_steps=3, rollout=rollout)
         with pytest.raises(EngineLost, match="judge"):
             learner.train(ROWS, batch_size=4, callbacks=[Break()])
-    assert found[:2] == [0.0, 0.0] and len(found) < 10 and any(0 < each < 1 for each in found)
+    assert found[:6] == [0.0] * 6 and len(found) == 8 and all(0 < each < 1 for each in found[6:])
 
 
 YAML = Path(__file__).parents[2] / "examples" / "debug" / "reverse_text.yaml"
