@@ -110,7 +110,7 @@ def show(runs: Sequence[Listed], metric: str = PASS) -> None:
         for run in runs
     ]
     columns = ["run", "state", "step", metric, "best", "written", "size"]
-    console.table(f"{len(runs)} runs", columns, rows, texts=("run", "state"))
+    console.table(f"{len(runs)} run{'s' * (len(runs) != 1)}", columns, rows, texts=("run", "state"))
 
 
 def _age(seconds: float) -> str:
