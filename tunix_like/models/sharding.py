@@ -237,8 +237,8 @@ def check_divides(mesh: Mesh | None, config: DecoderConfig) -> None:
             "model; pass tunix_like.models.sharding.build_mesh(MeshConfig()) in all of them."
         )
     parts = 1 if mesh is None else mesh.shape.get("tp", 1)
-    counts = {("query", config.num_heads), *(("key", config.kv_heads(layer)) for layer in range(config.num_layers))}
-    for name, heads in sorted(counts):
+    counts = [("query", config.num_heads), *(("key", config.kv_heads(layer)) for layer in range(config.num_layers))]
+    for name, heads in dict.fromkeys(counts):
         if heads % parts:
             raise UserError(
                 f"mesh.shape: {parts} devices along 'tp' do not divide the {heads} {name} heads of this model; "
