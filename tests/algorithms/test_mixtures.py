@@ -179,6 +179,7 @@ STATISTICS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STATISTICS)
 def test_expected_gradient_is_that_of_the_expected_statistic(name):
     """Enumerates all 4^G groups of a softmax policy over four actions, two of which have equal rewards."""

@@ -369,6 +369,7 @@ def kl_per_prefix(mode: str, prefixes) -> np.ndarray:
     return np.asarray(jax.grad(total)(jnp.asarray(CURRENT)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", others_slow(KL_LOSS_MODES, "low_var_kl"))
 def test_gradient_of_the_kl_loss_with_its_own_ratio(mode):
     """Ratios of completions give every KL loss its on-policy gradient. Ratios of tokens give the gradient at the

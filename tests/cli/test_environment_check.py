@@ -127,6 +127,7 @@ def test_valid_environment_gives_no_warning(capsys):
     assert "first observation of row 1: first look" in said.out and "\x1b" not in said.out
 
 
+@pytest.mark.slow
 def test_answer_with_one_word_per_turn(capsys):
     status, said = check(capsys, "environment.name=mine.py:Letters")
     rows = rows_of(said.out)
@@ -180,6 +181,7 @@ def test_failures_by_cause(capsys):
     assert "no text: timeout in 2 of 2 rows. The first, row 1: " in said.out and "status 3" in said.out
 
 
+@pytest.mark.slow
 def test_tools_are_called_once_and_their_schemas_shown(capsys):
     functions = "rewards.functions=[{name: mine.py:right}]"
     status, said = check(capsys, "environment.tools=[mine.py:add, mine.py:fails]", functions)

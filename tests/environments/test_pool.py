@@ -476,6 +476,7 @@ def soak(episodes):
     return before, after, opened, resident
 
 
+@pytest.mark.slow
 def test_episodes_leave_no_processes_or_descriptors():
     before, after, opened, _ = soak(20)
     assert after == before and opened < 12

@@ -70,6 +70,7 @@ def expected(arrays, prompt_mask, own_mask, cap, sinks=None):
     return oracle(rows, k, v, seen, np.zeros_like(rows), cap, sinks)[0].reshape(q.shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cap", "sinks"), [(None, None), (2.0, None), (None, SINKS)], ids=["", "cap", "sinks"])
 @pytest.mark.parametrize("windows", [False, True], ids=["", "windows"])
 @pytest.mark.parametrize(("room", "prompt"), [(96, 75), (70, 96), (20, 20), (40, 33)])
@@ -115,6 +116,7 @@ def test_blocks_without_visible_keys_are_not_read():
     assert attention_decoding._blocks_seen(jnp.zeros((2, 4), bool), 2, 4)[1].tolist() == [0]
 
 
+@pytest.mark.slow
 def test_bfloat16_and_a_mesh(device):
     arrays, columns, lengths = made(40, 33, jnp.bfloat16), columns_of(40), np.minimum(LENGTHS, 33)
     alone = run(device, *arrays, lengths, columns)

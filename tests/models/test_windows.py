@@ -97,6 +97,7 @@ def test_sampler_matches_the_plain_model(drawn, expected):
     np.testing.assert_allclose(np.where(real_of(drawn), drawn.logprobs, 0), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["plain", "blocked"])
 def test_bins_match_the_plain_model(drawn, expected, attention):
     model = nnx.merge(GRAPHDEF, PARAMS)

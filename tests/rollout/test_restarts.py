@@ -113,6 +113,7 @@ def test_opening_precedes_the_first_turn(rows):
         play(Long())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", others_slow(MODELS, "plain"))
 def test_segment_logprobs_equal_the_full_forward_pass(monkeypatch, model):
     monkeypatch.setattr(schedule, "FIRST_CACHE", 16)

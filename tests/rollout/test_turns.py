@@ -158,6 +158,7 @@ def test_row_contains_the_sampled_tokens_and_the_replies(steps):
     assert (found.logprobs[~found.token_mask] == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", others_slow(MODELS, "plain"))
 def test_cache_of_several_turns_equals_the_full_forward_pass(monkeypatch, model):
     """The cache grows while rows wait, and its columns without tokens are removed. Replies take several blocks, which

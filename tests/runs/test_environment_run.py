@@ -110,6 +110,7 @@ def test_run_killed_during_an_episode_resumes_bitwise(tmp_path):
     assert row["sampled"] < row["length"] and row["reward"] == row["reward/environment"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "message"),
     [

@@ -105,6 +105,7 @@ def log_softmax(weights, tokens, first, temperature=1.0):
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampling", "temperature"), [({"temperature": 0}, 1), ({"temperature": 0.7, "top_p": 0.6}, 0.7)]
 )

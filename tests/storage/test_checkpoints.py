@@ -372,6 +372,7 @@ def test_step_of_an_interrupted_removal_does_not_appear(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["2"]
 
 
+@pytest.mark.slow
 def test_killed_writer_leaves_no_partial_step_and_does_not_block_the_next_start(tmp_path):
     code = f"""
     import os, signal

@@ -236,6 +236,7 @@ def test_learns_the_teacher_without_rewards(divergence):
     assert "rewards none" in repr(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divergence", others_slow(DIVERGENCES, "reverse_kl"))
 def test_an_equal_teacher_changes_nothing(divergence):
     for settings, teacher in (({"path": "self", "prompt": "{prompt}"}, None), (None, make_model())):
@@ -244,6 +245,7 @@ def test_an_equal_teacher_changes_nothing(divergence):
         assert abs(row["train/teacher/divergence"]) < 1e-6 and row["train/grad_norm"] < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divergence", others_slow(DIVERGENCES, "reverse_kl"))
 def test_a_teacher_adds_its_gradient_to_that_of_the_rewards(divergence):
     """One step of SGD of both is the sum of the steps of each."""

@@ -79,6 +79,7 @@ def test_one_turn_environment_equals_a_reward_function():
     assert any(row["train/loss"] != 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_turns_are_rewarded_and_masked():
     made = learner()
     sampled = watch_sampler(made)

@@ -125,6 +125,7 @@ def test_remat_recomputes_layers_and_chunks_use_a_loop():
     assert count("completions", {"scan"}, chunk=7) == 1 and count("completions", {"scan"}) == 0
 
 
+@pytest.mark.slow
 def test_every_token_up_to_the_last_is_trained(monkeypatch):
     """The derivative of the loss by each token's log-probability is weight times advantage up to and including the
     end-of-sequence token at `length - 1`. It is exactly zero at positions of the bin without a completion."""

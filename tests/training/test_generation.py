@@ -23,6 +23,7 @@ def run(tmp_path_factory):
     return learner, folder
 
 
+@pytest.mark.slow
 def test_greedy_texts_are_those_of_an_evaluation_and_of_the_command(run, capsys):
     learner, folder = run
     expected = [texts[0] for texts in learner.evaluate(ROWS).texts]

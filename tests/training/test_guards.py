@@ -81,6 +81,7 @@ def shift_samples(monkeypatch, steps):
     monkeypatch.setattr(Sampler, "generate", other)
 
 
+@pytest.mark.slow
 def test_a_sampler_that_disagrees_later_saves_and_stops_the_run(monkeypatch, tmp_path):
     """The run stops after the step, which is a checkpoint. The resumed run equals one that only warns."""
     given = {"max_steps": 4, "checkpoint_every_n_steps": 100, "reward": varied}

@@ -112,6 +112,7 @@ def test_estimator_is_traced_into_one_compiled_program(compiled, monkeypatch):
     assert last["train/advantage/max"] == 0.5 and last["train/advantage/min"] == -0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", others_slow([False, True], False))
 def test_a_second_call_without_a_folder_continues(compiled, passes):
     """Two calls of two steps equal one of four: steps, prompts, random numbers and moments. The second call compiles
@@ -282,6 +283,7 @@ def without_times(rows):
     return [{k: v for k, v in row.items() if "time" not in k and "perf" not in k} for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", others_slow(["list", "generator"], "list"))
 def test_resumed_run_equals_the_uninterrupted_run(kind, tmp_path):
     """6 steps are bitwise 3 steps and 3 more: weights, optimizer, position in the data, random numbers and metrics."""

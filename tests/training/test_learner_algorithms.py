@@ -136,6 +136,7 @@ def naive_loss(name, rewards, lengths, logprobs):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", others_slow(["grpo", "drgrpo", "rloo", "maxrl"], "grpo", "rloo"))
 def test_loss_equals_that_of_loops_over_tokens(name):
     """The reported loss of a step equals that of loops over tokens. Micro-batches of two completions do not change

@@ -113,6 +113,7 @@ BAD_ESTIMATORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", others_slow(BAD_ESTIMATORS, "broken"))
 def test_invalid_estimator_changes_no_weight(function, tmp_path):
     """The invalid result is detected before the weights change, in the step in which it occurs. The completions are

@@ -170,6 +170,7 @@ def naive_gradient(graphdef, params, texts, places, targets, slope):
     return jax.grad(lambda p: (naive_logprobs(graphdef, p, texts, places, targets) * slope).sum())(params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", others_slow(LOSSES, "ppo_clip"))
 def test_two_passes_in_two_mini_batches_equal_loops(kind):
     """Four updates of one batch are repeated with the plain forward pass. The old log-probabilities are those before

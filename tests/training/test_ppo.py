@@ -82,6 +82,7 @@ def plain_values(model, prompt, tokens):
     return (hidden @ model.score.kernel[...])[len(prompt) - 1 : -1, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", others_slow([LAYOUTS[2], LAYOUTS[6]], LAYOUTS[2]))
 def test_the_update_of_a_critic_equals_that_of_whole_texts(layout):
     """The second layout also has stacked layers that are recomputed, as on accelerators."""
@@ -233,6 +234,7 @@ def test_several_updates_use_the_values_before_the_first():
     assert all(np.isfinite(row["train/critic/loss"]) for row in rows)
 
 
+@pytest.mark.slow
 def test_a_critic_may_share_arrays_with_the_policy():
     """Both train, and both models have their weights afterwards."""
     model = make_model()
@@ -246,6 +248,7 @@ def test_a_critic_may_share_arrays_with_the_policy():
     assert made.done == 4
 
 
+@pytest.mark.slow
 def test_one_completion_per_prompt():
     rows = collect(learner(algo=PPOConfig(num_generations=1), max_steps=2))
     assert all(row["train/advantage/nonzero_frac"] == 1 and row["train/grad_norm"] > 0 for row in rows)
@@ -273,6 +276,7 @@ def test_mesh_equals_a_single_device():
     assert difference(*moved) < 1e-2
 
 
+@pytest.mark.slow
 def test_adapters_of_both_share_the_frozen_base():
     model = add_lora(make_model(), LoraConfig(rank=2))
     made = learner({"learning_rate": 0.1}, model=model, max_steps=2)
@@ -340,6 +344,7 @@ YAML = str(EXAMPLES / "debug" / "reverse_text.yaml")
 PPO = ["algorithm.advantage_estimator=ppo"]
 
 
+@pytest.mark.slow
 def test_memory_estimate_has_the_critic():
     for more in ([], ["lora.rank=2"]):
         plan, without = (

@@ -202,6 +202,7 @@ def test_first_loss_of_dpo_is_log_2_and_the_reference_is_the_initial_model():
     assert last["eval/loss"] < 0.6 and last["eval/rewards/accuracies"] == 1 and last["eval/rewards/margins"] > 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sigmoid", "orpo"])
 def test_evaluation_equals_the_loss_of_the_next_step(name):
     """In batches of which the last is padded."""
@@ -236,6 +237,7 @@ def test_only_the_assistants_tokens_count_in_several_turns():
     assert distance(got, expected) < 2e-5
 
 
+@pytest.mark.slow
 def test_adapters_train_against_the_base_without_a_copy():
     model = add_lora(make_model(), LoraConfig(rank=2), 0)
     learner = make(model=model, max_steps=3)
@@ -303,6 +305,7 @@ def test_a_pair_costs_less_than_065_of_two_sequences():
     assert pair < 0.65 * separate
 
 
+@pytest.mark.slow
 def test_resumed_run_equals_the_uninterrupted_run(tmp_path):
     def trained(folder, steps):
         learner = make(max_steps=steps, output_dir=str(tmp_path / folder), checkpoint_every_n_steps=1)

@@ -128,6 +128,7 @@ def test_training_on_8_devices_equals_that_on_one():
     assert distance(found[1][1], found[0][1]) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_the_uninterrupted_run(tmp_path):
     def trained(folder, steps):
         learner = make(max_steps=steps, output_dir=str(tmp_path / folder), checkpoint_every_n_steps=1)

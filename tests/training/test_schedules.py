@@ -18,6 +18,7 @@ SCHEDULED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULED)
 def test_each_step_has_the_advantages_of_its_value(name):
     """The advantages of a step are those of the estimator with the value of the step, and the step is compiled once."""

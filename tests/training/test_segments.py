@@ -106,6 +106,7 @@ def plain_gradient(objective, ids):
     return jax.jit(jax.grad(loss))(PARAMS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", others_slow(range(len(LOSS_AGG_MODES)), 0), ids=LOSS_AGG_MODES)
 def test_gradient_equals_the_sum_over_segments_as_separate_rows(mode):
     ids = np.full(PROMPTS, mode, np.int32)
@@ -213,6 +214,7 @@ class Counting(EveryMode):
         return jnp.where(tokens.mask, advantages, 0.0), {}
 
 
+@pytest.mark.slow
 def test_rewritten_history_does_not_change_the_weights():
     """There are two turns of two tokens each. In one batch a reply of one token is appended, in the other the row
     restarts with three tokens. The loss is the sum of weight times advantage over tokens, in each of the four modes."""

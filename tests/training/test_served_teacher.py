@@ -58,6 +58,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", others_slow(KINDS, "another prompt"))
 def test_a_run_equals_that_with_the_model_in_memory(kind, server):
     ends = []
@@ -84,6 +85,7 @@ def test_each_segment_follows_the_prompt(server):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_failures_are_repeated_and_a_restart_is_waited_for(server, folder):
     expected = collect(learner(make_model(3), max_steps=2))
     broken = {"choices": [{"prompt_logprobs": [None]}]}

@@ -188,6 +188,7 @@ def test_stops_at_success(caplog):
     assert calls == [4] and last["sft/step"] == 4, "without a target only the end is evaluated"
 
 
+@pytest.mark.slow
 def test_resumed_run_equals_the_uninterrupted_run(tmp_path):
     whole = make(6, output_dir=str(tmp_path / "whole"), checkpoint_every_n_steps=2)
     whole.train(ROWS)

@@ -311,6 +311,7 @@ def test_too_many_devices_are_rejected():
         training_devices(RolloutConfig(devices=8))
 
 
+@pytest.mark.slow
 def test_run_without_correction_logs_a_warning(caplog):
     with caplog.at_level(logging.WARNING, "tunix_like"):
         stale(algo=MaxRLConfig(num_generations=4))

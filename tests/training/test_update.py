@@ -70,6 +70,7 @@ def test_shared_prefix_equals_the_repeated_prompt():
     assert metrics["logprob_gap/max"] == pytest.approx(gap.max(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_completions_of_one_token():
     """The width is one: only the prompt goes through the layers."""
     short = BATCH._replace(
@@ -165,6 +166,7 @@ def test_correction_is_one_if_the_sampler_is_the_policy(mode, other_logprobs):
 # --- batches of every kind ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", others_slow(LAYOUTS, LAYOUTS[4]), ids=str)
 def test_gradient_does_not_depend_on_the_layout(layout):
     """In every aggregation the gradient does not depend on the division of prompts into sets and of completions into
@@ -178,6 +180,7 @@ def test_gradient_does_not_depend_on_the_layout(layout):
         assert metrics == pytest.approx(whole_metrics, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_shared_bin_equals_separate_bins(monkeypatch):
     together = data_of()
     gradient, metrics, _ = gradient_of(together)
@@ -189,6 +192,7 @@ def test_shared_bin_equals_separate_bins(monkeypatch):
     assert metrics == pytest.approx(expected_metrics, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_consecutive_mini_batches_equal_the_plain_model():
     """There are two updates, of groups [0, 2] and then [1]. Advantages use the whole rollout batch, weights the
     update's own groups, and ratios the weights before the first update."""
@@ -255,6 +259,7 @@ def test_mixed_estimators_in_one_step():
     assert TRACES["mixed"] == traces
 
 
+@pytest.mark.slow
 def test_prompt_weights_multiply_the_loss_of_each_group():
     """The advantages of RLOO are proportional to the rewards."""
     factors = np.array([0.5, 2.0, 1.25], np.float32)
@@ -337,6 +342,7 @@ def test_masked_tokens_are_excluded_from_loss_and_aggregation(mode):
     assert metrics["update/empty"] == 1 and metrics["grad_norm"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("garbage", [0.0, -1e4, np.inf], ids=["zero", "low", "infinite"])
 def test_values_at_masked_tokens_do_not_change_the_gradient(garbage, other_logprobs):
     """The test changes the log-probabilities at masked tokens, whose ratios may overflow, and the last token of a
@@ -379,6 +385,7 @@ def test_advantages_of_single_tokens():
     assert difference(found, plain_gradient(Reinforce(), SAMPLED, jnp.zeros(PROMPTS, jnp.int32))) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", others_slow(["nan in the loss", "nan in the gradient"], "nan in the gradient"))
 def test_non_finite_loss_does_not_change_weights_and_optimizer(loss, monkeypatch):
     """One token of one completion is affected. Adam's counts and moments are unchanged too."""
@@ -420,6 +427,7 @@ def test_uncounted_tokens_do_not_change_the_gradient():
     assert difference(gradient_of(data_of())[0], gradient) > 0.1, "they would teach otherwise"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", others_slow([np.nan, np.inf], np.inf))
 def test_non_finite_advantage_does_not_change_weights_and_optimizer(bad, monkeypatch):
     """Weights and the optimizer's state are bitwise unchanged."""

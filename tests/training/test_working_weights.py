@@ -80,6 +80,7 @@ def plain_gradients(name: str, layout):
     return gradients(*make_model(**MODELS[name]), False, False, layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", others_slow([WHOLE, LAYOUTS[2]], LAYOUTS[2]), ids=str)
 @pytest.mark.parametrize("remat", others_slow([False, True], True))
 @pytest.mark.parametrize("name", others_slow(MODELS, "equal layers"))
@@ -91,6 +92,7 @@ def test_stacked_layers_have_the_same_gradient(name, remat, layout):
     assert_equal_trees(gradients(*make_model(**MODELS[name]), True, remat, layout), plain)
 
 
+@pytest.mark.slow
 def test_stacked_layers_have_the_same_logprobs():
     graphdef, params = make_model(**MODELS["windows in a pattern"])
     values = [
