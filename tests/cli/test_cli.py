@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN = "runs/reverse_text-maxrl-s0"
 COMMANDS = (
     "init", "train", "sft", "eval", "generate", "export", "report", "replay", "advantages", "check-rewards", "doctor",
-    "serve",
+    "serve", "sweep", "runs",
 )  # fmt: skip
 MANY = """
 import contextlib, io, json, sys

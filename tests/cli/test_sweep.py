@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,6 +43,13 @@ def test_grid(tmp_path):
     first = plan.trials[0].overrides
     assert first[0] == "data.batch_size=4" and first[-1] == f"training.output_dir=out/{start}=maxrl"
     assert "optimizer.learning_rate=0.001" in first and plan.metric == "eval/pass@1"
+
+
+def test_the_shipped_sweep(monkeypatch, tmp_path):
+    """By its name, from any folder."""
+    monkeypatch.chdir(tmp_path)
+    plan = read_sweep(Path("maze_sweep"))
+    assert [trial.name for trial in plan.trials] == [f"learning_rate={rate}" for rate in ("0.0001", "0.0003", "0.001")]
 
 
 def test_random_trials(tmp_path):
