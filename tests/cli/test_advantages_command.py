@@ -409,4 +409,4 @@ assert "matplotlib" in sys.modules and "matplotlib.pyplot" not in sys.modules
         if (isinstance(node, ast.ImportFrom) and str(node.module).startswith("matplotlib"))
         or (isinstance(node, ast.Import) and any(alias.name.startswith("matplotlib") for alias in node.names))
     }
-    assert naming == {"advantages.py", "figures.py"}
+    assert naming == {"advantages.py", "display.py", "figures.py"}

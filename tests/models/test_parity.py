@@ -100,8 +100,8 @@ FAMILIES = {
     "gemma4": (
         "Gemma4",
         {
-            "head_dim": 8,
-            "global_head_dim": 16,
+            "head_dim": 4,  # small: the scores are not scaled, so large ones magnify rounding
+            "global_head_dim": 8,
             "sliding_window": 8,
             "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 2],
             "num_hidden_layers": 5,
