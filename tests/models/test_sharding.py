@@ -88,8 +88,11 @@ AXES = ["data", "fsdp", "tp"]
 MESHES = {"8 fsdp": [1, 8, 1], "8 tp": [1, 1, 8], "2 x 4": [1, 2, 4], "2 x 2 x 2": [2, 2, 2]}
 
 
-def make(mesh, seen, /, config=CONFIG, **rollout):
-    """Returns a learner of three steps. The reward is the parity of the length, so that the rewards of a group
+ADAM = OptimizerConfig(learning_rate=1e-2)
+
+
+def make(mesh, seen, /, config=CONFIG, optimizer=ADAM, steps=3, **rollout):
+    """Returns a learner of some steps. The reward is the parity of the length, so that the rewards of a group
     differ."""
     return MaxRLLearner(
         model=Decoder(config, rngs=nnx.Rngs(0)),
@@ -99,7 +102,7 @@ def make(mesh, seen, /, config=CONFIG, **rollout):
         ),
         algo_config=MaxRLConfig(num_generations=4, beta=0.01),
         rollout_config=RolloutConfig(**{"max_prompt_length": 8, "max_tokens_to_generate": 24} | rollout),
-        training_config=RLTrainingConfig(max_steps=3, actor_optimizer=OptimizerConfig(learning_rate=1e-2)),
+        training_config=RLTrainingConfig(max_steps=steps, actor_optimizer=optimizer),
         mesh=mesh,
     )
 
@@ -132,12 +135,13 @@ def test_training_on_a_mesh_equals_training_on_one_device(alone, shape):
     assert row["train/perf/update_programs"] == 1 and row["train/perf/programs_compiled"] == 0
 
 
-# The unscaled scores of Gemma 4 magnify rounding, so a sample of the third step differs.
-@pytest.mark.parametrize("name", [name for name in OTHER_CONFIGS if name != "Gemma 4"])
+@pytest.mark.parametrize("name", OTHER_CONFIGS)
 def test_training_of_other_families_on_a_mesh(name):
     config = dataclasses.replace(CONFIG, **{"qkv_bias": False} | OTHER_CONFIGS[name])
-    expected, single, said = train(None, config=config)
-    row, learner, seen = train(build_mesh(MeshConfig(shape=[2, 2, 2], axis_names=AXES)), config=config)
+    # The unscaled scores of Gemma 4 magnify rounding in the weights until a sample of the third step differs.
+    more = {"optimizer": optax.sgd(1.0), "steps": 1} if name == "Gemma 4" else {}
+    expected, single, said = train(None, config=config, **more)
+    row, learner, seen = train(build_mesh(MeshConfig(shape=[2, 2, 2], axis_names=AXES)), config=config, **more)
     assert seen == said and row["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-5)
     for one, many in zip(jax.tree.leaves(single.params), jax.tree.leaves(learner.params), strict=True):
         # Adam magnifies the rounding of gradients near 0, which experts with few tokens have.
