@@ -6,10 +6,8 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import threading
 
 import pytest
-import uvicorn
 import yaml
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -17,6 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from tests.cli.calls import SCRIPT, SMALL, YAML, call
+from tests.serving import served
 from tunix_like.runtime.console import figure
 from tunix_like.storage.metrics import rows
 
@@ -56,16 +55,8 @@ def hub():
             Route("/{path:path}", other, methods=["GET", "POST"]),
         ]
     )
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            thread.join(0.02)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", files, created
-    finally:
-        server.should_exit = True
-        thread.join()
+    with served.listening(app) as url:
+        yield url, files, created
 
 
 def test_card_and_upload(tmp_path, monkeypatch):

@@ -2,15 +2,12 @@
 servers whose verdicts are known."""
 
 import asyncio
-import contextlib
 import json
-import threading
 from pathlib import Path
 
 import aiohttp
 import numpy as np
 import pytest
-import uvicorn
 
 import tunix_like
 from benchmarks.judge_server import make_app
@@ -30,20 +27,9 @@ def short_pauses(monkeypatch):
     monkeypatch.setattr(services, "FIRST_DELAY", 0.01)
 
 
-@contextlib.contextmanager
 def judging(**options):
     """Yields the address of a judge whose verdicts follow the numbers in the answers."""
-    app = make_app(**({"seconds": 0.0, "failures": 0.0} | options))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            thread.join(0.02)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    return served.listening(make_app(**({"seconds": 0.0, "failures": 0.0} | options)))
 
 
 def run(function, texts=TEXTS, size=4, **columns):

@@ -122,3 +122,19 @@ def running(
         http.should_exit = True
         thread.join()
         server.batcher.close()
+
+
+@contextlib.contextmanager
+def listening(app: Any) -> Iterator[str]:
+    """Yields the address of a server of an ASGI application, which runs in a thread."""
+    http = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=http.run)
+    thread.start()
+    try:
+        while not http.started:
+            thread.join(0.02)
+            assert thread.is_alive()
+        yield f"http://127.0.0.1:{http.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        http.should_exit = True
+        thread.join()
