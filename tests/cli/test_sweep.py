@@ -3,6 +3,7 @@ killed and resumed, beside another one in the same folder."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from tunix_like.runs.sweep import draw, read_sweep
 from tunix_like.storage.metrics import rows
 from tunix_like.storage.run_state import RunState, run_state
 
+PR_SET_CHILD_SUBREAPER = 36
 RATES = {"optimizer.learning_rate": [1e-3, 3e-3]}
 
 
@@ -158,9 +160,14 @@ def test_a_sweep_that_is_killed_is_resumed_and_nothing_runs_twice(tmp_path, caps
 
     sweep = started()
     wait_for(lambda found: any(5 in each for each in found.values()))
-    for process in (sweep.pid, *children(sweep)):
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # process 1 of a container may not reap the run, which would seem alive
+    (run,) = children(sweep)
+    for process in (sweep.pid, run):
         os.kill(process, signal.SIGKILL)
     sweep.wait()
+    os.waitpid(run, 0)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
 
     sweep = started()
     wait_for(lambda found: sorted(12 in each for each in found.values() if 1 in each) == [False, True])

@@ -98,7 +98,8 @@ def test_loading_quantizes_tensor_by_tensor(kind, family, tmp_path, monkeypatch)
     shapes those of an abstract model, and a merge restores the represented weights."""
     fields = WIDE | FAMILIES.get(family, ("", {}))[1] | ONE_LAYER | {"model_type": family}
     if family == "gemma4":
-        fields |= {"model_type": "gemma4_text", "num_hidden_layers": len(fields["layer_types"])}
+        layers, width = len(fields["layer_types"]), fields["head_dim"]
+        fields |= {"model_type": "gemma4_text", "num_hidden_layers": layers, "global_head_dim": width}
     whole, _ = load_model(fields, init="random")
     save_model(nnx.to_pure_dict(nnx.split(whole)[1]), whole.config, None, tmp_path)
     order = []
