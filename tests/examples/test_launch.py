@@ -8,7 +8,9 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +170,17 @@ def test_images_are_those_of_the_dockerfile():
     }
     listed = re.search(r"ACCELERATOR: (\w+), (\w+), (\w+) or (\w+)", dockerfile)
     assert listed is not None and images <= set(listed.groups()) <= names
-    copied = [word for line in re.findall(r"^COPY (.*) \S+$", dockerfile, re.MULTILINE) for word in line.split()]
-    assert copied and all((ROOT / each).exists() for each in copied)
+
+
+def test_the_image_has_all_that_the_package_is_built_from(tmp_path):
+    """Builds the package from the files that are copied before the installation."""
+    before = (LAUNCH / "Dockerfile").read_text(encoding="utf-8").partition("\nRUN ")[0]
+    for line in re.findall(r"^COPY (.*) \S+$", before, re.MULTILINE):
+        for name in line.split():
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, tmp_path / name)
+    subprocess.run([sys.executable, "setup.py", "-q", "build_py", "-d", "built"], cwd=tmp_path, check=True)
+    assert (tmp_path / "built/tunix_like/examples/maze.yaml").is_file()
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
