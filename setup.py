@@ -58,7 +58,7 @@ EXTRAS = {
         "pydantic>=2.12",  # reads and checks the requests
         "prometheus-client>=0.22",  # the metrics
     ],
-    "judge": ["aiohttp>=3.14"],  # concurrent requests to the server of rewards.functions: [{name: judge}]
+    "judge": ["aiohttp>=3.14"],  # concurrent requests to the server of rewards.functions: judge, served_reward_model
     "wandb": ["wandb>=0.31.0"],  # metrics to Weights & Biases
     "trackio": ["trackio>=0.43.0"],  # metrics to trackio
     "test": [

@@ -434,7 +434,7 @@ class RewardsConfig(Checked):
     section = "rewards"
     functions: list[dict[str, Any]] | None = key(
         doc="list of {name, weight}; a name is maze, gsm8k, gsm8k_lenient, exact_match, FILE.py:function, judge (with "
-        "url and rubric); unset: that of the data source"
+        "url and rubric), served_reward_model (with url); unset: that of the data source"
     )
     success_threshold: float = key(1.0, doc="total reward that counts as success")
     workers: int | None = key(
@@ -444,12 +444,12 @@ class RewardsConfig(Checked):
     )
     timeout_seconds: float = key(
         30.0,
-        doc="of a worker, for the completions of one prompt; of an attempt of an async function or judge",
+        doc="of a worker, for the completions of one prompt; of an attempt of an async function or server",
         above=0,
     )
     memory_gb: float = key(4.0, doc="a worker that uses more is replaced", above=0)
-    concurrency: int = key(64, doc="calls of an async function or judge at the same time", at_least=1)
-    retries: int = key(4, doc="attempts after a failed one, of an async function or judge", at_least=0)
+    concurrency: int = key(64, doc="calls of an async function or server at the same time", at_least=1)
+    retries: int = key(4, doc="attempts after a failed one, of an async function or server", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
