@@ -33,8 +33,8 @@ LORA_TARGETS = (*ATTENTION_TARGETS, *MLP_TARGETS, *RECURRENT_TARGETS)
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(Checked):
     section = "model"
-    path: str | None = key(doc="folder, hub id or address (gs://, s3://) of a Hugging Face model")
-    tokenizer: str | None = key(doc="folder or hub id; unset: that of the data source, else of path")
+    path: str | None = key(doc="folder, hub id or address (gs://, s3://) of a Hugging Face model", hub="models")
+    tokenizer: str | None = key(doc="folder or hub id; unset: that of the data source, else of path", hub="models")
     init: str = key(
         "pretrained",
         doc="pretrained: load the weights; random: initialise them",
@@ -95,7 +95,8 @@ class DataConfig(Checked):
         "advantage_estimator and its parameters"
     )
     path: str | None = key(
-        doc="file, folder, address (gs://, s3://) or hub id; verifiers: id of the environment or FILE.py"
+        doc="file, folder, address (gs://, s3://) or hub id; verifiers: id of the environment or FILE.py",
+        hub="datasets",
     )
     arguments: dict[str, Any] | None = key(
         doc="verifiers: configuration of the environment, e.g. {taskset: {split: train}}"
@@ -275,7 +276,8 @@ class TeacherConfig(Checked):
     section = "teacher"
     path: str | None = key(
         doc="folder or hub id of a model with the vocabulary of the policy, or the address of a vLLM server that has "
-        "it, or self: the policy with teacher.prompt; unset: no teacher"
+        "it, or self: the policy with teacher.prompt; unset: no teacher",
+        hub="models",
     )
     quantize: str | None = key(doc="projections of the teacher in 8 or 4 bits", choices=QUANTIZATIONS)
     weights: str | None = key(
@@ -348,7 +350,8 @@ class CriticConfig(Checked):
     section = "critic"
     path: str | None = key(
         doc="ppo: folder or hub id of the critic at the start, such as a reward model; unset: the policy (with "
-        "lora.rank its frozen base) with a head that gives 0"
+        "lora.rank its frozen base) with a head that gives 0",
+        hub="models",
     )
     learning_rate: float = key(1e-5, doc="peak learning rate; all else as in optimizer", above=0)
     gamma: float = key(1.0, doc="discount per token that the policy samples", above=0, at_most=1)
