@@ -58,8 +58,9 @@ def _check_push(name: str, out: str) -> None:
         raise UserError(f"export: --push uploads a local folder; {out} is in object storage.")
     try:
         import huggingface_hub  # noqa: F401
-    except ImportError:
-        raise UserError("export: --push needs the hub package: pip install 'tunix-like[hub]'") from None
+    except ImportError as error:
+        needs = f"export: --push needs the hub package ({one_line(error)})"
+        raise UserError(f"{needs}: pip install 'tunix-like[hub]'") from None
 
 
 def _push(arguments: argparse.Namespace) -> None:

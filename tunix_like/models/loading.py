@@ -305,9 +305,10 @@ def _find(path_or_hub_id: str | Path, *, with_weights: bool, key: str = "model.p
     )
     try:
         import huggingface_hub
-    except ImportError:
+    except ImportError as error:
         raise UserError(
-            f"{path} looks like a hub id, but downloading needs pip install 'tunix-like[hub]'. {by_hand}."
+            f"{path} looks like a hub id, but downloading needs pip install 'tunix-like[hub]' ({one_line(error)}). "
+            f"{by_hand}."
         ) from None
     try:
         return Path(huggingface_hub.snapshot_download(path_or_hub_id, allow_patterns=wanted))

@@ -41,8 +41,8 @@ class ServedModel(WaitingFunction):
         check_server_url(f"{name}: url", self.url, key_env)
         try:
             import aiohttp  # noqa: F401
-        except ImportError:
-            raise UserError(f"{name}: aiohttp is not installed: pip install 'tunix-like[judge]'") from None
+        except ImportError as error:
+            raise UserError(f"{name} needs aiohttp ({one_line(error)}): pip install 'tunix-like[judge]'") from None
         self.model, self.key_env, self.options = model, key_env, dict(options)
         self._served: str | None = model
         self._session: ClientSession | None = None
