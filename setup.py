@@ -14,8 +14,8 @@ CORE = [
     "filelock>=4.2",  # the lock of a run folder, also on file systems that several hosts share
     "grain>=0.2.18",  # a data stream whose place can be saved and restored
     "ml-collections>=1.1.0",  # the locked tree that a YAML file and key=value overrides are merged in
-    "numpy>=2.0",  # host arrays
-    "scipy>=1.14",  # the incomplete beta function of exact confidence intervals; jax brings it
+    "numpy>=2.1.0",  # host arrays
+    "scipy>=1.14.1",  # the incomplete beta function of exact confidence intervals; jax brings it
     "jaxtyping>=0.3.11",  # shapes in signatures, checked by the tests
     "safetensors>=0.7.0",  # weights in and out, in Hugging Face's format; google-tunix 0.1.7 needs it below 0.8
     "tokenizers>=0.23.1",  # tokenizer.json, without transformers
@@ -23,7 +23,7 @@ CORE = [
     "math-verify>=0.9.0",  # equality of mathematical answers where comparing numbers does not settle it
     "pyyaml>=6.0.3",  # configuration files
     "rich>=15.0.0",  # tables and progress bars on a terminal
-    "matplotlib>=3.9",  # the picture of `tunix-like advantages --plot`; loaded only when it is drawn
+    "matplotlib>=3.9.2",  # the picture of `tunix-like advantages --plot`; loaded only when it is drawn
     # TensorBoard itself: tensorboardX loads torch wherever that is installed, and clu needs TensorFlow.
     "tensorboard>=2.21.0",  # event files of the metrics, and the program that shows them
 ]
@@ -58,7 +58,7 @@ EXTRAS = {
         "pydantic>=2.12",  # reads and checks the requests
         "prometheus-client>=0.22",  # the metrics
     ],
-    "judge": ["aiohttp>=3.14"],  # concurrent requests to the server of rewards.functions: [{name: judge}]
+    "judge": ["aiohttp>=3.14"],  # concurrent requests to the server of rewards.functions: judge, served_reward_model
     "wandb": ["wandb>=0.31.0"],  # metrics to Weights & Biases
     "trackio": ["trackio>=0.43.0"],  # metrics to trackio
     "test": [

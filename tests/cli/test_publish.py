@@ -68,7 +68,7 @@ def test_card_and_upload(tmp_path, monkeypatch):
         environment = {"HF_ENDPOINT": url, "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0"}
         done = call(SCRIPT, *push, cwd=tmp_path, **environment)
         assert "--yes" in done.stdout and not created and not files
-        call(SCRIPT, *push, "--overwrite", "--yes", cwd=tmp_path, **environment)
+        call(SCRIPT, *push[:-1], "hf://me/maze", "--overwrite", "--yes", cwd=tmp_path, **environment)
         assert [(each["name"], each["organization"], each["visibility"]) for each in created] == [
             ("maze", "me", "private")
         ]

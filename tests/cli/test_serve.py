@@ -175,7 +175,7 @@ def test_bad_options(refused, argv, part):
 
 def test_error_names_the_missing_extra(refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert "uvicorn is not installed: pip install 'tunix-like[serve]'" in refused("letters")
+    assert re.search(r"uvicorn.*: pip install 'tunix-like\[serve\]'", refused("letters"))
 
 
 def test_missing_model_is_an_error(refused):

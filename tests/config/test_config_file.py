@@ -234,3 +234,15 @@ def test_documentation_of_the_keys_is_complete():
 def test_reading_a_config_imports_no_jax():
     code = "import sys, tunix_like.config.load as c; c.load(None); sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_hub_ids_may_begin_with_hf():
+    names = ("model.path", "model.tokenizer", "teacher.path", "critic.path")
+    given = [f"{name}=hf://Qwen/Qwen3-0.6B" for name in names]
+    assert config_file.load(None, given) == config_file.load(None, [text.replace("hf://", "") for text in given])
+    for path in ("hf://datasets/openai/gsm8k:main", "hf://openai/gsm8k:main"):
+        assert config_file.load(None, [f"data.path={path}"]).data.path == "openai/gsm8k:main"
+    for name in (*names, "data.path"):
+        for value in ("hf://", "hf://Qwen", "hf://spaces/Qwen/Qwen3", "hf://Qwen/Qwen3@main"):
+            with pytest.raises(UserError, match=f"{name}: .*{value}.*OWNER/NAME"):
+                config_file.load(None, [f"{name}={value}"])

@@ -283,7 +283,7 @@ def test_commands_run(page, place, monkeypatch, capsys):
 @pytest.mark.parametrize("page", with_blocks("yaml"))
 def test_configs_pass_a_dry_run(page, place, capsys):
     for text in blocks(page, "yaml"):
-        if "engine: vllm" in text or "name: judge" in text or "\nparameters:" in text:
+        if "engine: vllm" in text or "name: judge" in text or "served_reward_model" in text or "\nparameters:" in text:
             continue  # its dry run asks servers (test_servers.py, test_services.py), or it is a sweep (test_docs.py)
         (place / "shown.yaml").write_text(yaml.safe_dump(base() | yaml.safe_load(local(text))))
         assert cli.main(["train", "shown.yaml", "--dry-run"]) == 0, f"{text}\n{capsys.readouterr().err}"

@@ -17,6 +17,7 @@ import tokenizers
 from flax import nnx
 from jax.sharding import AxisType
 
+import tunix_like
 from tunix_like.config.schema import RolloutConfig, SFTConfig
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
@@ -25,6 +26,7 @@ from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import export_model, load_abstract, load_model, save_model
 from tunix_like.models.sharding import parameter_shardings
+from tunix_like.runs.trained import open_trained
 from tunix_like.training.engine import make_engine
 from tunix_like.training.sft import SFTTrainer
 
@@ -289,11 +291,14 @@ def test_hub_id_is_downloaded(folder, monkeypatch):
     load_model("owner/name", init="random")
     load_abstract("owner/name")
     without_weights = ("owner/name", ["*.jinja", "*.json", "*.txt"])
-    assert asked == [
-        ("owner/name", ["*.jinja", "*.json", "*.safetensors", "*.txt"]),
-        without_weights,
-        without_weights,
-    ]
+    with_weights = ("owner/name", ["*.jinja", "*.json", "*.safetensors", "*.txt"])
+    assert asked == [with_weights, without_weights, without_weights]
+    assert_same(tunix_like.load_model("hf://owner/name")[0], load_model(folder)[0])
+    open_trained("hf://owner/name", [])
+    assert asked[3:] == [with_weights] * 2
+    for name in ("hf://owner", "hf://datasets/owner/name", "hf://owner/name@main"):
+        with pytest.raises(UserError, match="load_model: .*OWNER/NAME"):
+            tunix_like.load_model(name)
 
 
 def test_hub_without_network(monkeypatch):

@@ -1,5 +1,5 @@
-"""Tests rewards that wait for services: what async functions get and return, failures and retries, and judges against
-servers whose verdicts are known."""
+"""Tests rewards that wait for services: what async functions get and return, failures and retries, judges and reward
+models against servers whose verdicts are known."""
 
 import asyncio
 import json
@@ -16,8 +16,9 @@ from tests.training.small_learner import ROWS, make
 from tunix_like import Callback, RolloutConfig
 from tunix_like.cli.main import main
 from tunix_like.errors import EngineLost, UserError
-from tunix_like.rewards import Judge, Limits, score, services, waiting
-from tunix_like.rollout.rollouts import weighted_rewards
+from tunix_like.rewards import Judge, Limits, ServedRewardModel, score, services, waiting
+from tunix_like.rollout.rollouts import score_completions, weighted_rewards
+from tunix_like.types import Problem
 
 TEXTS = [f"answer {i}" for i in range(8)]
 
@@ -169,6 +170,49 @@ def test_of_a_served_model():
     assert counts["calls"] == 40, "a server that answers is not down"
 
 
+def test_a_served_reward_model():
+    chats = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "task"}], "task"] * 12
+    with judging(failures=0.5) as url:
+        model = ServedRewardModel(f"{url}/v1", limits=Limits(retries=30))
+        rewards = [("model", model, 1.0)]
+        got, counts = score(rewards, ["rendered"] * 24, RATED, {}, 4, chats), model.take_counts()
+        model.close()
+    assert got.total.tolist() == [100.0 * (1 + (i % 2 == 0)) + number for i, number in enumerate(QUALITY)]
+    assert counts["calls"] == 24 + counts["retries"] > 30
+    with judging() as url:
+        assert run(ServedRewardModel(url), ["<|im_end|> quality 3"])[0].total.tolist() == [103.0]
+        given = {"options": {"use_activation": True}, "model": "judge"}
+        assert run(ServedRewardModel(url, **given), RATED[:1])[0].total.tolist() == [1.0]
+
+
+def test_a_served_reward_model_gets_the_messages_of_the_data():
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "task"}]
+    problems = [Problem(0, "<|im_start|>system\nBe brief...", [], {}, chat), Problem(1, "task", [], {}, "task")]
+    with judging() as url:
+        rewards = [("model", ServedRewardModel(url), 1.0), ("length", lengths, 1.0)]
+        got = score_completions(rewards, problems, RATED[:4], 2)
+        rewards[0][1].close()
+    assert got.by_function["model"].tolist() == [*(200.0 + QUALITY[:2]), *(100.0 + QUALITY[2:4])]
+    assert got.by_function["length"].tolist() == [len(problems[0].text)] * 2 + [4] * 2
+
+
+def lengths(prompts, **columns):
+    return [*map(len, prompts)]
+
+
+def test_servers_that_are_no_reward_models():
+    with judging(labels=2) as url:
+        with pytest.raises(UserError, match="2 labels"):
+            ServedRewardModel(url).check()
+        got, counts = run(ServedRewardModel(url), TEXTS)
+    assert got.errors.all() and "2 labels" in got.first_failure and counts["retries"] == 0
+    weights, tokenizer = served.letters()
+    with served.running(weights, tokenizer) as (url, _), pytest.raises(UserError, match="404"):
+        ServedRewardModel(url).check()
+    got, counts = run(ServedRewardModel(url, limits=Limits(concurrency=4, retries=1)), TEXTS * 25)
+    assert got.errors.all() and counts["calls"] <= 2 * (services.DOWN + 4) and counts["unanswered"] > 0
+
+
 def test_key(monkeypatch):
     weights, tokenizer = served.speaker(["Score", ": ", "7"])
     with served.running(weights, tokenizer, longest=2000, key="secret") as (url, _):
@@ -291,6 +335,18 @@ def test_judges_of_a_config(tmp_path):
     ],
 )
 def test_bad_entries_of_judges(entry, message, tmp_path, capsys):
-    entries = f"rewards.functions={json.dumps([{'name': 'judge', **entry}])}"
-    assert main(["train", str(YAML), entries, f"training.output_dir={tmp_path / 'run'}"]) == 2
+    refuses(["train"], [{"name": "judge", **entry}], message, tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    "entry, message", [({}, "127.0.0.1:1"), ({"rubric": "Quality."}, "rubric"), ({"url": 1}, "url")]
+)
+def test_bad_entries_of_served_reward_models(entry, message, tmp_path, capsys):
+    entry = {"name": "served_reward_model", "url": "http://127.0.0.1:1", **entry}
+    refuses(["train", "--dry-run"], [entry], message, tmp_path, capsys)
+
+
+def refuses(command, entries, message, tmp_path, capsys):
+    entries = f"rewards.functions={json.dumps(entries)}"
+    assert main([*command, str(YAML), entries, f"training.output_dir={tmp_path / 'run'}"]) == 2
     assert message in capsys.readouterr().err.replace("\n", " ")

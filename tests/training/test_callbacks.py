@@ -92,18 +92,26 @@ def test_an_evaluation_and_a_checkpoint_on_request(tmp_path):
     assert saved(tmp_path) == [2, 6]
 
 
-@pytest.mark.parametrize("method", ["on_row", "on_evaluation", "on_checkpoint"])
-def test_an_error_names_the_callback_and_the_last_step_is_saved(tmp_path, method):
+@pytest.mark.parametrize(
+    "method, error",
+    [
+        ("on_row", KeyError(1)),
+        ("on_evaluation", KeyError(1)),
+        ("on_checkpoint", KeyError(1)),
+        ("on_row", SystemExit(1)),
+    ],
+)
+def test_an_error_names_the_callback_and_the_last_step_is_saved(tmp_path, method, error):
     class Mine(Told):
         pass
 
     def broken(self, run, given):
         if run.step >= 3:
-            raise KeyError("no such thing")
+            raise error
 
     setattr(Mine, method, broken)
     told = Mine()
-    with pytest.raises(CallbackFailed, match=rf"callback Mine\.{method}: KeyError: 'no such thing' \(test_callbacks"):
+    with pytest.raises(CallbackFailed, match=rf"callback Mine\.{method}: {type(error).__name__}: 1 \(test_callbacks"):
         go(Counting(9, evaluate_every=1), tmp_path, callbacks=[told], every=2)
     done = len(sums(tmp_path))
     assert 3 <= done < 9 and saved(tmp_path)[-1] == done and told.events[-1] == ("end", done)
@@ -207,6 +215,14 @@ def test_early_stopping_rejects_a_metric_that_no_row_has(metric, every, message)
         stopping.on_begin(run, [])
         run.trainer.done = 1
         stopping.on_row(run, {"step": 1, "train/loss": 0.5})
+
+
+def test_early_stopping_rejects_a_metric_that_the_evaluation_before_training_lacks():
+    stopping, run = EarlyStopping("eval/pass@2"), run_control(9)
+    run.trainer.training = type("T", (), {"eval_every_n_steps": 4})
+    stopping.on_begin(run, [])
+    with pytest.raises(UserError, match="step 0 has the metric 'eval/pass@2'. Did you mean 'eval/pass@1'"):
+        stopping.on_row(run, {"step": 0, "eval/pass@1": 0.5})
 
 
 @pytest.mark.parametrize("collapse", [40, None])

@@ -142,7 +142,7 @@ def _problem(number: int, row: Record) -> Problem:
     """Returns a row as a `Problem` whose prompt is not tokenised."""
     prompt = row["prompt"]
     text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])  # there is no chat template here
-    return Problem(number, text, [], {name: value for name, value in row.items() if name != "prompt"})
+    return Problem(number, text, [], {name: value for name, value in row.items() if name != "prompt"}, prompt)
 
 
 def _scripts(problems: Sequence[Problem], played: bool) -> dict[str, list[list[str]]]:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from tunix_like.cli.common import chosen_source
+from tunix_like.config.urls import plain_hub_id
 from tunix_like.errors import UserError, one_line
 from tunix_like.models.loading import export_model
 from tunix_like.models.lora import save_adapter
@@ -23,6 +24,7 @@ def export(arguments: argparse.Namespace) -> None:
     # Checked before the weights are read, because reading takes minutes.
     check_target(arguments.out, arguments.overwrite, arguments.source)
     if arguments.push is not None:
+        arguments.push = plain_hub_id(arguments.push, "export: --push")
         _check_push(arguments.push, arguments.out)
     overrides = [*arguments.overrides, "model.attention=auto"]  # the attention kernel of the run can need other devices
     trained = open_trained(chosen_source(arguments.source, arguments.best), overrides, mesh=None)
@@ -56,8 +58,9 @@ def _check_push(name: str, out: str) -> None:
         raise UserError(f"export: --push uploads a local folder; {out} is in object storage.")
     try:
         import huggingface_hub  # noqa: F401
-    except ImportError:
-        raise UserError("export: --push needs the hub package: pip install 'tunix-like[hub]'") from None
+    except ImportError as error:
+        needs = f"export: --push needs the hub package ({one_line(error)})"
+        raise UserError(f"{needs}: pip install 'tunix-like[hub]'") from None
 
 
 def _push(arguments: argparse.Namespace) -> None:

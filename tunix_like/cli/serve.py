@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunix_like.cli.common import chosen_source, setup_jax
-from tunix_like.errors import UserError
+from tunix_like.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -72,7 +72,7 @@ def _check(arguments: argparse.Namespace) -> None:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise UserError(f"serve: {error.name} is not installed: pip install 'tunix-like[serve]'") from None
+        raise UserError(f"serve needs more packages ({one_line(error)}): pip install 'tunix-like[serve]'") from None
 
 
 def _api_key(host: str) -> str | None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from tunix_like.config.urls import plain_hub_id
 from tunix_like.errors import UserError, nearest
 
 LARGEST_INT = 2**31 - 1
@@ -24,11 +25,12 @@ def key(
     below: float | None = None,
     blank: bool = False,
     python_only: bool = False,
+    hub: str | None = None,
 ) -> Any:
     """Declares a config key: a dataclass field with its documentation and allowed range.
 
     The range is `at_least <= value <= at_most` and `above < value < below`; `blank` allows an empty text. A key with
-    `python_only` cannot be set in YAML.
+    `python_only` cannot be set in YAML. `hub` is the kind of an id of the Hugging Face hub (see `plain_hub_id`).
     """
     metadata = {
         "doc": doc,
@@ -39,6 +41,7 @@ def key(
         "below": below,
         "blank": blank,
         "python_only": python_only,
+        "hub": hub,
     }
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -112,9 +115,13 @@ def check_ranges(section: Any, path: str) -> None:
 
 class Checked:
     """Base class of config sections. The constructor checks the range of each value, so that users of Python and of
-    YAML get the same errors."""
+    YAML get the same errors, and removes `hf://` from hub ids."""
 
     section = ""
 
     def __post_init__(self) -> None:
         check_ranges(self, self.section)
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if kind := field.metadata.get("hub"):
+                plain = plain_hub_id(getattr(self, field.name), f"{self.section}.{field.name}", kind)
+                object.__setattr__(self, field.name, plain)

@@ -33,8 +33,8 @@ LORA_TARGETS = (*ATTENTION_TARGETS, *MLP_TARGETS, *RECURRENT_TARGETS)
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(Checked):
     section = "model"
-    path: str | None = key(doc="folder, hub id or address (gs://, s3://) of a Hugging Face model")
-    tokenizer: str | None = key(doc="folder or hub id; unset: that of the data source, else of path")
+    path: str | None = key(doc="folder, hub id or address (gs://, s3://) of a Hugging Face model", hub="models")
+    tokenizer: str | None = key(doc="folder or hub id; unset: that of the data source, else of path", hub="models")
     init: str = key(
         "pretrained",
         doc="pretrained: load the weights; random: initialise them",
@@ -95,7 +95,8 @@ class DataConfig(Checked):
         "advantage_estimator and its parameters"
     )
     path: str | None = key(
-        doc="file, folder, address (gs://, s3://) or hub id; verifiers: id of the environment or FILE.py"
+        doc="file, folder, address (gs://, s3://) or hub id; verifiers: id of the environment or FILE.py",
+        hub="datasets",
     )
     arguments: dict[str, Any] | None = key(
         doc="verifiers: configuration of the environment, e.g. {taskset: {split: train}}"
@@ -275,7 +276,8 @@ class TeacherConfig(Checked):
     section = "teacher"
     path: str | None = key(
         doc="folder or hub id of a model with the vocabulary of the policy, or the address of a vLLM server that has "
-        "it, or self: the policy with teacher.prompt; unset: no teacher"
+        "it, or self: the policy with teacher.prompt; unset: no teacher",
+        hub="models",
     )
     quantize: str | None = key(doc="projections of the teacher in 8 or 4 bits", choices=QUANTIZATIONS)
     weights: str | None = key(
@@ -348,7 +350,8 @@ class CriticConfig(Checked):
     section = "critic"
     path: str | None = key(
         doc="ppo: folder or hub id of the critic at the start, such as a reward model; unset: the policy (with "
-        "lora.rank its frozen base) with a head that gives 0"
+        "lora.rank its frozen base) with a head that gives 0",
+        hub="models",
     )
     learning_rate: float = key(1e-5, doc="peak learning rate; all else as in optimizer", above=0)
     gamma: float = key(1.0, doc="discount per token that the policy samples", above=0, at_most=1)
@@ -434,7 +437,7 @@ class RewardsConfig(Checked):
     section = "rewards"
     functions: list[dict[str, Any]] | None = key(
         doc="list of {name, weight}; a name is maze, gsm8k, gsm8k_lenient, exact_match, FILE.py:function, judge (with "
-        "url and rubric); unset: that of the data source"
+        "url and rubric), served_reward_model (with url); unset: that of the data source"
     )
     success_threshold: float = key(1.0, doc="total reward that counts as success")
     workers: int | None = key(
@@ -444,12 +447,12 @@ class RewardsConfig(Checked):
     )
     timeout_seconds: float = key(
         30.0,
-        doc="of a worker, for the completions of one prompt; of an attempt of an async function or judge",
+        doc="of a worker, for the completions of one prompt; of an attempt of an async function or server",
         above=0,
     )
     memory_gb: float = key(4.0, doc="a worker that uses more is replaced", above=0)
-    concurrency: int = key(64, doc="calls of an async function or judge at the same time", at_least=1)
-    retries: int = key(4, doc="attempts after a failed one, of an async function or judge", at_least=0)
+    concurrency: int = key(64, doc="calls of an async function or server at the same time", at_least=1)
+    retries: int = key(4, doc="attempts after a failed one, of an async function or server", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)

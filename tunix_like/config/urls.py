@@ -1,10 +1,31 @@
-"""Checks the addresses of servers in a config."""
+"""Checks the addresses of servers in a config, and ids of the Hugging Face hub."""
 
 from __future__ import annotations
 
+import re
+from typing import Any
 from urllib.parse import urlsplit
 
 from tunix_like.errors import UserError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB = "hf://"
+
+
+def plain_hub_id(name: Any, key: str, kind: str = "models") -> Any:
+    """Returns `hf://OWNER/NAME` as `OWNER/NAME`, and any other value unchanged.
+
+    Args:
+      key: what has the value, for the error message.
+      kind: `models`, or `datasets`, whose ids may begin with `hf://datasets/` and end with `:CONFIGURATION`.
+    """
+    if not isinstance(name, str) or not name.startswith(_HUB):
+        return name
+    found, of_data = name.removeprefix(_HUB), kind == "datasets"
+    found = found.removeprefix("datasets/") if of_data else found
+    if not HUB_ID.fullmatch(found.partition(":")[0] if of_data else found):
+        raise UserError(f"{key}: got {name!r}; give hf://{'datasets/' if of_data else ''}OWNER/NAME.")
+    return found
 
 
 def check_server_url(key: str, url: str, key_variable: str) -> None:

@@ -241,8 +241,8 @@ def hub_rows(path: str, split: str) -> Sequence[Record]:
         import datasets
     except ImportError as error:
         raise UserError(
-            f"Reading {path} from the hub needs the package 'datasets'; run pip install 'tunix-like[hub]', or set "
-            "data.path to a local copy."
+            f"Reading {path} from the hub needs the package 'datasets' ({one_line(error)}); run pip install "
+            "'tunix-like[hub]', or set data.path to a local copy."
         ) from error
     name, _, configuration = path.partition(":")
     try:

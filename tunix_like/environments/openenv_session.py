@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from tunix_like.environments.deadline import patience
 from tunix_like.environments.protocol import show
-from tunix_like.errors import EnvironmentMisconfigured, EnvironmentUnavailable, UserError
+from tunix_like.errors import EnvironmentMisconfigured, EnvironmentUnavailable, UserError, one_line
 
 ANSWER_SECONDS = 10.0
 """Maximum seconds for the answer to an HTTP request. These requests are sent before training."""
@@ -73,7 +73,8 @@ def require_websockets() -> None:
         from websockets.version import version
     except ImportError as error:
         raise UserError(
-            "environment.name=openenv: it needs the package websockets; run pip install 'tunix-like[openenv]'."
+            f"environment.name=openenv: it needs the package websockets ({one_line(error)}); run pip install "
+            "'tunix-like[openenv]'."
         ) from error
     if int(version.split(".")[0]) < 15:
         raise UserError(

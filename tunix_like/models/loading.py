@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tunix_like.config.schema import RolloutConfig
+from tunix_like.config.urls import HUB_ID
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, check_type, nearest, one_line
 from tunix_like.models.config import DecoderConfig
@@ -36,7 +36,6 @@ from tunix_like.storage.output_folder import write_files, written_whole
 _INITS = ("pretrained", "random")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def load_model(
@@ -296,7 +295,7 @@ def _find(path_or_hub_id: str | Path, *, with_weights: bool, key: str = "model.p
         return path
     if path.exists():
         raise UserError(f"{path} is a file; give the folder that contains config.json and the weights.")
-    if not isinstance(path_or_hub_id, str) or not _HUB_ID.fullmatch(path_or_hub_id):
+    if not isinstance(path_or_hub_id, str) or not HUB_ID.fullmatch(path_or_hub_id):
         raise UserError(
             f"{path}: no such folder. Give a model folder, or a hub id like 'Qwen/Qwen2.5-0.5B-Instruct', as {key}."
         )
@@ -306,9 +305,10 @@ def _find(path_or_hub_id: str | Path, *, with_weights: bool, key: str = "model.p
     )
     try:
         import huggingface_hub
-    except ImportError:
+    except ImportError as error:
         raise UserError(
-            f"{path} looks like a hub id, but downloading needs pip install 'tunix-like[hub]'. {by_hand}."
+            f"{path} looks like a hub id, but downloading needs pip install 'tunix-like[hub]' ({one_line(error)}). "
+            f"{by_hand}."
         ) from None
     try:
         return Path(huggingface_hub.snapshot_download(path_or_hub_id, allow_patterns=wanted))

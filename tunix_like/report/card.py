@@ -89,7 +89,7 @@ def _is_evaluated(row: Mapping[str, Any]) -> bool:
 def _settings(config: Config) -> str:
     defaults, given = dict(flat(as_dict(Config()))), dict(flat(as_dict(config)))
     for entry in given.get("rewards.functions") or ():
-        entry.pop("url", None)  # of a judge
+        entry.pop("url", None)  # of a server
     changed = {
         key: os.path.basename(value.rstrip("/")) if isinstance(value, str) and value.startswith(("/", "~")) else value
         for key, value in given.items()

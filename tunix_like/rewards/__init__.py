@@ -8,6 +8,7 @@ from tunix_like.rewards.judge import Judge
 from tunix_like.rewards.pool import close_pools, pooled
 from tunix_like.rewards.registry import ANSWERS, REWARDS, register_reward_fn, resolve, verl_compatible
 from tunix_like.rewards.scoring import Scores, check_arguments, score
+from tunix_like.rewards.served_reward_model import ServedRewardModel
 from tunix_like.rewards.services import Limits, waiting
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Judge",
     "Limits",
     "Scores",
+    "ServedRewardModel",
     "check_arguments",
     "check_form",
     "close_pools",

@@ -42,9 +42,14 @@ class FunctionRewards(NamedTuple):
 
 
 class GroupFunction(abc.ABC):
-    """A reward function that scores groups of completions itself, in worker processes or with calls that wait."""
+    """A reward function that scores groups of completions itself, in worker processes or with calls that wait.
+
+    Attributes:
+      unrendered: whether its `prompts` are those before rendering: texts or lists of messages.
+    """
 
     __name__: str
+    unrendered = False
 
     @property
     @abc.abstractmethod

@@ -5,25 +5,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import os
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tunix_like.config.urls import check_server_url
-from tunix_like.errors import UserError, one_line
+from tunix_like.errors import UserError
 from tunix_like.rewards.calls import FunctionRewards
-from tunix_like.rewards.services import Limits, WaitingFunction, as_rewards
+from tunix_like.rewards.served_model import ServedModel, without_control
+from tunix_like.rewards.services import Limits, as_rewards
 from tunix_like.workers.failures import Failure
-
-if TYPE_CHECKING:
-    from aiohttp import ClientSession
-
-KEY = "JUDGE_API_KEY"
-"""The default environment variable with the key of the server."""
-
-SECONDS_TO_CONNECT = 5.0
 
 BEST = 10
 """The best score of an answer; rewards are scores divided by it."""
@@ -61,7 +52,7 @@ _BETTER = re.compile(r"(?i:better\W*(?:answer\W*)?)(A|B|(?i:equal))\b")
 _SHARES = {"a": 1.0, "b": 0.0, "equal": 0.5}
 
 
-class Judge(WaitingFunction):
+class Judge(ServedModel):
     """Scores completions by a rubric, with a model behind an OpenAI-compatible server.
 
     `pointwise` gives each completion a score from 0 to 1. `pairwise` compares each completion with `opponents` others
@@ -85,26 +76,17 @@ class Judge(WaitingFunction):
         model: str | None = None,
         mode: str = "pointwise",
         opponents: int = 2,
-        key_env: str = KEY,
+        key_env: str = "JUDGE_API_KEY",
         options: Mapping[str, Any] | None = None,
         limits: Limits | None = None,
     ):
-        super().__init__("judge", limits)
-        self.url = url.rstrip("/").removesuffix("/v1")
-        check_server_url("judge: url", self.url, key_env)
+        super().__init__("judge", url, model, key_env, {"temperature": 0} | dict(options or {}), limits)
         if mode not in ("pointwise", "pairwise"):
             raise UserError(f"judge: mode: got {mode!r}; it must be pointwise or pairwise.")
         if opponents < 1:
             raise UserError(f"judge: opponents: got {opponents}; it must be at least 1.")
-        try:
-            import aiohttp  # noqa: F401
-        except ImportError:
-            raise UserError("judge: aiohttp is not installed: pip install 'tunix-like[judge]'") from None
-        self.rubric, self.model, self.mode, self.opponents = rubric, model, mode, opponents
-        self._served: str | None = model
-        self.key_env, self.options = key_env, {"temperature": 0} | dict(options or {})
+        self.rubric, self.mode, self.opponents = rubric, mode, opponents
         self._known: dict[bytes, float] = {}
-        self._session: ClientSession | None = None
         kind = inspect.Parameter.KEYWORD_ONLY
         names = dict.fromkeys(["prompts", "completions", *_columns(rubric)])
         self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
@@ -168,10 +150,7 @@ class Judge(WaitingFunction):
         return out
 
     async def _ask(self, name: str, text: str, read: Callable[[str], float | None]) -> float | Failure:
-        if self._served is None:
-            await self._find()
-        body = {"model": self._served, "messages": [{"role": "user", "content": text}]} | self.options
-        answer = await self._request("POST", "chat/completions", json=body)
+        answer = await self.ask("v1/chat/completions", [{"role": "user", "content": text}])
         for key in ("prompt_tokens", "completion_tokens"):
             self.counts[key] += (answer.get("usage") or {}).get(key) or 0
         content = answer["choices"][0]["message"]["content"] or ""
@@ -179,55 +158,6 @@ class Judge(WaitingFunction):
         if verdict is None:
             return Failure("error", f"Reward '{name}': the answer of the judge has no verdict: {content[-500:]!r}")
         return verdict
-
-    def check(self) -> str:
-        """Returns the model of the server. Raises UserError if the server does not answer or refuses the key."""
-        (found,) = self.wait_for(self.__name__, [self._find])
-        self.close()
-        self.take_counts()  # these calls are of no step
-        if isinstance(found, Failure):
-            raise UserError(f"{found.reason}. Start the server, or correct url, model or ${self.key_env}.")
-        return str(found)
-
-    async def _find(self) -> str:
-        """Finds the model, unless it is named: not every server lists its models."""
-        import aiohttp
-
-        try:
-            models = (await self._request("GET", "models"))["data"]
-        except aiohttp.ClientResponseError as error:
-            if self.model is None or error.status != 404:
-                raise
-            models = [{"id": self.model}]
-        self._served = self.model or str(models[0]["id"])
-        return self._served
-
-    async def _request(self, method: str, route: str, **more: Any) -> Any:
-        import aiohttp
-
-        if self._session is None:
-            key = os.environ.get(self.key_env)
-            self._session = aiohttp.ClientSession(
-                headers={} if key is None else {"authorization": f"Bearer {key}"},
-                connector=aiohttp.TCPConnector(limit=0),  # the calls are limited already
-                timeout=aiohttp.ClientTimeout(sock_connect=SECONDS_TO_CONNECT),
-            )
-        async with self._session.request(method, f"{self.url}/v1/{route}", **more) as response:
-            if response.status >= 400:
-                text = (await response.text(errors="replace"))[:500]
-                raise aiohttp.ClientResponseError(
-                    response.request_info, (), status=response.status, message=text, headers=response.headers
-                )
-            return await response.json()
-
-    def close(self) -> None:
-        """Closes the connections. A later call opens new ones."""
-        if self._session is not None:
-            self.wait_for(self.__name__, [self._session.close])
-            self._session = None
-
-    def explain(self, name: str, error: BaseException) -> str:
-        return f"Reward '{name}': {self.url}: {one_line(error)}"
 
 
 def _columns(rubric: str) -> list[str]:
@@ -245,7 +175,7 @@ def _columns(rubric: str) -> list[str]:
 def _quoted(label: str, text: str) -> str:
     """Returns a text between lines that it cannot contain, without control tokens of the judge."""
     mark = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:8]
-    return f"[{label} {mark}]\n{text.replace('<|', '< |')}\n[end of {label} {mark}]"
+    return f"[{label} {mark}]\n{without_control(text)}\n[end of {label} {mark}]"
 
 
 def _score(answer: str) -> float | None:

@@ -84,6 +84,7 @@ def score(
     completions: Sequence[str],
     columns: Mapping[str, Sequence[Any]],
     group_size: int = 1,
+    sources: Sequence[Any] | None = None,
 ) -> Scores:
     """Scores every completion with every function and returns the weighted sums.
 
@@ -97,6 +98,7 @@ def score(
       completions: [n] texts; every `group_size` consecutive texts belong to one prompt.
       columns: further columns of the rows, each [n]; a function receives the columns that have the names of its
         parameters, or all columns if it accepts `**kwargs`.
+      sources: [n] prompts before rendering, for functions that are `unrendered`; defaults to `prompts`.
 
     Raises:
       UserError: see `check_arguments`; or a column for a worker process cannot be pickled.
@@ -109,6 +111,8 @@ def score(
     for name, function, weight in functions:
         arguments = {key: given[key] for key in arguments_of(name, function, given)}
         if isinstance(function, GroupFunction):
+            if function.unrendered and sources is not None:
+                arguments["prompts"] = sources
             results = function.score_groups(name, arguments, count, group_size)
         else:
             results = call_in_process(name, function, arguments, count, group_size)

@@ -216,7 +216,8 @@ def score_completions(
         own = slice(groups[0] * size, (groups[-1] + 1) * size)
         if environments is not None:
             values = {"environments": list(environments[own])} | values  # a column of this name goes first
-        scores = score(functions, prompts, list(texts[own]), values, size)
+        sources = [problem.source for problem in selected for _ in range(size)]
+        scores = score(functions, prompts, list(texts[own]), values, size, sources)
         rows = np.stack([scores.total, scores.timeouts, scores.errors, *(scores.by_function[name] for name in names)])
         parts = np.moveaxis(rows.reshape(len(rows), len(selected), size), 1, 0).tolist()
         return [(part, None if i else scores.first_failure) for i, part in enumerate(parts)]

@@ -123,7 +123,7 @@ def _claim(place: str | Path, parts: Parts, begun: bool) -> None:
 
 
 def _without_urls(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings without the addresses of judges, which may change when a run is resumed."""
+    """Returns settings without the addresses of servers of rewards, which may change when a run is resumed."""
     rewards = settings["rewards"]
     entries = [{key: value for key, value in each.items() if key != "url"} for each in rewards["functions"] or ()]
     return {**settings, "rewards": {**rewards, "functions": entries}}

@@ -17,7 +17,7 @@ from tunix_like.data.curriculum import curriculum_of
 from tunix_like.data.shared import compared_once
 from tunix_like.environments.arguments import check_turns
 from tunix_like.errors import NotSaved, UserError
-from tunix_like.rewards import Judge
+from tunix_like.rewards.served_model import ServedModel
 from tunix_like.rollout.engines.registry import EngineSetup, engine_of, find_engine
 from tunix_like.runs.build import Parts, assemble
 from tunix_like.runs.folder import claim, run_folder
@@ -83,8 +83,8 @@ def prepared(
     with owned(place):
         claim(place, parts)
         on_claim()
-        # Judges and the engine are checked before SFT, which can take hours.
-        check_judges(parts)
+        # Servers of rewards and the engine are checked before SFT, which can take hours.
+        check_reward_servers(parts)
         with compared_once(source.train, source.eval), chosen_engine(parts, folder) as engine:
             if parts.config.sft.max_steps:
                 unsaved = fine_tune(parts, folder, callbacks, another_follows=True)
@@ -129,18 +129,18 @@ def _engine_setup(parts: Parts, folder: Path) -> EngineSetup:
     )
 
 
-def check_judges(parts: Parts) -> None:
-    """Prints one line about each judge of the rewards. Raises UserError if it does not answer."""
+def check_reward_servers(parts: Parts) -> None:
+    """Prints one line about each server of the rewards. Raises UserError if it does not answer."""
     for name, function, _ in parts.rewards:
-        if isinstance(function, Judge):
+        if isinstance(function, ServedModel):
             model = processes.by_first(function.check)
             console.print_text(f"{name:>9}: {function.url}, model {model}")
 
 
 def check_servers(parts: Parts) -> None:
-    """Prints one line about each judge and each server of the engine. Raises UserError if a run could not use one of
+    """Prints one line about each server of the rewards and the engine. Raises UserError if a run could not use one of
     them."""
-    check_judges(parts)
+    check_reward_servers(parts)
     ask = find_engine(parts.config.rollout.engine).ask_servers
     if ask is None:
         return

@@ -16,18 +16,19 @@ from tunix_like.errors import UserError, check_type, nearest
 from tunix_like.rewards import check_arguments, pooled
 from tunix_like.rewards import resolve as resolve_reward
 from tunix_like.rewards.judge import Judge
+from tunix_like.rewards.served_reward_model import ServedRewardModel
 from tunix_like.rewards.services import Limits, PerCompletion, WaitingFunction, scores_one
 from tunix_like.rollout.rollouts import WeightedReward
 from tunix_like.runtime.user_code import check_arguments as check_parameters
 from tunix_like.training.reward_model import PREFIX, RewardModel
 from tunix_like.types import RewardFunction
 
-JUDGE = "judge"
-"""The name of judges in `rewards.functions`."""
+SERVED: dict[str, type[Judge] | type[ServedRewardModel]] = {"judge": Judge, "served_reward_model": ServedRewardModel}
+"""Models on servers, by their names in `rewards.functions`. An entry has their arguments, and may occur repeatedly."""
 
 
 class RewardEntry(NamedTuple):
-    """An entry of `rewards.functions`. `label` is the name in metrics; `arguments` are those of a judge."""
+    """An entry of `rewards.functions`. `label` is the name in metrics; `arguments` are those of `SERVED`."""
 
     name: str
     label: str
@@ -46,13 +47,13 @@ def reward_entries(config: Config, default: str | None = None) -> list[RewardEnt
     for i, entry in enumerate(entries):
         name, weight = entry.get("name"), entry.get("weight", 1.0)
         arguments = {key: value for key, value in entry.items() if key not in ("name", "weight")}
-        if not isinstance(name, str) or (arguments and name != JUDGE):
+        if not isinstance(name, str) or (arguments and name not in SERVED):
             hint = f" {nearest(str(min(arguments)), ('name', 'weight'))}" if arguments else ""
             raise UserError(
                 f"rewards.functions[{i}]: expected {{name: ...}} or {{name: ..., weight: ...}}; got {entry}.{hint}"
             )
-        if name == JUDGE:
-            check_parameters(f"rewards.functions[{i}]", JUDGE, Judge, arguments, named=("limits",))
+        if name in SERVED:
+            check_parameters(f"rewards.functions[{i}]", name, SERVED[name], arguments, named=("limits",))
             for key, value in arguments.items():
                 kind, cure = {"opponents": (int, "an integer"), "options": (dict, "a mapping")}.get(
                     key, (str, "a text")
@@ -64,7 +65,7 @@ def reward_entries(config: Config, default: str | None = None) -> list[RewardEnt
         if problem := number_problem(weight):
             raise UserError(f"rewards.functions[{i}].weight: got {shortened(weight)}; {problem}.")
         before = sum(other.name == name for other in out)
-        if before and name != JUDGE:
+        if before and name not in SERVED:
             raise UserError(f"rewards.functions: {name} is listed twice; list it once.")
         out.append(RewardEntry(name, f"{name}_{before + 1}" if before else name, float(weight), arguments))
     return out
@@ -94,8 +95,8 @@ def reward_functions(config: Config, source: DataSource, mesh: Mesh | None = Non
 
 def _resolved(entry: RewardEntry, config: RewardsConfig, mesh: Mesh | None) -> RewardFunction:
     limits = Limits(config.concurrency, config.timeout_seconds, config.retries)
-    if entry.name == JUDGE:
-        return Judge(**entry.arguments, limits=limits)
+    if entry.name in SERVED:
+        return SERVED[entry.name](**entry.arguments, limits=limits)
     if entry.name.startswith(PREFIX):
         return RewardModel(entry.name.removeprefix(PREFIX), mesh)
     function: Any = resolve_reward(entry.name)

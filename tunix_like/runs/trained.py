@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from tunix_like.config.load import load, read_yaml
 from tunix_like.config.schema import Config, LoraConfig
+from tunix_like.config.urls import plain_hub_id
 from tunix_like.data import load_source, template_variables
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.kinds import environments_of
@@ -101,6 +102,7 @@ def load_model(
       UserError: an argument, the folder, or its config, weights or tokenizer is invalid; this device does not support
         the attention implementation; or the mesh does not divide the model.
     """
+    path_or_hub_id = plain_hub_id(path_or_hub_id, "load_model")
     if is_remote(path_or_hub_id) and (stored := local_run(str(path_or_hub_id))) is not None:
         path_or_hub_id = stored
     if (
@@ -149,6 +151,7 @@ def open_trained(
     Raises:
       UserError: the path is not a run, checkpoint or model, the run has no checkpoint, or the checkpoints are damaged.
     """
+    path = plain_hub_id(path, "SOURCE")
     if is_remote(path) and (local := local_run(path, overrides)) is not None:
         trained = open_trained(str(local), overrides, need_data=need_data, mesh=mesh)
         return trained._replace(origin="/".join([split_address(path)[0], *local.parts[-2:]]))

@@ -192,8 +192,11 @@ def opened(url: str, key: str) -> tuple[Any, str]:
         import fsspec
 
         system, root = fsspec.core.url_to_fs(url.rstrip("/"))
-    except ImportError:
-        raise UserError(f"{key}: {url} needs the package {package}; run pip install 'tunix-like[{extra}]'.") from None
+    except ImportError as error:
+        why = one_line(error.__cause__ or error)  # fsspec raises an error of its own
+        raise UserError(
+            f"{key}: {url} needs the package {package} ({why}); run pip install 'tunix-like[{extra}]'."
+        ) from None
     except Exception as error:
         raise UserError(f"{key}: {url} cannot be opened: {one_line(error)}.") from error
     return system, root

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from tunix_like.errors import EngineLost, UserError
+from tunix_like.errors import EngineLost, UserError, one_line
 
 HEARTBEAT_SECONDS = 30
 """Seconds without a heartbeat after which a process counts as lost and the other processes are stopped."""
@@ -76,8 +76,8 @@ def start_pathways() -> None:
         import pathwaysutils
     except ImportError as error:
         raise UserError(
-            "JAX_PLATFORMS=proxy is the backend of Pathways, which needs pip install 'tunix-like[pathways]'; unset the "
-            "variable elsewhere."
+            "JAX_PLATFORMS=proxy is the backend of Pathways, which needs pip install 'tunix-like[pathways]' "
+            f"({one_line(error)}); unset the variable elsewhere."
         ) from error
     pathwaysutils.initialize()
 

@@ -80,7 +80,7 @@ def kind_of(value: Any) -> str:
     return f"an object of type {type(value).__name__}" if shape is None else f"an array of shape {list(shape)}"
 
 
-def describe_error(error: Exception) -> str:
+def describe_error(error: BaseException) -> str:
     """Describes an exception of a user function in one line, with file and line number. Must be called in the function
     that called the user function."""
     frames = traceback.extract_tb(error.__traceback__)[1:2]  # the frame of the user function, which our frame called

@@ -57,8 +57,8 @@ class RunControl:
 
 
 class Callback:
-    """Base class of callbacks. Every process calls every method; an exception ends the run, and its last complete step
-    is saved.
+    """Base class of callbacks. Every process calls every method; an exception, also that of `sys.exit`, ends the run,
+    and its last complete step is saved.
 
     Attributes:
       shows_progress: whether this callback shows the progress. The library then shows nothing itself.
@@ -106,7 +106,7 @@ class Callbacks:
                 for callback in self._callbacks:
                     try:
                         getattr(callback, event)(self._run, argument)
-                    except Exception as error:
+                    except (Exception, SystemExit) as error:
                         known = isinstance(error, UserError)
                         problem = str(error).rstrip(".") if known else describe_error(error)
                         raise UserError(f"callback {type(callback).__name__}.{event}: {problem}.") from error
@@ -130,7 +130,7 @@ class Callbacks:
         for callback in self._callbacks:
             try:
                 callback.on_end(self._run)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 message = f"callback {type(callback).__name__}.on_end: {describe_error(error)}."
                 if not failed:
                     raise CallbackFailed(message) from error
@@ -173,7 +173,8 @@ class EarlyStopping(Callback):
 
     def on_row(self, run: RunControl, row: dict[str, Any]) -> None:
         self._add(row)
-        if not self._seen and self._first is not None and run.step >= self._first:
+        evaluated = self.metric.startswith("eval/") and any(name.startswith("eval/") for name in row)
+        if not self._seen and (evaluated or (self._first is not None and run.step >= self._first)):
             numbers = [name for name, value in row.items() if isinstance(value, int | float)]
             raise UserError(
                 f"no row up to step {run.step} has the metric '{self.metric}'. {nearest(self.metric, numbers)}"

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tunix_like.config.schema import RLTrainingConfig
+from tunix_like.config.urls import plain_hub_id
 from tunix_like.errors import UserError
 from tunix_like.models.loading import default_dtype, load_config, load_model
 from tunix_like.models.sharding import fetch, place_replicated, prompt_parts, scope
@@ -44,6 +45,7 @@ class RewardModel:
     """
 
     def __init__(self, folder: str | Path, mesh: Mesh | None = None) -> None:
+        folder = plain_hub_id(folder, "RewardModel")
         self.config = load_config(folder)
         if not self.config.scalar_head:
             raise UserError(

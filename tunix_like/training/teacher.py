@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from tunix_like.config.schema import SELF, RolloutConfig, TeacherConfig
 from tunix_like.data.stream import SCANNED_ROWS, render, usable
 from tunix_like.data.tokenizer import Tokenizer
-from tunix_like.errors import UserError, check_type
+from tunix_like.errors import UserError, check_type, one_line
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.lora import fingerprint
@@ -177,8 +177,12 @@ def make_teacher(learner: Learner, model: Decoder | None, settings: TeacherConfi
     if settings.served:
         if model is not None:
             raise UserError("teacher: teacher_config.path is a server; leave teacher unset.")
-        from tunix_like.training.served_teacher import ServedTeacher  # imports aiohttp
-
+        try:
+            from tunix_like.training.served_teacher import ServedTeacher  # imports aiohttp
+        except ImportError as error:
+            raise UserError(
+                f"teacher.path: a server needs more packages ({one_line(error)}); run pip install 'tunix-like[vllm]'."
+            ) from None
         return ServedTeacher(settings, learner)
     if settings.path == SELF:
         if model is not None:

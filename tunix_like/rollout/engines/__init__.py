@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tunix_like.errors import UserError
+from tunix_like.errors import UserError, one_line
 from tunix_like.rollout.engines.registry import ENGINES, EngineKind
 from tunix_like.types import Engine
 
@@ -12,9 +12,9 @@ from tunix_like.types import Engine
 def _vllm() -> Any:
     try:
         from tunix_like.rollout.engines import vllm
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise UserError(
-            f"rollout.engine: vllm needs the package {error.name}; install it with pip install 'tunix-like[vllm]'."
+            f"rollout.engine: vllm needs more packages ({one_line(error)}); run pip install 'tunix-like[vllm]'."
         ) from None
     return vllm
 
