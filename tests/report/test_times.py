@@ -111,7 +111,7 @@ def test_chart_shows_each_part_once_in_its_own_colour(recorded, tmp_path, monkey
     (axes,) = drawn["time"]
     bars = {bar.get_label(): bar for bar in axes.containers}
     names = {key.removeprefix("train/time/") for row in rows for key in row if key.startswith("train/time/")}
-    assert bars.keys() == names <= TIME_PARTS.keys() == set(page_data(runs)["parts"])
+    assert bars.keys() == names <= TIME_PARTS.keys() == set(page_data(runs, [], tmp_path)["parts"])
     assert len({to_hex(bar.patches[0].get_facecolor()) for bar in bars.values()}) == len(bars)
     whole = sum(bar.patches[0].get_width() for bar in bars.values())
     assert whole <= sum(row["train/step_time_sec"] for row in rows)
