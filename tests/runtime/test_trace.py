@@ -1,4 +1,4 @@
-"""Tests the file of a trace: it is complete JSON at any time, has bounded size, and events of a track do not overlap."""
+"""Tests the file of a trace: complete JSON at any time, of bounded size, without overlaps of the events of a track."""
 
 from __future__ import annotations
 

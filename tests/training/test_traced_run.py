@@ -55,7 +55,7 @@ def test_durations_are_those_of_the_metrics(resumed):
         waits = named(inside, "environment")
         (rollout,) = named(inside, "rollout")
         assert waits and all(within(wait, rollout) for wait in waits)
-    assert named(tracks["trainer"], "compile")
+    assert named(tracks["trainer"], "compile decoding")
 
 
 def test_every_call_is_an_event(resumed):

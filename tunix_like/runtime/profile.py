@@ -9,7 +9,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -69,19 +69,23 @@ _DURATIONS: list[float] = []
 _COMPILE = "/jax/core/compile/backend_compile_duration"
 
 
-def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
+def _program(metadata: Mapping[str, str | int]) -> str:
+    name = re.sub(r"^jit\((.*)\)$", r"\1", str(metadata.get("fun_name", "a program")))
+    return "decoding" if name == "advance" else name
+
+
+def _on_event(event: str, duration_secs: float, **metadata: str | int) -> None:
     if event == _COMPILE:
         _DURATIONS.append(duration_secs)
         now = time.perf_counter()
-        trace.add("compile", now - duration_secs, now)
+        trace.add(f"compile {_program(metadata)}", now - duration_secs, now)
         progress.compiling(None)
 
 
 def _on_begin(event: str, value: float, **metadata: str | int) -> None:
     """jax sends a scalar event at the start of a compilation and a duration event at its end."""
     if event == _COMPILE:
-        name = re.sub(r"^jit\((.*)\)$", r"\1", str(metadata.get("fun_name", "a program")))
-        progress.compiling("decoding" if name == "advance" else name)
+        progress.compiling(_program(metadata))
 
 
 jax.monitoring.register_event_duration_secs_listener(_on_event)
