@@ -66,12 +66,12 @@ def test_an_incomplete_event_is_cut(left, kept, tmp_path):
 def test_calls_at_the_same_time_get_tracks_of_their_own(tmp_path):
     """Of calls in the order of their ends, each goes to the track that was free for the shortest time."""
     with writing(tmp_path):
-        for start, end in ((0.0, 1.0), (0.5, 2.0), (1.0, 3.0), (2.5, 3.5), (0.0, 4.0)):
+        for start, end in ((0.0, 1.0), (0.5, 2.0), (3.0, 4.0), (1.5, 5.0), (0.0, 6.0)):
             trace.add_call("reward calls", "judge", start, end)
     tracks = tracks_of(tmp_path / FILE)
     starts = {name: [(event["ts"] - tracks["reward calls 3"][0]["ts"]) / 1e6 for event in track]
               for name, track in tracks.items()}  # fmt: skip
-    assert starts == {"reward calls 1": [0, 1], "reward calls 2": [0.5, 2.5], "reward calls 3": [0]}
+    assert starts == {"reward calls 1": [0, 1.5], "reward calls 2": [0.5, 3], "reward calls 3": [0]}
 
 
 def test_threads_write_whole_events(tmp_path):
