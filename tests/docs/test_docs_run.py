@@ -68,6 +68,7 @@ SMALL_MAZE = (
 SMALL_GSM8K = ("data.path=data/gsm8k", "rollout.max_prompt_length=256")
 RUN_BY_CI = "a stage of .ci/run, in an environment of its own"
 EMULATORS = "installs programs; ran by hand"
+XPROF = "a server that is not installed; ran by hand"
 NOT_RUN = {
     "README.md: pip install -e .": "changes the environment that the tests run in",
     "index.md: pip install -e .": "changes the environment that the tests run in",
@@ -78,6 +79,8 @@ NOT_RUN = {
     "contributing.md: python -m venv emulators": EMULATORS,
     "contributing.md: emulators/bin/pip install 'moto[server]' gcp-storage-emulator": EMULATORS,
     "contributing.md: pip install s3fs gcsfs": EMULATORS,
+    "output.md: pip install xprof": XPROF,
+    "output.md: xprof --logdir=runs/maze-maxrl-s0/profile": XPROF,
     "contributing.md: pytest -m 'slow or not slow' tests/storage tests/runtime/test_object_storage.py": EMULATORS,
     "contributing.md: ruff check .": RUN_BY_CI,
     "contributing.md: ruff format .": RUN_BY_CI,

@@ -11,6 +11,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
+from tests.traces import calls, named, seconds, tracks_of
 from tests.training import test_environments, test_staleness
 from tests.training.small_learner import collect
 from tunix_like.config.schema import MeshConfig
@@ -20,6 +21,7 @@ from tunix_like.report import figures
 from tunix_like.report.contents import TIME_PARTS
 from tunix_like.report.page import page_data
 from tunix_like.report.reading import read_runs
+from tunix_like.runtime.trace import FILE
 
 pytestmark = pytest.mark.slow
 
@@ -102,6 +104,28 @@ def test_parts_add_up_to_the_step(recorded):
         assert all(row["train/sampler_time/reward"] >= PAUSE for row in rows[1:])
 
 
+def test_the_trace_has_the_same_times(recorded):
+    name, rows, folder = recorded
+    tracks = tracks_of(folder / FILE)
+    threads = {"time": ["trainer"], "sampler_time": ["rollouts ahead", "rewards ahead"]}
+    for prefix, names in threads.items():
+        events = [event for track in names for event in tracks[track]]
+        keys = {key for row in rows for key in row if key.startswith(f"train/{prefix}/")} - {"train/sampler_time/idle"}
+        times = {key.rpartition("/")[2]: sum(row.get(key, 0.0) for row in rows) for key in keys}
+        waited = times.pop("environment", 0.0)  # within the rollout
+        times |= {"rollout": times["rollout"] + waited} if "rollout" in times else {}
+        for part, expected in times.items():
+            found = named(events, part)
+            assert seconds(found) == pytest.approx(expected, abs=2e-6 * len(found)), part
+        assert seconds(named(events, "environment")) >= waited * 0.9
+    assert ("stale" in name) is bool(tracks["rollouts ahead"]) is bool(tracks["rewards ahead"])
+    if name == "environment in the process":
+        (steps,) = [named(track, "step") for title, track in tracks.items() if title.startswith("environment")]
+        assert min(event["dur"] for event in steps) >= 1e6 * PAUSE / 16
+    assert bool(calls(tracks, "environment calls")) is ("environment" in name)
+    assert page_data(read_runs([folder]), [], folder.parent)["runs"][0]["trace"] == f"{folder.name}/{FILE}"
+
+
 def test_chart_shows_each_part_once_in_its_own_colour(recorded, tmp_path, monkeypatch):
     _, rows, folder = recorded
     drawn = {}
@@ -111,7 +135,7 @@ def test_chart_shows_each_part_once_in_its_own_colour(recorded, tmp_path, monkey
     (axes,) = drawn["time"]
     bars = {bar.get_label(): bar for bar in axes.containers}
     names = {key.removeprefix("train/time/") for row in rows for key in row if key.startswith("train/time/")}
-    assert bars.keys() == names <= TIME_PARTS.keys() == set(page_data(runs)["parts"])
+    assert bars.keys() == names <= TIME_PARTS.keys() == set(page_data(runs, [], tmp_path)["parts"])
     assert len({to_hex(bar.patches[0].get_facecolor()) for bar in bars.values()}) == len(bars)
     whole = sum(bar.patches[0].get_width() for bar in bars.values())
     assert whole <= sum(row["train/step_time_sec"] for row in rows)

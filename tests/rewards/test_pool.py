@@ -18,9 +18,11 @@ import pytest
 from tests.parameters import others_slow
 from tests.process import ROOT
 from tests.rewards import misbehaving
+from tests.traces import calls, tracks_of
 from tunix_like.errors import UserError
 from tunix_like.rewards import close_pools, pooled, resolve, score, verl_compatible
 from tunix_like.rewards import pool as pool_module
+from tunix_like.runtime import trace
 from tunix_like.workers import supervisor
 
 TIMEOUT = 0.6
@@ -93,6 +95,16 @@ def test_only_the_failing_completion_is_unscored(workers, what):
     np.testing.assert_array_equal(got.timeouts, [kind == "timeout" and text == what for text in completions])
     np.testing.assert_array_equal(got.errors, [kind == "error" and text == what for text in completions])
     assert reason in got.first_failure and f"Prompt: 'p5'\nCompletion: {what!r}" in got.first_failure
+
+
+def test_calls_are_events_of_the_trace(workers, tmp_path):
+    """The call of the second group fails, and is followed by one call per completion."""
+    with trace.writing(tmp_path):
+        run(workers["deed"], [*GOOD, "raise"])
+    tracks = tracks_of(tmp_path / trace.FILE)
+    events = calls(tracks, "reward calls")
+    assert sorted(event["args"]["completions"] for event in events) == [1, 1, 1, 1, 4, 4]
+    assert {event["name"] for event in [*events, *tracks["trainer"]]} == {"mine"} and len(tracks) <= 3
 
 
 @pytest.mark.parametrize("what", ["none", "nan"])

@@ -22,13 +22,14 @@ from flax import nnx
 
 from tests.buckets import EMULATED, bucket_in
 from tests.tiny_model import HF
+from tests.traces import tracks_of
 from tunix_like.cli import main as cli
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import save_model
 from tunix_like.runs.trained import open_trained
-from tunix_like.runtime import processes
+from tunix_like.runtime import processes, trace
 from tunix_like.storage.metrics import rows
 
 pytestmark = pytest.mark.slow
@@ -274,6 +275,8 @@ def test_stopped_and_killed_run_of_two_equals_the_uninterrupted_run(alone, tmp_p
     whole.mkdir()
     (whole / "reward.py").write_text(REWARD)
     assert [code for code, _, _ in two(whole)] == [0, 0]
+    steps = tracks_of(whole / "run" / trace.FILE)["steps"]
+    assert [step["name"] for step in steps] == [f"train {number}" for number in range(1, 7)], "of one process"
     assert reproducible_metrics(tmp_path / "run") == reproducible_metrics(whole / "run")
     for file in (whole / "run" / "rollouts").glob("*.jsonl"):
         assert (tmp_path / "run" / "rollouts" / file.name).read_text() == file.read_text()

@@ -83,7 +83,7 @@ def run(phase, *, checkpoints, log, checkpoint_every, on_row=None, **more) -> in
     """Runs a phase with these files. Returns the number of its last step."""
     phase.files = (checkpoints, log)
     phase.training = types.SimpleNamespace(
-        checkpoint_every_n_steps=checkpoint_every, changed_inputs="warn", eval_every_n_steps=None
+        checkpoint_every_n_steps=checkpoint_every, changed_inputs="warn", eval_every_n_steps=None, output_dir=None
     )
     loop.run(phase, more.pop("callbacks", [] if on_row is None else [OnRow(on_row)]), **more)
     return phase.done

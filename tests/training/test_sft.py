@@ -204,6 +204,7 @@ def test_resumed_run_equals_the_uninterrupted_run(tmp_path):
         "metrics.jsonl",
         "sft_checkpoints",
         "tensorboard",
+        "trace.json",
     ]
     with pytest.raises(UserError, match="(?s)another run.*  seed: 0 -> 1\n.*another output_dir"):
         make(6, output_dir=str(tmp_path / "parts"), seed=1).train(ROWS)

@@ -3,6 +3,7 @@ are defined in a function or a notebook."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -72,9 +73,10 @@ class LocalEnvironments:
         self._ready.clear()
 
     def _run(self, number: int, call: Callable[[], Outcome]) -> None:
+        start = time.perf_counter()
         try:
             outcome = call()
         except (Exception, SystemExit) as error:  # KeyboardInterrupt must stop the run
             outcome = Outcome(number, failure=failure_of(self._adapted.name, error))
             self._trajectories.pop(number, None)
-        self._ready.append(outcome)
+        self._ready.append(outcome._replace(called=(start, time.perf_counter())))

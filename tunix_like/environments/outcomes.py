@@ -29,6 +29,7 @@ class Outcome(NamedTuple):
         trajectory is unscored.
       environment: in the outcome of `finish`, the environment itself, or its `EnvironmentState` if it is in another
         process; None if the environment is not an object (plain functions as tools).
+      called: start and end of the call, values of `time.perf_counter`; None if they are not known.
     """
 
     number: int
@@ -38,6 +39,7 @@ class Outcome(NamedTuple):
     info: Mapping[str, float] = {}
     failure: Failure | None = None
     environment: Any = None
+    called: tuple[float, float] | None = None
 
 
 @runtime_checkable

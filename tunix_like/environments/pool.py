@@ -8,6 +8,7 @@ the memory limit is killed with all processes that it started. Only the trajecto
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
@@ -228,7 +229,7 @@ class EnvironmentPool:
             self._release(fork, answer.get("reusable") is True)
         elif self._supervisor.is_too_large(fork):
             return self._fail(call.tag, self._error(self._supervisor.too_large(call).reason))
-        self._ready.append(outcome)
+        self._ready.append(outcome._replace(called=(call.start, time.perf_counter())))
 
     def _error(self, reason: str, kind: FailureKind = "error") -> Failure:
         return Failure(kind, f"Environment '{self.name}': {reason}")

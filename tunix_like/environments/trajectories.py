@@ -20,6 +20,7 @@ from tunix_like.errors import EngineLost, EnvironmentMisconfigured, UserError
 from tunix_like.rewards.environment_state import failed_state
 from tunix_like.rollout.episodes import Episode
 from tunix_like.rollout.rollouts import segment_starts
+from tunix_like.runtime import trace
 from tunix_like.runtime.processes import all_or_none, share, spread
 from tunix_like.types import Completions, Message, Problem, Reply, Turn
 from tunix_like.workers.failures import Failure
@@ -31,6 +32,9 @@ PROBED = 4
 
 MOST_SHOWN = 10_000
 """Maximum number of characters of an observation in rollout files."""
+
+SHOWN_SECONDS = 0.001
+"""Shorter waits for environments are no events of the trace, and waits with shorter pauses are one event."""
 
 _T = TypeVar("_T")
 
@@ -190,7 +194,8 @@ class Trajectories:
         self._environments = player.environments
         self._own = share(len(problems))
         self._states = {number: State() for group in self._own for number in self._numbers(group)}
-        self._unanswered: set[int] = set()
+        self._unanswered: dict[int, tuple[str, float]] = {}  # name and start of the call of each trajectory
+        self._wait = 0.0, 0.0  # start and end of the newest wait for environments
         self._ready: list[Reply] = []
         self._given = list(problems)
         self._chats = [problem.source for problem in problems]
@@ -225,8 +230,7 @@ class Trajectories:
             elif state.failure is not None:  # the environment failed before the first turn
                 self._ready.append(Reply(turn.group, turn.sample, None))
             else:
-                self._unanswered.add(number)
-                self._timed(self._environments.step, number, text)
+                self._begin_call(self._environments.step, number, text)
 
     def replies(self, wait: bool) -> list[Reply]:
         """Returns the ready replies of all processes to turns of the policy (see `types.Responder`)."""
@@ -248,8 +252,21 @@ class Trajectories:
     def _timed(self, call: Callable[..., _T], *given: Any) -> _T:
         start = time.perf_counter()
         out = call(*given)
-        self.player.seconds += time.perf_counter() - start
+        end = time.perf_counter()
+        self.player.seconds += end - start
+        if start - self._wait[1] >= SHOWN_SECONDS:
+            self._trace_wait()
+            self._wait = start, end
+        self._wait = self._wait[0], end
         return out
+
+    def _trace_wait(self) -> None:
+        if self._wait[1] - self._wait[0] >= SHOWN_SECONDS:
+            trace.add("environment", *self._wait)
+
+    def _begin_call(self, call: Callable[..., None], number: int, *given: Any) -> None:
+        self._unanswered[number] = call.__name__, time.perf_counter()
+        self._timed(call, number, *given)
 
     def check_rows(self, out: Completions, engine: str) -> None:
         """Raises UserError if the user's engine has not inserted the tokens of `Responder.opening` in all completions,
@@ -276,6 +293,7 @@ class Trajectories:
         while self._unanswered:
             for outcome in self._outcomes(wait=True):
                 self._record(outcome)
+        self._trace_wait()
         self.player.playing = None
         parts = spread(range(len(self._given)), self._shared)
         episodes = [Episode(*episode) for group in parts for episode in group]
@@ -316,8 +334,7 @@ class Trajectories:
         observation (see `_opened`)."""
         for group in self._own:
             for number in self._numbers(group):
-                self._unanswered.add(number)
-                self._timed(self._environments.reset, number, self._given[group].columns)
+                self._begin_call(self._environments.reset, number, self._given[group].columns)
         first: dict[int, Any] = {}
         while self._unanswered:
             for outcome in self._outcomes(wait=True):
@@ -378,7 +395,10 @@ class Trajectories:
 
     def _record(self, outcome: Outcome) -> None:
         state = self._states[outcome.number]
-        self._unanswered.discard(outcome.number)
+        if (begun := self._unanswered.pop(outcome.number, None)) is not None:
+            name, start = begun
+            start, end = outcome.called or (start, time.perf_counter())
+            trace.add_call("environment calls", name, start, end, trajectory=outcome.number, turn=state.turns)
         state.reward += outcome.reward
         state.info |= outcome.info
         state.environment = outcome.environment
@@ -428,8 +448,7 @@ class Trajectories:
         if state.over:
             return
         state.over = True
-        self._unanswered.add(number)
-        self._timed(self._environments.finish, number)
+        self._begin_call(self._environments.finish, number)
 
 
 def _check_available(failures: Sequence[Sequence[str] | None]) -> None:

@@ -34,7 +34,7 @@ from tunix_like.rollout.rollouts import (
     succeeds,
     with_width,
 )
-from tunix_like.runtime import progress
+from tunix_like.runtime import progress, trace
 from tunix_like.types import Engine, Problem, SamplingParams
 
 EVAL_KEY = 2
@@ -170,7 +170,7 @@ class Evaluator:
             first batch had a timeout or an error. At a later step, the reward metrics are NaN instead, and the run
             continues.
         """
-        with progress.task("evaluation", len(self.problems)) as advance:
+        with progress.task("evaluation", len(self.problems)) as advance, trace.span("evaluation"):
             parts = self._sampled(self.engine.place(params), advance, rollouts, step)
             if rollouts is not None:
                 write_evaluation(rollouts, step, parts)

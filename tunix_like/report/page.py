@@ -15,6 +15,7 @@ import json
 import math
 import os
 import tempfile
+import urllib.parse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from tunix_like.report.figures import save_figures
 from tunix_like.report.listing import run_folders
 from tunix_like.report.reading import Run, Table, read_runs
 from tunix_like.report.rollouts import MOST_BYTES, read_kept
-from tunix_like.runtime import console, progress
+from tunix_like.runtime import console, progress, trace
 from tunix_like.runtime.object_storage import download, is_remote, names_below, upload_file
 from tunix_like.runtime.visible import visible
 from tunix_like.storage.metrics import FILE
@@ -52,7 +53,7 @@ def write(folders: Sequence[str], out: str | None, png: str | None, batches: int
         file = places[0] / "report.html" if out is None else Path(out)
         _check_out(file)
         gradients = [] if batches is None else _measure(runs, batches)
-        size, shown = _write(file, build(runs, gradients)), str(file)
+        size, shown = _write(file, build(runs, gradients, file.parent)), str(file)
         if out is None and is_remote(folders[0]):
             shown = f"{folders[0].rstrip('/')}/report.html"
             upload_file(file, shown)
@@ -119,14 +120,14 @@ def _measure(runs: Sequence[Run], batches: int) -> list[Gradients]:
     return out
 
 
-def build(runs: Sequence[Run], gradients: Sequence[Gradients] = ()) -> str:
-    """Builds the report page. `gradients` has one entry per run, or is empty."""
+def build(runs: Sequence[Run], gradients: Sequence[Gradients], folder: Path) -> str:
+    """Builds the report page for a file in `folder`. `gradients` has one entry per run, or is empty."""
     files = importlib.resources.files("tunix_like.report")
     read = lambda name: files.joinpath("static", name).read_text(encoding="utf-8")  # noqa: E731
     script = '"use strict";\n(() => {\n' + "\n".join(map(read, SCRIPTS)) + "\n})();"
     style = read("page.css")
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'"
-    parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": embedded(page_data(runs, gradients))}
+    parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": embedded(page_data(runs, gradients, folder))}
     before, *rest = read("page.html").split("{{")  # one pass, so that "{{" in the inserted data is not replaced
     return before + "".join(parts[name] + text for name, text in (piece.split("}}", 1) for piece in rest))
 
@@ -142,10 +143,10 @@ def embedded(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def page_data(runs: Sequence[Run], gradients: Sequence[Gradients] = ()) -> dict[str, Any]:
-    """Returns the data that the script of the page shows."""
+def page_data(runs: Sequence[Run], gradients: Sequence[Gradients], folder: Path) -> dict[str, Any]:
+    """Returns the data that the script of the page shows. The page is a file in `folder`."""
     data = {
-        "runs": [_run(run, MOST_BYTES // len(runs)) for run in runs],
+        "runs": [_run(run, MOST_BYTES // len(runs), folder) for run in runs],
         "curves": [curve._asdict() for curve in contents.curves(runs)],
         "others": [curve._asdict() for curve in contents.others(runs)],
         "gradients": [_finite(measured)._asdict() for measured in gradients],
@@ -176,7 +177,8 @@ def _finite(gradients: Gradients) -> Gradients:
     return gradients._replace(rates=rates, bins=bins, norms=norms)
 
 
-def _run(run: Run, most_bytes: int) -> dict[str, Any]:
+def _run(run: Run, most_bytes: int, folder: Path) -> dict[str, Any]:
+    traced = run.folder / trace.FILE
     return {
         "name": run.name,
         "facts": contents.facts(run),
@@ -186,6 +188,7 @@ def _run(run: Run, most_bytes: int) -> dict[str, Any]:
         "sft": _phase(run.sft),
         "histograms": run.rl.histograms,
         "rollouts": read_kept(run.folder, most_bytes),
+        "trace": urllib.parse.quote(os.path.relpath(traced, folder.resolve())) if traced.exists() else None,
     }
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from tunix_like.errors import UserError
 from tunix_like.rewards.calls import FunctionRewards, GroupFunction, check_form, copy_rewards, slices
 from tunix_like.rewards.environment_state import state_of
+from tunix_like.runtime import trace
 from tunix_like.runtime.user_code import place_of
 from tunix_like.workers.failures import Failure, FailureKind
 from tunix_like.workers.messages import packed
@@ -97,8 +98,8 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 @dataclasses.dataclass
 class _Call:
-    """One call of a reward function: the indices of the completions that it scores (`rows`), and the `time.monotonic`
-    value of its start, which includes the start of a worker if one is needed."""
+    """One call of a reward function: the indices of the completions that it scores (`rows`), and its start, a value of
+    `time.perf_counter`, which includes the start of a worker if one is needed."""
 
     rows: range
     start: float = 0.0
@@ -165,7 +166,7 @@ class _Batch:
                 self._take(worker, call.tag, call.what == LOADING, answer)
 
     def _hand_out(self, call: _Call) -> None:
-        call.start = time.monotonic()
+        call.start = time.perf_counter()
         while self.pool.idle:
             worker = self.pool.idle.pop()
             if worker.ended is None and worker.connection.is_quiet():
@@ -184,11 +185,13 @@ class _Batch:
 
     def _take(self, worker: Worker, call: _Call, loading: bool, answer: Mapping[str, Any] | Failure) -> None:
         """Handles the end of a call, or of the start of the worker that is to execute the call."""
+        if isinstance(answer, Failure) or not loading:
+            trace.add_call("reward calls", self.name, call.start, time.perf_counter(), completions=len(call.rows))
         if isinstance(answer, Failure):
             worker.kill()
             return self._failed(call, answer.kind, f"Reward function '{self.name}': {answer.reason}")
         if loading:
-            self.pool.start_seconds = max(self.pool.start_seconds, time.monotonic() - call.start)
+            self.pool.start_seconds = max(self.pool.start_seconds, time.perf_counter() - call.start)
             return self._send(worker, call)
         usable = True
         try:
@@ -213,7 +216,7 @@ class _Batch:
     def _failed(self, call: _Call, kind: FailureKind, reason: str, of_all: bool = False) -> None:
         """Handles a failed call of the reward function. Records the failure if the call had a single completion, or if
         the failure concerns all completions of the call (`of_all`). Otherwise schedules one call per completion."""
-        self.wasted += time.monotonic() - call.start
+        self.wasted += time.perf_counter() - call.start
         if of_all or len(call.rows) == 1:
             self.results.failures.update(dict.fromkeys(call.rows, Failure(kind, reason)))
         else:

@@ -10,6 +10,7 @@ import numpy as np
 
 from tunix_like.errors import UserError
 from tunix_like.rewards.calls import GroupFunction, arguments_of, call_in_process
+from tunix_like.runtime import trace
 from tunix_like.runtime.visible import visible
 
 if TYPE_CHECKING:
@@ -110,12 +111,13 @@ def score(
     first: str | None = None
     for name, function, weight in functions:
         arguments = {key: given[key] for key in arguments_of(name, function, given)}
-        if isinstance(function, GroupFunction):
-            if function.unrendered and sources is not None:
-                arguments["prompts"] = sources
-            results = function.score_groups(name, arguments, count, group_size)
-        else:
-            results = call_in_process(name, function, arguments, count, group_size)
+        with trace.span(name):
+            if isinstance(function, GroupFunction):
+                if function.unrendered and sources is not None:
+                    arguments["prompts"] = sources
+                results = function.score_groups(name, arguments, count, group_size)
+            else:
+                results = call_in_process(name, function, arguments, count, group_size)
         by_function[name] = results.rewards
         total += weight * results.rewards
         for i, failure in results.failures.items():

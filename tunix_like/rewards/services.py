@@ -12,6 +12,7 @@ import functools
 import inspect
 import random
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from tunix_like.errors import UserError
 from tunix_like.rewards.calls import FunctionRewards, GroupFunction, check_form, number_of
+from tunix_like.runtime import trace
 from tunix_like.workers.failures import Failure, explain
 
 FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0
@@ -104,7 +106,7 @@ class WaitingFunction(GroupFunction):
         for attempt in range(limits.retries + 1):
             self.counts["calls"] += 1
             self.counts["retries"] += attempt > 0
-            wait, again = 0.0, True
+            wait, again, start = 0.0, True, time.perf_counter()
             try:
                 async with asyncio.timeout(limits.timeout_seconds) as deadline:
                     return True, await call()
@@ -114,6 +116,8 @@ class WaitingFunction(GroupFunction):
                 else:
                     failure = Failure("error", self.explain(name, error))
                     wait, again = _after(error)
+            finally:
+                trace.add_call("reward calls", name, start, time.perf_counter(), attempt=attempt + 1)
             if not again or attempt == limits.retries:
                 break
             delay = min(FIRST_DELAY * 2**attempt, LONGEST_DELAY) * random.uniform(1.0, 1.25)

@@ -2,7 +2,7 @@
 resume.
 
 A run folder contains `config.yaml` (resolved), `model/` (the model's description, without weights), `metrics.jsonl`,
-`checkpoints/`, `sft_checkpoints/`, `rollouts/` and `skipped/` (the inputs of skipped updates).
+`trace.json`, `checkpoints/`, `sft_checkpoints/`, `rollouts/` and `skipped/` (the inputs of skipped updates).
 """
 
 from __future__ import annotations

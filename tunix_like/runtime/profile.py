@@ -9,13 +9,13 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
 
 from tunix_like.errors import UserError
-from tunix_like.runtime import progress
+from tunix_like.runtime import progress, trace
 from tunix_like.runtime.accelerators import PEAK_FLOPS, known_name
 
 logger = logging.getLogger("tunix_like")
@@ -28,15 +28,19 @@ def peak_flops() -> float | None:
 
 
 class Clock:
-    """Adds up wall time in seconds by the name of an activity; the keys of `seconds` are `time/<name>`."""
+    """Adds up wall time in seconds by the name of an activity; the keys of `seconds` are `time/<name>`. Activities are
+    events of the trace."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
-    def lap(self, name: str) -> None:
-        """Adds the time since the previous call of `lap` to the total of the activity `name`."""
+    def lap(self, name: str, traced: bool = True) -> None:
+        """Adds the time since the previous call of `lap` to the total of the activity `name`. `traced`: the calling
+        thread did only this in that time."""
         now = time.perf_counter()
+        if traced:
+            trace.add(name, self._last, now)
         self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + now - self._last
         self._last = now
 
@@ -65,17 +69,23 @@ _DURATIONS: list[float] = []
 _COMPILE = "/jax/core/compile/backend_compile_duration"
 
 
-def _on_event(event: str, duration_secs: float, **_: str | int) -> None:
+def _program(metadata: Mapping[str, str | int]) -> str:
+    name = re.sub(r"^jit\((.*)\)$", r"\1", str(metadata.get("fun_name", "a program")))
+    return "decoding" if name == "advance" else name
+
+
+def _on_event(event: str, duration_secs: float, **metadata: str | int) -> None:
     if event == _COMPILE:
         _DURATIONS.append(duration_secs)
+        now = time.perf_counter()
+        trace.add(f"compile {_program(metadata)}", now - duration_secs, now)
         progress.compiling(None)
 
 
 def _on_begin(event: str, value: float, **metadata: str | int) -> None:
     """jax sends a scalar event at the start of a compilation and a duration event at its end."""
     if event == _COMPILE:
-        name = re.sub(r"^jit\((.*)\)$", r"\1", str(metadata.get("fun_name", "a program")))
-        progress.compiling("decoding" if name == "advance" else name)
+        progress.compiling(_program(metadata))
 
 
 jax.monitoring.register_event_duration_secs_listener(_on_event)

@@ -20,6 +20,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from tunix_like.errors import NotSaved, UserError
+from tunix_like.runtime import trace
 from tunix_like.runtime.processes import any_of, by_first, is_first
 from tunix_like.storage import checkpoint_files
 
@@ -119,22 +120,23 @@ class Checkpoints:
     def _finish(self) -> None:
         """Waits in a background thread until the checkpoint is written, then removes old checkpoints. If the new
         checkpoint has the best evaluation metric, it is verified before the previous best checkpoint is removed."""
-        try:
-            self._checkpointer.wait_until_finished()
-        except Exception as error:  # orbax and tensorstore raise many types of exceptions
-            self._give_up(error)
-        else:
-            if is_first():
-                assert self._max_to_keep is not None
-                steps = checkpoint_files.complete_steps(self.folder)
-                best = None if self._best is None else self._best.among(steps)
-                if best == self._step and (damage := checkpoint_files.damage(self.folder / str(best))) is not None:
-                    self._failure = self._set_aside(self.folder / str(best), damage)
-                    logger.warning("%s", self._failure)
-                    return
-                for step in steps[: -self._max_to_keep]:
-                    if step != best:
-                        checkpoint_files.remove(self.folder / str(step))
+        with trace.span(f"checkpoint {self._step}", "checkpoints"):
+            try:
+                self._checkpointer.wait_until_finished()
+            except Exception as error:  # orbax and tensorstore raise many types of exceptions
+                self._give_up(error)
+            else:
+                if is_first():
+                    assert self._max_to_keep is not None
+                    steps = checkpoint_files.complete_steps(self.folder)
+                    best = None if self._best is None else self._best.among(steps)
+                    if best == self._step and (damage := checkpoint_files.damage(self.folder / str(best))) is not None:
+                        self._failure = self._set_aside(self.folder / str(best), damage)
+                        logger.warning("%s", self._failure)
+                        return
+                    for step in steps[: -self._max_to_keep]:
+                        if step != best:
+                            checkpoint_files.remove(self.folder / str(step))
 
     def _unfinished(self) -> list[Path]:
         """Returns the temporary folders of the checkpoint that is being written. Does not use `glob`, because Python

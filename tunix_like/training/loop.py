@@ -20,7 +20,7 @@ from tunix_like.config.load import differences, with_defaults
 from tunix_like.config.schema import AlgorithmConfig, EnvironmentConfig, OptimizerConfig, RolloutConfig
 from tunix_like.errors import CallbackFailed, EngineLost, NotSaved, SamplerDrifted, UserError
 from tunix_like.models.lora import check_base
-from tunix_like.runtime import output, progress
+from tunix_like.runtime import output, progress, trace
 from tunix_like.runtime.processes import by_first, gather
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.metrics import MetricsLog
@@ -86,7 +86,7 @@ def run(
       Stopped, Interrupted: SIGTERM, SIGHUP or SIGINT stopped the run.
     """
     with _opened(trainer, callbacks, before_save) as out:
-        with progress.task("restoring the checkpoint"):
+        with progress.task("restoring the checkpoint"), trace.span("restore"):
             last = _resume(trainer, out.checkpoints, out.log)
         if last:
             if not another_follows:
@@ -111,7 +111,9 @@ def run(
                         trainer.done = step  # before the evaluation, which can fail
                         row = {trainer.step_key: step}
                         row |= {f"{trainer.name}/{name}": value for name, value in metrics.items()}
-                        row[f"{trainer.name}/step_time_sec"] = time.perf_counter() - began
+                        ended = time.perf_counter()
+                        row[f"{trainer.name}/step_time_sec"] = ended - began
+                        trace.add(f"{trainer.name} {step}", began, ended, "steps")
                         row |= (evaluated := trainer.evaluate_if_due(step, last=trainer.complete))
                         written = True
                         better = out.write(row, evaluated)
@@ -244,9 +246,10 @@ class _Output:
         step."""
         if self.checkpoints is not None:
             self.before_save()
-            self._settle()
-            meta = {"identity": self.trainer.identity, "over": over, "total": self.trainer.total}
-            self.checkpoints.save(self.trainer.done, self.trainer.to_save(), self.trainer.iterator, meta)
+            with trace.span("checkpoint"):
+                self._settle()
+                meta = {"identity": self.trainer.identity, "over": over, "total": self.trainer.total}
+                self.checkpoints.save(self.trainer.done, self.trainer.to_save(), self.trainer.iterator, meta)
             self._saving = self.trainer.done
 
     def save_last(self) -> bool:
@@ -276,7 +279,7 @@ def _opened(trainer: Trainer, callbacks: Sequence[Callback], before_save: Callab
     limited time.
     """
     checkpoints = trainer.open_checkpoints()
-    with checkpoints or contextlib.nullcontext(), trainer.running():
+    with trace.writing(trainer.written_folder), checkpoints or contextlib.nullcontext(), trainer.running():
         log, together = trainer.open_log(), True
         try:
             yield _Output(trainer, checkpoints, log, Callbacks(trainer, callbacks), before_save)

@@ -26,7 +26,7 @@ from tunix_like.models.decoder import Decoder
 from tunix_like.models.lora import fingerprint
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
-from tunix_like.runtime import progress
+from tunix_like.runtime import progress, trace
 from tunix_like.runtime.processes import by_first
 from tunix_like.runtime.profile import Profile
 from tunix_like.storage.checkpoints import Checkpoints
@@ -306,7 +306,7 @@ class DPOLearner(Trainer):
     def evaluate_pairs(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Returns the loss and the metrics of pairs under the current weights, in batches of the training's size."""
         parts, mask = [], []
-        with scope(self.mesh), progress.task("evaluation", len(prompts)) as advance:
+        with scope(self.mesh), progress.task("evaluation", len(prompts)) as advance, trace.span("evaluation"):
             for start in range(0, len(prompts), self._batch_size):
                 part = list(prompts[start : start + self._batch_size])
                 batch = self._batch(part + [part[-1]] * (self._batch_size - len(part)))  # one shape for all batches

@@ -92,7 +92,7 @@ class RolloutsAhead:
     ):
         self.collector, self.engine = collector, engine
         self._iterator, self._max_staleness, self._total = iterator, max_staleness, total
-        self._sampler, self._scorer = (ThreadPoolExecutor(1, name) for name in ("rollout", "rewards"))
+        self._sampler, self._scorer = (ThreadPoolExecutor(1, name) for name in ("rollouts ahead", "rewards ahead"))
         self._dropped = threading.Event()
         if max_staleness:
             self.collector.engine = _Droppable(engine, self._dropped)
@@ -119,7 +119,7 @@ class RolloutsAhead:
             first = self._ahead[0]
             collected = first.collected.result()
             clock.lap("trainer_idle")
-            first.clock.lap("idle")
+            first.clock.lap("idle", traced=False)
             times = {f"sampler_{name}": seconds for name, seconds in first.clock.seconds.items()}
             times["staleness"] = float(step - 1 - first.version)
         else:
@@ -174,7 +174,7 @@ class RolloutsAhead:
 
     def _score(self, ahead: _Ahead) -> Collected | None:
         score = ahead.sampled.result()
-        ahead.clock.lap("idle")
+        ahead.clock.lap("idle", traced=False)
         return None if score is None else score()
 
     def get_state(self) -> Any:

@@ -32,7 +32,7 @@ class Call:
       tag: identifies the call for the code that started it.
       what: names the call in error messages.
       limit: the time limit in error messages.
-      start, deadline: values of `time.monotonic`.
+      start, deadline: values of `time.perf_counter`.
     """
 
     tag: Any
@@ -72,13 +72,13 @@ class Supervisor:
         worker.connection.send(request)
 
     def _begin(self, worker: Worker, tag: Any, what: str, seconds: float, limit: str) -> None:
-        now = time.monotonic()
+        now = time.perf_counter()
         self.calls[worker] = Call(tag, what, limit, now, now + seconds)
 
     def look(self) -> list[tuple[Worker, Call, dict[str, Any] | Failure]]:
         """Returns the calls that have ended, each with the answer or the failure. After a failure, the process must be
         killed."""
-        now, ended = time.monotonic(), []
+        now, ended = time.perf_counter(), []
         measure = now - self._measured > POLL_SECONDS / 2
         for worker, call in list(self.calls.items()):
             if now - self._looked > 10 * POLL_SECONDS:
@@ -120,7 +120,7 @@ class Supervisor:
     def wait(self, other: Process | None = None) -> bool:
         """Waits for a message of a process, until the earliest deadline, and at most for `POLL_SECONDS`. Returns False
         if only processes that execute calls have sent something, and not `other`."""
-        deadlines = [call.deadline - time.monotonic() for call in self.calls.values()]
+        deadlines = [call.deadline - time.perf_counter() for call in self.calls.values()]
         workers = {*self.calls} if other is None else {*self.calls, other}
         ready = wait_for(workers, max(0.0, min([POLL_SECONDS, *deadlines])))
         return not ready or other in ready

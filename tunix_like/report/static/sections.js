@@ -239,9 +239,14 @@ function passRates() {
     make("div", { class: "controls" }, play, make("label", {}, "training", slider), said), charts, maps);
 }
 
+function traceLinks() {
+  const links = DATA.runs.filter((run) => run.trace).flatMap((run) => [make("a", { href: run.trace, download: "" }, `trace.json of ${run.name}`), ", "]);
+  return links.length ? make("p", { class: "note" }, "Every activity and call on one time line: ", ...links.slice(0, -1), ". Open the file in ui.perfetto.dev (Open trace file) or chrome://tracing.") : null;
+}
+
 function timeSection() {
   const names = [...new Set(DATA.runs.flatMap((run) => Object.keys(run.rl.columns).filter((key) => key.startsWith("train/time/"))))];
-  if (!names.length) return section("time", "Time", make("p", {}, "These runs recorded no times."));
+  if (!names.length) return section("time", "Time", make("p", {}, "These runs recorded no times."), traceLinks());
   const order = DATA.parts;
   const parts = names.map((key) => key.slice(11)).sort((a, b) => (order.indexOf(a) + 99) % 99 - (order.indexOf(b) + 99) % 99);
   const colour = (name) => `var(--t${order.indexOf(name)}, #888)`;
@@ -255,5 +260,5 @@ function timeSection() {
     const chart = shareChart({ xs: spans.map(([, last]) => last), parts: parts.map((name) => ({ name, colour: colour(name), values: spans.map(([first, last]) => sum(name, first, last)) })), label: `Time of ${run.name}: ${said}` });
     return make("div", { class: "card chart" }, make("h3", { class: "key", own: colourOf(i) }, make("i"), run.name), chart, make("p", { class: "note" }, `${clockText(whole)} in all: ${said}.`));
   })));
-  return section("time", "Time", make("p", {}, "Share of the step time in each window of steps, without evaluations and checkpoints."), body, legend);
+  return section("time", "Time", make("p", {}, "Share of the step time in each window of steps, without evaluations and checkpoints."), body, legend, traceLinks());
 }
