@@ -35,8 +35,15 @@ LEARNERS = {"grpo": "GRPOLearner", "rloo": "RLOOLearner", "maxrl": "MaxRLLearner
 OTHERS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in EXAMPLES.rglob("*.yaml")
-    if "gsm8k" not in str(path) and path.parent.name != "launch" and path.name != "maze_sweep.yaml"  # not configs
+    if not re.search("gsm8k|qwen3", str(path)) and path.parent.name != "launch" and path.name != "maze_sweep.yaml"
 )
+JSONL = "data.name=jsonl", "data.path=problems", "data.split=train", "data.eval_split=test"
+PUBLISHED = {
+    "maxrl_paper/gsm8k": ("smollm2_360m", "data.path=rows"),
+    "maxrl_paper/qwen3_1.7b": ("qwen3_1.7b", *JSONL),
+    "maxtext/qwen3_1.7b": ("qwen3_1.7b", "data.path=rows", "mesh.shape=[4,2]", "rollout.max_prompt_length=512"),
+}
+"""Examples with the settings of published runs: the model, and overrides for the rows, tokenizer and devices here."""
 QUESTION = "Natalia sold clips to 48 of her friends in April, and half as many in May. How many did she sell?"
 
 
@@ -48,11 +55,15 @@ def home(tmp_path_factory):
     spec.loader.exec_module(maker)
     tokenizer = maker.train_tokenizer(iter([QUESTION]))
     home = tmp_path_factory.mktemp("dry")
-    (home / "rows").mkdir()
+    (home / "examples").symlink_to(EXAMPLES)  # configs name reward functions by paths from the checkout
+    for folder in ("rows", "problems"):
+        (home / folder).mkdir()
     questions = QUESTION, QUESTION.replace("April", "May")  # with one prompt in all rows, prompts are not compared
     rows = [json.dumps({"question": each, "answer": "48 / 2 = 24, 48 + 24 = 72.\n#### 72"}) for each in questions]
     for split in ("train", "test"):
         (home / "rows" / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
+        problems = (json.dumps({"problem": each, "answer": "72"}) for each in questions)
+        (home / "problems" / f"{split}.jsonl").write_text("\n".join(problems) + "\n")
     for name, (fields, _) in {**MODELS, "qwen3_8b": (QWEN3_8B, 0)}.items():
         tokenizer.save(home / name)
         ends = {"eos_token_id": tokenizer.eos_id}  # the published ids are those of the original tokenizers
@@ -143,6 +154,17 @@ def test_dry_run_of_gsm8k_without_weights(name, home, monkeypatch, capsys):
         )
         assert "training: 2 prompts\n" in said and said.rstrip().endswith("nothing was trained.")
         assert f"folder: runs/{name}-{estimator}-s0\n" in said and not (home / "runs").exists()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_dry_run_of_published_settings(name, home, monkeypatch, capsys):
+    """The prompt is rendered, and the reward functions of the files beside the config are found."""
+    monkeypatch.chdir(home)
+    model, *data = PUBLISHED[name]
+    assert cli.main(["train", str(EXAMPLES / f"{name}.yaml"), f"model.path={model}", *data, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert f"    model: {MODELS[model][1]:.2f} M parameters" in said and said.rstrip().endswith("was trained.")
+    assert re.search(r"prompt: .*Natalia.*boxed" if "maxrl" in name else r"prompt: .*boxed.*Natalia.*<reasoning>", said)
 
 
 def test_gsm8k_with_the_calculator(home, monkeypatch, capsys):

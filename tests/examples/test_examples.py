@@ -89,6 +89,35 @@ def module(name):
     return made
 
 
+FORM = "2 * 9 = 18</reasoning>\n<answer>{}</answer>"
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "reward"),
+    [
+        (FORM.format(r"\boxed{18}"), "18", 1.0),
+        (FORM.format(r"\boxed{1,218}"), "1218", 1.0),
+        (FORM.format(r"\boxed{17}, no: \boxed{18}"), "18", 1.0),
+        (FORM.format(r"\boxed{17}"), "18", 0.1),
+        (FORM.format("18"), "18", 0.0),  # no box
+        (r"so \boxed{18}", "18", 0.5),
+        (FORM.format(r"\boxed{18}") + "<answer>", "18", 0.5),
+        (r"<answer>\boxed{18}</answer></reasoning>", "18", 0.5),
+        (r"<answer>\boxed{17}</answer> \boxed{18}", "18", 0.0),
+        ("", "18", 0.0),
+    ],
+)
+def test_partial_credit_of_maxtext(completion, gold, reward):
+    assert module("maxtext/rewards").partial_credit([completion], gold=[gold], question=["?"]) == [reward]
+
+
+def test_reward_of_the_maxrl_paper():
+    """Numbers and formulas are compared by value."""
+    completions = [r"so \boxed{\frac{1}{2}}", r"\boxed{x+1}", r"\boxed{4}", "4"]
+    scores = module("maxrl_paper/rewards").boxed([""] * 4, completions, answer=["0.5", "1+x", "5", "4"])
+    assert scores == [1.0, 1.0, 0.0, 0.0]
+
+
 def test_library_use(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = module("library_use").main()
