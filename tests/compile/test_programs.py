@@ -211,6 +211,31 @@ def test_the_report_of_the_tpu_compiler(tmp_path):
         assert program["needed_bytes"] > 0 and 0 < program["bound_seconds"] < program["typical_seconds"][0]
 
 
+DECODE = """
+import sys
+from tunix_like.compile import devices
+devices.prepare()
+from tunix_like.compile import report
+from tunix_like.compile.programs import decode_program, make_plan
+from tunix_like.config.load import load
+target = report.find_target("v5e-4")
+plan = make_plan(load(sys.argv[1], sys.argv[2:]), report.Device("tpu", target.kind.memory, target.kind), target.described)
+print(report.compile_program(decode_program(plan)).temporaries)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed")
+def test_decoding_of_the_tpu_compiler_gathers_few_layers_at_a_time(tmp_path):
+    """All temporaries are smaller than the layers without their sharding over `fsdp`."""
+    wide = MODEL | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "head_dim": 128}
+    wide |= {"num_attention_heads": 8, "num_key_value_heads": 8}
+    more = [f"model.config={json.dumps(wide)}", "model.dtype=bfloat16", "rollout.mesh=[1,4,1]", "data.batch_size=32"]
+    done = python("-c", DECODE, YAML, *more, "algorithm.num_generations=8", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    layers = 8 * (3 * 1024 * 4096 + 4 * 1024 * 1024) * 2
+    assert 0 < int(done.stdout.splitlines()[-1]) < layers
+
+
 class Timed(programs.Compiled):
     """A compiled program with given predicted times."""
 

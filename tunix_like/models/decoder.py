@@ -27,7 +27,7 @@ from tunix_like.models.config import Adapters, DecoderConfig
 from tunix_like.models.delta_rule import Memory, Past
 from tunix_like.models.layer_stack import Segment
 from tunix_like.models.layers import Chosen, Embedding, KeyValue, Layer, Linear, Rotation, norm_of, rotation
-from tunix_like.models.sharding import constrain_slots, gather_layer
+from tunix_like.models.sharding import constrain_slots, gather_after, gather_layer
 
 Kept = KeyValue | Memory
 """What later tokens need of a layer: keys and values, or the memory of a recurrent layer."""
@@ -419,6 +419,7 @@ class Decoder(nnx.Module):
         first = positions == prompt_lengths[:, None]
         own_inputs = self._own_inputs(tokens[:, :, None], x)
         for index, (layer, own_input) in enumerate(zip(self.layers, own_inputs, strict=True)):
+            x, layer = _after(x, layer)
             source = self.config.kv_source(index)
             prompt: Any = prompt_cache[source]
             own: Any = (filled if source < index else cache)[source]
@@ -493,6 +494,7 @@ class Decoder(nnx.Module):
         first = (positions == prompt_lengths[:, None, None]).any(axis=2)
         blocks: dict[int, KeyValue] = {}
         for index, (layer, own_input) in enumerate(zip(self.layers, self._own_inputs(tokens, x), strict=True)):
+            x, layer = _after(x, layer)
             source = self.config.kv_source(index)
             prompt: Any = prompt_cache[source]
             own: Any = (filled if source < index else cache)[source]
@@ -603,6 +605,13 @@ class Decoder(nnx.Module):
 def _split(layer: Layer) -> tuple[Any, dict[Any, Any]]:
     graph, state = nnx.split(layer)
     return graph, nnx.to_pure_dict(state)
+
+
+def _after(x: Array, layer: Layer) -> tuple[Array, Layer]:
+    """Returns the input of a layer, and the layer, whose parameters are gathered after the input (`gather_after`)."""
+    graph, weights = _split(layer)
+    x, weights = gather_after(x, weights)
+    return x, nnx.merge(graph, weights)
 
 
 def _memory_before(prompt: Memory, own: Memory, first: Bool[Array, "P G"]) -> Memory:

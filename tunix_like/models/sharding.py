@@ -403,6 +403,17 @@ def gather_layer(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(gather, params)
 
 
+def gather_after(x: jax.Array, params: Any) -> tuple[jax.Array, Any]:
+    """Keeps the compiler from gathering the parameters of a layer over `fsdp` before the layer's input `x` is known.
+
+    In the loop over tokens, XLA otherwise holds many gathered layers at the same time: 4.5 GB more for OLMo 3 7B with
+    `fsdp` 4 on v5e, and 1.7 times the memory traffic.
+    """
+    if jax.sharding.get_abstract_mesh().shape.get("fsdp", 1) == 1:
+        return x, params
+    return jax.lax.optimization_barrier((x, params))
+
+
 def replicate(x: jax.Array) -> jax.Array:
     return x if jax.sharding.get_abstract_mesh().empty else jax.lax.with_sharding_constraint(x, PartitionSpec())
 
