@@ -93,6 +93,18 @@ def test_what_is_retried(status, tries):
     assert calls == tries and bool(got.scored[0]) == (tries == 3)
 
 
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_rejected_completions_are_no_sign_of_a_service_that_is_down(status):
+    async def rate(completion):
+        if completion != "answer 5":
+            raise Refused(status)
+        await asyncio.sleep(0.01)
+        return 1.0
+
+    got, counts = run(waiting(rate, concurrency=4), texts=TEXTS * 25)
+    assert got.scored.sum() == 25 and counts["unanswered"] == 0
+
+
 def test_a_service_that_is_down_is_not_called_for_every_completion():
     async def rate(completion):
         raise ConnectionError("refused")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -78,6 +80,7 @@ def test_threads_write_whole_events(tmp_path):
     def work():
         for i in range(200):
             trace.add_call("environment calls", 'a "name"\n\u2028', 0.0, 1.0, turn=i)
+            trace.add("save", i * 1.0, i + 0.5, track="checkpoints")
 
     with writing(tmp_path):
         threads = [threading.Thread(target=work) for _ in range(4)]
@@ -85,7 +88,9 @@ def test_threads_write_whole_events(tmp_path):
             thread.start()
         for thread in threads:
             thread.join()
-        threading.Thread(target=lambda: trace.add("compile", 0.0, 1.0)).start()  # of no track
+        with ThreadPoolExecutor() as other:
+            other.submit(trace.add, "compile", 0.0, 1.0).result()  # of no track
+    assert len(tracks_of(tmp_path / FILE)["checkpoints"]) == 800
     events = calls(tracks_of(tmp_path / FILE), "environment calls")
     assert sorted(event["args"]["turn"] for event in events) == sorted([*range(200)] * 4)
     assert {event["name"] for event in events} == {'a "name"\n\u2028'}
@@ -112,6 +117,9 @@ def test_a_full_disk_stops_neither_the_run_nor_later_events(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     with writing(tmp_path):
+        full.append(True)
+        trace.add("evaluation", 0.0, 1.0)
+        full.clear()
         trace.add("data", 0.0, 1.0)
         full.append(True)
         trace.add("rollout", 1.0, 2.0)
@@ -128,3 +136,23 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     with writing(tmp_path):
         trace.add("data", 0.0, 1.0)
     assert FILE in caplog.text
+
+
+def test_a_run_that_lost_its_folder_leaves_the_file_to_the_other_one(tmp_path, caplog):
+    with writing(tmp_path):
+        trace.add("data", 0.0, 1.0)
+        subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+        trace.add("rollout", 1.0, 2.0)
+        trace.add("update", 2.0, 3.0)
+    assert [event["name"] for event in tracks_of(tmp_path / FILE)["trainer"]] == ["data", "rollout"]
+    assert len(caplog.messages) == 1 and FILE in caplog.text
+
+
+def test_an_error_at_the_end_of_the_file_does_not_end_the_run(tmp_path, monkeypatch):
+    def close(file):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with writing(tmp_path):
+        trace.add("data", 0.0, 1.0)
+        monkeypatch.setattr(os, "close", close)
+    monkeypatch.undo()

@@ -225,6 +225,16 @@ def test_early_stopping_rejects_a_metric_that_the_evaluation_before_training_lac
         stopping.on_row(run, {"step": 0, "eval/pass@1": 0.5})
 
 
+def test_early_stopping_waits_for_what_an_environment_reports_in_some_episodes():
+    stopping, run = EarlyStopping("eval/environment/turns"), run_control(9)
+    run.trainer.training = type("T", (), {"eval_every_n_steps": 4})
+    stopping.on_begin(run, [])
+    stopping.on_row(run, {"step": 0, "eval/pass@1": 0.5})
+    run.trainer.done = 4
+    stopping.on_row(run, {"step": 4, "eval/environment/turns": 2.0})
+    assert not run.asked
+
+
 @pytest.mark.parametrize("collapse", [40, None])
 def test_rate_probe_finds_the_rate_at_which_the_reward_collapses(collapse, capsys):
     """The reward rises with noise, and falls quickly from a step on."""

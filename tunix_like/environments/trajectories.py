@@ -230,7 +230,7 @@ class Trajectories:
             elif state.failure is not None:  # the environment failed before the first turn
                 self._ready.append(Reply(turn.group, turn.sample, None))
             else:
-                self._begin_call(self._environments.step, number, text)
+                self._begin_call("step", number, text)
 
     def replies(self, wait: bool) -> list[Reply]:
         """Returns the ready replies of all processes to turns of the policy (see `types.Responder`)."""
@@ -264,9 +264,9 @@ class Trajectories:
         if self._wait[1] - self._wait[0] >= SHOWN_SECONDS:
             trace.add("environment", *self._wait)
 
-    def _begin_call(self, call: Callable[..., None], number: int, *given: Any) -> None:
-        self._unanswered[number] = call.__name__, time.perf_counter()
-        self._timed(call, number, *given)
+    def _begin_call(self, name: str, number: int, *given: Any) -> None:
+        self._unanswered[number] = name, time.perf_counter()
+        self._timed(getattr(self._environments, name), number, *given)
 
     def check_rows(self, out: Completions, engine: str) -> None:
         """Raises UserError if the user's engine has not inserted the tokens of `Responder.opening` in all completions,
@@ -334,7 +334,7 @@ class Trajectories:
         observation (see `_opened`)."""
         for group in self._own:
             for number in self._numbers(group):
-                self._begin_call(self._environments.reset, number, self._given[group].columns)
+                self._begin_call("reset", number, self._given[group].columns)
         first: dict[int, Any] = {}
         while self._unanswered:
             for outcome in self._outcomes(wait=True):
@@ -448,7 +448,7 @@ class Trajectories:
         if state.over:
             return
         state.over = True
-        self._begin_call(self._environments.finish, number)
+        self._begin_call("finish", number)
 
 
 def _check_available(failures: Sequence[Sequence[str] | None]) -> None:

@@ -56,14 +56,18 @@ class ServedModel(WaitingFunction):
 
     def check(self) -> str:
         """Returns the model of the server. Raises UserError if the server does not answer or refuses the key."""
-        (found,) = self.wait_for(self.__name__, [self.find])
+        (found,) = self.wait_for(self.__name__, [self.probe])
         self.close()
         self.take_counts()  # these calls are of no step
         if isinstance(found, Failure):
             raise UserError(f"{found.reason}. Start the server, or correct url, model or ${self.key_env}.")
         return str(found)
 
-    async def find(self) -> str | Failure:
+    async def probe(self) -> str | Failure:
+        """Returns the model, or why it cannot be used."""
+        return await self.find()
+
+    async def find(self) -> str:
         """Finds the model, unless it is named: not every server lists its models."""
         import aiohttp
 

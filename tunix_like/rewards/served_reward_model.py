@@ -58,8 +58,8 @@ class ServedRewardModel(ServedModel):
             return float(found[0])
         return Failure("error", f"Reward '{name}': {self.url}: the model has {len(found)} labels, not one")
 
-    async def find(self) -> str | Failure:
+    async def probe(self) -> str | Failure:
         """Also scores a completion: the model may be no reward model, or have no chat template."""
-        found = await super().find()
+        found = await self.find()
         score = await self._score(self.__name__, "What is 2 + 3?", "5")
         return score if isinstance(score, Failure) else found

@@ -106,7 +106,7 @@ class WaitingFunction(GroupFunction):
         for attempt in range(limits.retries + 1):
             self.counts["calls"] += 1
             self.counts["retries"] += attempt > 0
-            wait, again, start = 0.0, True, time.perf_counter()
+            wait, again, rejected, start = 0.0, True, False, time.perf_counter()
             try:
                 async with asyncio.timeout(limits.timeout_seconds) as deadline:
                     return True, await call()
@@ -115,14 +115,14 @@ class WaitingFunction(GroupFunction):
                     failure = Failure("timeout", f"Reward '{name}' gave no answer within {limits.timeout_seconds:g} s.")
                 else:
                     failure = Failure("error", self.explain(name, error))
-                    wait, again = _after(error)
+                    wait, again, rejected = _after(error)
             finally:
                 trace.add_call("reward calls", name, start, time.perf_counter(), attempt=attempt + 1)
             if not again or attempt == limits.retries:
                 break
             delay = min(FIRST_DELAY * 2**attempt, LONGEST_DELAY) * random.uniform(1.0, 1.25)
             await asyncio.sleep(max(delay, wait))
-        return False, failure
+        return rejected, failure
 
 
 class PerCompletion(WaitingFunction):
@@ -189,8 +189,9 @@ def waiting(
     return PerCompletion(name, function, Limits(concurrency, timeout_seconds, retries))
 
 
-def _after(error: BaseException) -> tuple[float, bool]:
-    """Returns the seconds that a server asked to wait before a retry, and whether a retry can help."""
+def _after(error: BaseException) -> tuple[float, bool, bool]:
+    """Returns the seconds that a server asked to wait before a retry, whether a retry can help, and whether the server
+    rejected this one request, for example because a completion is too long for it."""
     response = getattr(error, "response", None)  # of openai and httpx; an error of aiohttp has status and headers
     status = getattr(error, "status", getattr(response, "status_code", None))
     headers = getattr(error, "headers", None) or getattr(response, "headers", None) or {}
@@ -199,4 +200,4 @@ def _after(error: BaseException) -> tuple[float, bool]:
     except ValueError:  # a date
         wait = 0.0
     refused = isinstance(status, int) and 400 <= status < 500 and status not in (408, 409, 429)
-    return wait, not refused and not isinstance(error, UserError)
+    return wait, not refused and not isinstance(error, UserError), status in (400, 413, 422)

@@ -23,7 +23,7 @@ logger = logging.getLogger("tunix_like")
 
 FILE, EARLIER = "trace.json", "trace_earlier.json"
 
-MOST_BYTES = 25_000_000
+MOST_BYTES = 10_000_000
 """Size at which the file is renamed to `EARLIER`, which it replaces, so a long run keeps its newest events."""
 
 _TRACKS = ("steps", "trainer", "rollouts ahead", "rewards ahead", "checkpoints")
@@ -71,8 +71,13 @@ class _Trace:
     def close(self) -> None:
         with self._lock:
             self._flush()
-            os.close(self._file)
-            self._file = -1
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._file >= 0:
+            with contextlib.suppress(OSError):  # a full disk of a server can show only here
+                os.close(self._file)
+        self._file = -1
 
     def add(self, track: str | None, name: str, start: float, end: float, args: Mapping[str, int]) -> None:
         if track is None:
@@ -114,10 +119,14 @@ class _Trace:
 
     def _flush(self) -> None:
         lines, self._unwritten = self._unwritten, []
-        if not lines:
+        if not lines or self._file < 0:
             return
         data = ((",\n" if self._end > 1 else "\n") + ",\n".join(lines) + "\n]").encode()
         try:
+            if os.fstat(self._file).st_size != self._end + 2:  # another run owns the folder, or a repair failed
+                logger.warning("%s was changed by something else; it gets no more events", self._path)
+                self._stop()
+                return
             if os.pwrite(self._file, data, self._end) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._end += len(data) - 2
@@ -132,6 +141,7 @@ class _Trace:
             if not self._warned:
                 logger.warning("%s cannot be written (%s), so it lacks events", self._path, error)
             self._warned = True
+            self._named.clear()  # the names may be lost too
 
 
 _trace: _Trace | None = None

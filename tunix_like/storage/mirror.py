@@ -47,6 +47,9 @@ GIVE_UP_SECONDS = 600.0
 LONGEST_WAIT = 60.0
 """Maximum seconds between two attempts; the first is repeated after one second."""
 
+_COPIES = 5
+"""Attempts to copy a file while nothing writes to it."""
+
 _GROUPS = ("checkpoints", "sft_checkpoints")
 _LOCAL = ("run.lock", STATE, "engine_weights")  # beginnings of names at the top of the folder
 
@@ -321,7 +324,11 @@ class Mirror:
                     continue
                 copy = self._stage / "files" / name
                 copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, copy)
+                for _ in range(_COPIES):
+                    shutil.copyfile(path, copy)
+                    if _version(path) == version:
+                        break
+                    version = _version(path)
                 changed[name] = version
             except FileNotFoundError:  # removed meanwhile
                 continue

@@ -173,7 +173,9 @@ class EarlyStopping(Callback):
 
     def on_row(self, run: RunControl, row: dict[str, Any]) -> None:
         self._add(row)
-        evaluated = self.metric.startswith("eval/") and any(name.startswith("eval/") for name in row)
+        # An environment may report a value only in some episodes.
+        always = self.metric.startswith("eval/") and not self.metric.startswith("eval/environment/")
+        evaluated = always and any(name.startswith("eval/") for name in row)
         if not self._seen and (evaluated or (self._first is not None and run.step >= self._first)):
             numbers = [name for name, value in row.items() if isinstance(value, int | float)]
             raise UserError(
