@@ -219,7 +219,8 @@ from tunix_like.compile import report
 from tunix_like.compile.programs import decode_program, make_plan
 from tunix_like.config.load import load
 target = report.find_target("v5e-4")
-plan = make_plan(load(sys.argv[1], sys.argv[2:]), report.Device("tpu", target.kind.memory, target.kind), target.described)
+device = report.Device("tpu", target.kind.memory, target.kind)
+plan = make_plan(load(sys.argv[1], sys.argv[2:]), device, target.described)
 print(report.compile_program(decode_program(plan)).temporaries)
 """
 
