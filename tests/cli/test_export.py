@@ -194,8 +194,8 @@ def test_export_of_a_folder(tmp_path, model, monkeypatch, capsys):
 
 def test_report_replaces_only_reports(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "read_runs", lambda folders: [])
-    text = page.build([])
-    monkeypatch.setattr(page, "build", lambda runs, gradients: text)
+    text = page.build([], [], tmp_path)
+    monkeypatch.setattr(page, "build", lambda runs, gradients, folder: text)
     out = tmp_path / "report.html"
     page.write([], str(out), None, None)
     out.write_text(text[:-100] + "an older page")

@@ -68,13 +68,16 @@ def test_card_and_upload(tmp_path, monkeypatch):
         environment = {"HF_ENDPOINT": url, "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0"}
         done = call(SCRIPT, *push, cwd=tmp_path, **environment)
         assert "--yes" in done.stdout and not created and not files
-        call(SCRIPT, *push[:-1], "hf://me/maze", "--overwrite", "--yes", cwd=tmp_path, **environment)
+        call(
+            SCRIPT, *push[:-1], "hf://me/maze", "--overwrite", "--yes", "--license", "mit", cwd=tmp_path, **environment
+        )
         assert [(each["name"], each["organization"], each["visibility"]) for each in created] == [
             ("maze", "me", "private")
         ]
         assert files == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     card = files["README.md"].decode()
     head = yaml.safe_load(card.split("---")[1])
+    assert head["license"] == "mit" and "license_name" not in head
     assert head["library_name"] == "transformers" and "maxrl" in head["tags"]
     first, last = (next(row for row in rows("run") if row.get("step") == step) for step in (0, 3))
     for name in ("pass@1", "pass@4"):

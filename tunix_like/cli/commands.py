@@ -103,6 +103,7 @@ def _add_inference(command: AddCommand) -> None:
     export.add_argument("source", help=source)
     export.add_argument("out", help="folder to write")
     export.add_argument("--adapter", action="store_true", help="write only the LoRA adapters, in the PEFT format")
+    export.add_argument("--license", metavar="ID", help="licence in the card, e.g. apache-2.0")
     export.add_argument("--push", metavar="OWNER/NAME", help="then upload OUT to the Hugging Face hub, with --yes")
     export.add_argument(
         "--yes", action="store_true", help="with --push: upload, instead of saying what it would upload"

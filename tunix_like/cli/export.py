@@ -28,7 +28,7 @@ def export(arguments: argparse.Namespace) -> None:
         _check_push(arguments.push, arguments.out)
     overrides = [*arguments.overrides, "model.attention=auto"]  # the attention kernel of the run can need other devices
     trained = open_trained(chosen_source(arguments.source, arguments.best), overrides, mesh=None)
-    further = _card(trained, arguments.adapter)
+    further = _card(trained, arguments)
     if arguments.adapter:
         save_adapter(trained.model, arguments.out, overwrite=arguments.overwrite, further=further)
         console.print_text(f"wrote the adapters of {trained.origin} to {arguments.out}; load them with peft")
@@ -72,7 +72,9 @@ def _push(arguments: argparse.Namespace) -> None:
     what = f"{len(files)} files ({size / 1e6:.1f} MB) to the private repository {arguments.push}"
     if not arguments.yes:
         names = ", ".join(path.name for path in files)
-        console.print_text(f"--push would upload {what}: {names}. Read README.md, choose the licence, and add --yes.")
+        console.print_text(
+            f"--push would upload {what}: {names}. Read the files, choose --license, and add --yes --overwrite."
+        )
         return
     from huggingface_hub import HfApi
 
@@ -86,7 +88,7 @@ def _push(arguments: argparse.Namespace) -> None:
     console.print_text(f"uploaded {what}: {place}")
 
 
-def _card(trained: Trained, adapter: bool) -> dict[str, bytes]:
+def _card(trained: Trained, arguments: argparse.Namespace) -> dict[str, bytes]:
     """Returns the files of the card of a model of a run; none for a model folder, and for a run in object storage."""
     checkpoint = Path(trained.origin)
     run = checkpoint.parent.parent
@@ -94,4 +96,4 @@ def _card(trained: Trained, adapter: bool) -> dict[str, bytes]:
         return {}
     path = trained.config.model.path
     base = path if path is not None and path.count("/") == 1 and not Path(path).exists() else None
-    return card_files(run, int(checkpoint.name), trained.config, base, adapter)
+    return card_files(run, int(checkpoint.name), trained.config, base, arguments.adapter, arguments.license)

@@ -33,7 +33,9 @@ _PRIVATE = (
 """Beginnings of keys that say nothing about the model, or name places."""
 
 
-def card_files(run: Path, step: int, config: Config, base: str | None, adapter: bool) -> dict[str, bytes]:
+def card_files(
+    run: Path, step: int, config: Config, base: str | None, adapter: bool, license: str | None
+) -> dict[str, bytes]:
     """Returns the files of a card by name: the text, and the curve of the held-out pass rate or of the reward.
 
     Args:
@@ -41,6 +43,7 @@ def card_files(run: Path, step: int, config: Config, base: str | None, adapter: 
       step: the step of the exported checkpoint.
       base: the hub id of the model that the run started from; None if it is a folder, or if there is none.
       adapter: whether only the adapters are exported.
+      license: its id on the hub; None: to be chosen.
     """
     found = read_runs([run]) if metrics.rows(run) else []
     shown = [curve for curve in curves(found) if curve.key in ("eval/pass@1", "train/rewards/mean")][-1:]
@@ -53,7 +56,7 @@ def card_files(run: Path, step: int, config: Config, base: str | None, adapter: 
     head["tags"] += ["reinforcement-learning", str(config.algorithm.advantage_estimator)]
     head |= {} if base is None else {"base_model": base}
     head |= {"datasets": [config.data.path]} if config.data.name == "hub" else {}
-    head |= {"license": "other", "license_name": "to-be-chosen"}
+    head |= {"license": "other", "license_name": "to-be-chosen"} if license is None else {"license": license}
     title = run.resolve().name
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# {title}",
@@ -61,7 +64,7 @@ def card_files(run: Path, step: int, config: Config, base: str | None, adapter: 
         f"`{config.algorithm.advantage_estimator}`, {step} steps of {config.data.batch_size} prompts with "
         f"{config.algorithm.num_generations} completions each, on the data `{config.data.name}`"
         + (f", from {base}" if base else "")
-        + ". The licence is that of the base model and of the data: choose it in the head of this file.",
+        + (". The licence is that of the base model and of the data: choose it." if license is None else "."),
         *_results(run, step),
         *([f"![{shown[0].title}]({CURVE})"] if shown else []),
         "## Settings that differ from the defaults\n\n| key | value |\n|---|---|\n" + _settings(config),

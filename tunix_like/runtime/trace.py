@@ -1,5 +1,5 @@
 """Writes `trace.json`: when a run did what, as an array of Chrome trace events, for ui.perfetto.dev and
-chrome://tracing.
+speedscope.
 
 `writing` opens the file of a run. The other functions add events to it; they do nothing while no file is open. Times
 are values of `time.perf_counter`; the file has microseconds of wall time, so the parts of a resumed run follow each

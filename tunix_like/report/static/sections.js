@@ -241,7 +241,7 @@ function passRates() {
 
 function traceLinks() {
   const links = DATA.runs.filter((run) => run.trace).flatMap((run) => [make("a", { href: run.trace, download: "" }, `trace.json of ${run.name}`), ", "]);
-  return links.length ? make("p", { class: "note" }, "Every activity and call on one time line: ", ...links.slice(0, -1), ". Open the file in ui.perfetto.dev (Open trace file) or chrome://tracing.") : null;
+  return links.length ? make("p", { class: "note" }, "Every activity and call on one time line: ", ...links.slice(0, -1), ". Download it, and open it in ui.perfetto.dev (Open trace file) or in speedscope.") : null;
 }
 
 function timeSection() {
