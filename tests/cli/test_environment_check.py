@@ -173,6 +173,7 @@ def test_failing_gold_answers_are_reported_without_an_error(capsys):
     )
 
 
+@pytest.mark.slow
 def test_failures_by_cause(capsys):
     status, said = check(capsys, "environment.name=mine.py:Broken", "environment.timeout_seconds=1")
     rows = rows_of(said.out)
@@ -193,6 +194,7 @@ def test_tools_are_called_once_and_their_schemas_shown(capsys):
     assert "error: the tool call is not valid" in rows["a broken tool call"][6]
 
 
+@pytest.mark.slow
 def test_a_tool_that_ends_its_process(capsys):
     status, said = check(capsys, "environment.tools=[mine.py:exits]", "rewards.functions=[{name: mine.py:right}]")
     assert status == 1 and "tool exits: Environment 'tools': " in said.out

@@ -9,6 +9,7 @@ import pytest
 
 from tests.environments.agents_program import RESULT, SCHEMA, SYSTEM
 from tests.environments.test_verifiers import TOKENIZER
+from tests.parameters import others_slow
 from tests.serving import served
 from tests.serving.conversations import OPENED, THOUGHT_AND_CALL, template
 from tests.tiny_model import HF
@@ -36,8 +37,8 @@ def program(monkeypatch):
     monkeypatch.setattr(verifiers_process.importlib.util, "find_spec", lambda name: True)
 
 
-@pytest.mark.parametrize("opened", [False, True], ids=["thought", "opened"])
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("opened", others_slow([False, True], False), ids=["thought", "opened"])
+@pytest.mark.parametrize("stream", others_slow([False, True], True), ids=["whole", "stream"])
 @pytest.mark.parametrize("protocol", ["responses", "messages"])
 def test_a_tool_loop_keeps_the_sampled_tokens(program, protocol, stream, opened):
     """The oracle is the rendering of the same conversation as messages of chat completions."""

@@ -188,6 +188,7 @@ def test_adapters_of_an_abstract_model(model):
         assert all(jax.tree.leaves(same))
 
 
+@pytest.mark.slow
 def test_merge_into_bfloat16_rounds_once(model):
     """For a bfloat16 base the sum is computed in float32, and equals the rounded float64 sum."""
     base, _ = load_model(HF, init="random", param_dtype=jnp.bfloat16)

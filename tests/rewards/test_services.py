@@ -169,6 +169,7 @@ def test_equal_answers_are_judged_once():
         judge.close()
 
 
+@pytest.mark.slow
 def test_of_a_served_model():
     weights, tokenizer = served.speaker(["Score", ": ", "7"])
     with served.running(weights, tokenizer, longest=2000) as (url, _):

@@ -131,6 +131,7 @@ def test_invalid_environment_is_rejected_before_any_compilation(tmp_path, enviro
         assemble(load(write(tmp_path, **environment)), abstract=True)
 
 
+@pytest.mark.slow
 def test_the_summary_shows_the_first_observation_and_evaluations_share_the_environments(tmp_path, capsys):
     config = write(tmp_path)
     source = tmp_path / "letters.py"
@@ -150,6 +151,7 @@ def test_the_summary_shows_the_first_observation_and_evaluations_share_the_envir
         parts.environments.close()
 
 
+@pytest.mark.slow
 def test_prompt_that_is_too_long_with_its_first_observation_is_found_before_sft(tmp_path, caplog):
     config = write(tmp_path)
     source = tmp_path / "letters.py"

@@ -226,7 +226,8 @@ def test_metrics_are_those_of_the_plain_models(case):
     assert differ(params_of(model), made.params)
 
 
-@pytest.mark.parametrize("divergence", others_slow(DIVERGENCES, "jsd"))
+@pytest.mark.slow
+@pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_learns_the_teacher_without_rewards(divergence):
     made = distilled(divergence, max_steps=40, actor_optimizer=OptimizerConfig(learning_rate=0.03))
     rows = collect(made, ROWS, ROWS[:2])

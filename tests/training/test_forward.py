@@ -218,6 +218,7 @@ def cost_batch(groups: int, size: int) -> GroupBatch:
     )
 
 
+@pytest.mark.slow
 def test_the_prompt_is_computed_once():
     """Compares compiled FLOPs of one group of 16 on a prompt of 512 with 16 groups of one on the same prompt. A loop's
     body is counted once and run once: layers are unrolled, and there is one set, one chunk and one piece of

@@ -223,6 +223,7 @@ def test_the_schedule_counts_updates_of_the_policy():
     assert rates[1][3:] == rates[0] and len(set(rates[0])) == 5
 
 
+@pytest.mark.slow
 def test_several_updates_use_the_values_before_the_first():
     """Of two passes with half of the prompts each, only the first update has the values of the estimates."""
     algo = PPOConfig(num_generations=4, num_iterations=2)

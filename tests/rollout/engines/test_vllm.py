@@ -37,6 +37,7 @@ def quantized():
     return load_model(HF, init="random", seed=0, quantize="int8")[0]
 
 
+@pytest.mark.slow
 def test_each_step_is_sampled_with_its_own_weights(serve, connect, tmp_path):
     """Each step is sampled with its own weights. If an evaluation precedes the step, the evaluation has already sent
     them."""
