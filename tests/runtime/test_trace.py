@@ -149,10 +149,15 @@ def test_a_run_that_lost_its_folder_leaves_the_file_to_the_other_one(tmp_path, c
 
 
 def test_an_error_at_the_end_of_the_file_does_not_end_the_run(tmp_path, monkeypatch):
+    really, failed = os.close, []
+
     def close(file):
+        really(file)
+        failed.append(file)
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     with writing(tmp_path):
         trace.add("data", 0.0, 1.0)
         monkeypatch.setattr(os, "close", close)
     monkeypatch.undo()
+    assert failed and list(tracks_of(tmp_path / FILE)) == ["trainer"]
