@@ -2,6 +2,7 @@
 models against servers whose verdicts are known."""
 
 import asyncio
+import collections
 import json
 from pathlib import Path
 
@@ -12,12 +13,14 @@ import pytest
 import tunix_like
 from benchmarks.judge_server import make_app
 from tests.serving import served
+from tests.traces import calls, tracks_of
 from tests.training.small_learner import ROWS, make
 from tunix_like import Callback, RolloutConfig
 from tunix_like.cli.main import main
 from tunix_like.errors import EngineLost, UserError
 from tunix_like.rewards import Judge, Limits, ServedRewardModel, score, services, waiting
 from tunix_like.rollout.rollouts import score_completions, weighted_rewards
+from tunix_like.runtime import trace
 from tunix_like.types import Problem
 
 TEXTS = [f"answer {i}" for i in range(8)]
@@ -57,7 +60,7 @@ def test_one_completion_a_call():
     assert most == 3 and counts["calls"] == 8 and counts["retries"] == 0
 
 
-def test_only_the_failing_completion_is_lost():
+def test_only_the_failing_completion_is_lost(tmp_path):
     async def rate(completion, **columns):
         if completion == "answer 3":
             raise RuntimeError("no answer for 3")
@@ -67,7 +70,10 @@ def test_only_the_failing_completion_is_lost():
             await asyncio.sleep(60)
         return "seven" if completion == "answer 6" else 1.0
 
-    got, counts = run(waiting(rate, timeout_seconds=0.2, retries=1))
+    with trace.writing(tmp_path):
+        got, counts = run(waiting(rate, timeout_seconds=0.2, retries=1))
+    attempts = calls(tracks_of(tmp_path / trace.FILE), "reward calls")
+    assert collections.Counter(event["name"] for event in attempts) == {"rate": 5, "rate failed": 6}
     assert np.flatnonzero(~got.scored).tolist() == [3, 4, 5, 6]
     assert np.flatnonzero(got.timeouts).tolist() == [5] and np.flatnonzero(got.errors).tolist() == [3, 4, 6]
     assert "no answer for 3" in got.first_failure and counts["retries"] == 3

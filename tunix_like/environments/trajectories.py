@@ -398,7 +398,10 @@ class Trajectories:
         if (begun := self._unanswered.pop(outcome.number, None)) is not None:
             name, start = begun
             start, end = outcome.called or (start, time.perf_counter())
-            trace.add_call("environment calls", name, start, end, trajectory=outcome.number, turn=state.turns)
+            failed = outcome.failure is not None
+            trace.add_call(
+                "environment calls", name, start, end, failed=failed, trajectory=outcome.number, turn=state.turns
+            )
         state.reward += outcome.reward
         state.info |= outcome.info
         state.environment = outcome.environment

@@ -185,8 +185,6 @@ class _Batch:
 
     def _take(self, worker: Worker, call: _Call, loading: bool, answer: Mapping[str, Any] | Failure) -> None:
         """Handles the end of a call, or of the start of the worker that is to execute the call."""
-        if isinstance(answer, Failure) or not loading:
-            trace.add_call("reward calls", self.name, call.start, time.perf_counter(), completions=len(call.rows))
         if isinstance(answer, Failure):
             worker.kill()
             return self._failed(call, answer.kind, f"Reward function '{self.name}': {answer.reason}")
@@ -212,12 +210,18 @@ class _Batch:
         else:
             failures = {i: Failure(kind, reason) for i, kind, reason in answer["failures"]}
             copy_rewards(self.results, call.rows, FunctionRewards(np.array(answer["rewards"], float), failures))
+            self._trace(call, failed=False)
 
     def _failed(self, call: _Call, kind: FailureKind, reason: str, of_all: bool = False) -> None:
         """Handles a failed call of the reward function. Records the failure if the call had a single completion, or if
         the failure concerns all completions of the call (`of_all`). Otherwise schedules one call per completion."""
         self.wasted += time.perf_counter() - call.start
+        self._trace(call, failed=True)
         if of_all or len(call.rows) == 1:
             self.results.failures.update(dict.fromkeys(call.rows, Failure(kind, reason)))
         else:
             self.queue.extend(_Call(range(i, i + 1)) for i in call.rows)
+
+    def _trace(self, call: _Call, failed: bool) -> None:
+        end, count = time.perf_counter(), len(call.rows)
+        trace.add_call("reward calls", self.name, call.start, end, failed=failed, completions=count)

@@ -106,10 +106,12 @@ class WaitingFunction(GroupFunction):
         for attempt in range(limits.retries + 1):
             self.counts["calls"] += 1
             self.counts["retries"] += attempt > 0
-            wait, again, rejected, start = 0.0, True, False, time.perf_counter()
+            wait, again, rejected, start, failed = 0.0, True, False, time.perf_counter(), True
             try:
                 async with asyncio.timeout(limits.timeout_seconds) as deadline:
-                    return True, await call()
+                    answer = await call()
+                    failed = isinstance(answer, Failure)
+                    return True, answer
             except (Exception, SystemExit) as error:  # a SystemExit would end the event loop
                 if deadline.expired():
                     failure = Failure("timeout", f"Reward '{name}' gave no answer within {limits.timeout_seconds:g} s.")
@@ -117,7 +119,8 @@ class WaitingFunction(GroupFunction):
                     failure = Failure("error", self.explain(name, error))
                     wait, again, rejected = _after(error)
             finally:
-                trace.add_call("reward calls", name, start, time.perf_counter(), attempt=attempt + 1)
+                end = time.perf_counter()
+                trace.add_call("reward calls", name, start, end, failed=failed, attempt=attempt + 1)
             if not again or attempt == limits.retries:
                 break
             delay = min(FIRST_DELAY * 2**attempt, LONGEST_DELAY) * random.uniform(1.0, 1.25)

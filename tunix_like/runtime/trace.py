@@ -174,10 +174,11 @@ def add(name: str, start: float, end: float, track: str | None = None, **args: i
         trace.add(track, name, start, end, args)
 
 
-def add_call(group: str, name: str, start: float, end: float, **args: int) -> None:
-    """Adds a call to a group of `_GROUPS`, in which calls can overlap."""
+def add_call(group: str, name: str, start: float, end: float, *, failed: bool = False, **args: int) -> None:
+    """Adds a call to a group of `_GROUPS`, in which calls can overlap. One that failed has another name, and so another
+    color."""
     if (trace := _trace) is not None:
-        trace.add_call(group, name, start, end, args)
+        trace.add_call(group, f"{name} failed" if failed else name, start, end, args)
 
 
 @contextlib.contextmanager
