@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 from tests.models.layer_kinds import EXPERTS_BESIDE, SHARED_KEYS
-from tests.parameters import others_slow
 from tunix_like.config.schema import LoraConfig
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
@@ -81,9 +80,11 @@ def plain_gradients(name: str, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", others_slow([WHOLE, LAYOUTS[2]], LAYOUTS[2]), ids=str)
-@pytest.mark.parametrize("remat", others_slow([False, True], True))
-@pytest.mark.parametrize("name", others_slow(MODELS, "equal layers"))
+@pytest.mark.parametrize(
+    "name, remat, layout",
+    [(name, True, LAYOUTS[2]) for name in MODELS] + [("equal layers", remat, WHOLE) for remat in (False, True)],
+    ids=str,
+)
 def test_stacked_layers_have_the_same_gradient(name, remat, layout):
     """Compares the gradient of every parameter, for lanes with their own prompts (`WHOLE`) and for lanes that select a
     prompt of a set."""
