@@ -237,6 +237,34 @@ def test_decoding_of_the_tpu_compiler_gathers_few_layers_at_a_time(tmp_path):
     assert 0 < int(done.stdout.splitlines()[-1]) < layers
 
 
+EXPERTS = """
+from tunix_like.compile import devices
+devices.prepare()
+import jax, jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from tunix_like.compile.costs import Counter
+from tunix_like.models.grouped_products import grouped_product
+
+kind, number, _ = devices.parse_devices("v5e-1")
+device = SingleDeviceSharding(devices.described_devices(kind, number)[0])
+
+def gradients(x, matrices, sizes, cotangent):
+    return jax.vjp(lambda x, matrices: grouped_product(x, matrices, sizes), x, matrices)[1](cotangent)
+
+shapes = ((5000, 1536), jnp.bfloat16), ((16, 1536, 640), jnp.bfloat16), ((16,), jnp.int32), ((5000, 640), jnp.bfloat16)
+given = (jax.ShapeDtypeStruct(shape, dtype, sharding=device) for shape, dtype in shapes)
+print(Counter(jax.jit(gradients).lower(*given).compile().as_text(), {}).total().operations)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed")
+def test_gradients_of_experts_by_the_tpu_compiler(tmp_path):
+    """All products are in kernels, so none is over all rows for every expert."""
+    done = python("-c", EXPERTS, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.splitlines()[-1]) == 0
+
+
 class Timed(programs.Compiled):
     """A compiled program with given predicted times."""
 

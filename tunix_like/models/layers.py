@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, Integer
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.delta_rule import Memory, Past, convolve, delta_rule, tail_after
 from tunix_like.models.fields import Experts, LinearScaling, ProportionalScaling, RopeScaling, Scaling, YarnScaling
+from tunix_like.models.grouped_products import grouped_product
 from tunix_like.models.quantization import quantized_product
 from tunix_like.models.sharding import per_device, split_tokens, splits_over_experts
 
@@ -360,8 +361,8 @@ class ExpertMLPs(nnx.Module):
         self.dtype = kinds["dtype"]
 
     def __call__(self, x: Float[Array, "N D"], chosen: Int[Array, "N"]) -> Float[Array, "N D"]:
-        """Applies expert `chosen[i]` to row `i` of `x`. `chosen` is sorted. The results of rows whose expert is beyond
-        the last are undefined."""
+        """Applies expert `chosen[i]` to row `i` of `x`. `chosen` is sorted. Rows whose expert is beyond the last give
+        zeros."""
         gate, up = (self._product(x, projection, chosen) for projection in (self.gate_proj, self.up_proj))
         # On a mesh with `tp`, a device has a share of the width and `per_device` adds the results up, so each device
         # adds this share of the bias.
@@ -373,7 +374,7 @@ class ExpertMLPs(nnx.Module):
     ) -> Float[Array, "N O"]:
         number = projection.kernel.shape[0]
         sizes = jnp.bincount(chosen, length=number).astype(jnp.int32)
-        out = jax.lax.ragged_dot(x, projection.kernel[...].astype(self.dtype), sizes)
+        out = grouped_product(x, projection.kernel[...].astype(self.dtype), sizes)
         if projection.bias is None:
             return out
         # A product, because the gradient of a gather would be a scatter to few rows.
@@ -526,12 +527,10 @@ def _one_round(graph: Any, size: int, number: Array, indices: Any, inputs: Any) 
     """
     params, x, weights = inputs
     place, expert = (jax.lax.dynamic_slice_in_dim(y, number * size, size) for y in indices)
-    experts = nnx.merge(graph, params)
-    real = (expert < experts.gate_proj.kernel.shape[0])[:, None]
     token = place // weights.shape[1]
-    out = experts(jnp.where(real, x[token], 0), expert)
+    out = nnx.merge(graph, params)(x[token], expert)
     share = weights.reshape(-1)[place].astype(out.dtype)[:, None]
-    added = jnp.where(real, out, 0).astype(jnp.float32) * share.astype(jnp.float32)
+    added = out.astype(jnp.float32) * share.astype(jnp.float32)
     return jnp.zeros(x.shape, jnp.float32).at[token].add(added)
 
 
