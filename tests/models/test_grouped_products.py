@@ -33,12 +33,13 @@ def cotangent(rows, columns):
     return np.sin(np.arange(rows)[:, None] + 2.0 * np.arange(columns))
 
 
-@pytest.mark.parametrize("kernel", [False, True], ids=["XLA", "kernel"])
+@pytest.mark.parametrize("how", ["ragged_dot", "tiles", "kernel"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("count, inputs, outputs", [(260, 24, 40), (260, 1200, 8)], ids=["small", "a part of a tile"])
-def test_values_and_gradients_equal_a_loop(count, inputs, outputs, sizes, kernel, monkeypatch):
+def test_values_and_gradients_equal_a_loop(count, inputs, outputs, sizes, how, monkeypatch):
     """XLA may leave rows beyond all groups as they were in memory. Their results and gradients are zeros."""
-    monkeypatch.setattr(grouped_products, "INTERPRET", kernel)
+    monkeypatch.setattr(grouped_products, "INTERPRET", how == "kernel")
+    monkeypatch.setattr(grouped_products, "FEW_ROWS", 0 if how == "tiles" else 4096)
     ragged_dot = jax.lax.ragged_dot
 
     def leaving(x, matrices, sizes):

@@ -1,11 +1,15 @@
 """Products of sorted rows with one matrix per group, for mixtures of experts.
 
-XLA:TPU has kernels for `jax.lax.ragged_dot` and for the gradient of its rows. The gradient of the matrices it computes
-from all rows for every group: 16 times the operations for 16 groups. In bfloat16, this product therefore runs in the
-kernel of Megablox (arXiv 2211.15841) that jax ships, which visits only the rows of each group.
+XLA computes `jax.lax.ragged_dot` on CPUs and GPUs from all rows for every group: 128 times the operations for 128
+groups. For many rows, batched products of tiles, each with rows of one group and a copy of its matrix, replace it.
+
+XLA:TPU has kernels for the product and for the gradient of its rows, but not for that of the matrices. In bfloat16,
+the latter runs in the kernel of Megablox (arXiv 2211.15841) that jax ships.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +19,10 @@ INTERPRET = False
 """Whether the kernel runs in its interpreter, on any platform. Tests set this, because they have no TPU."""
 
 SIDE = 1024
-"""Largest side of a tile of a matrix. With 512 rows, the tiles of the kernel take 12 of 16 MB of on-chip memory."""
+"""Largest side of a tile of a matrix in the kernel. With 512 rows, its tiles take 12 of 16 MB of on-chip memory."""
+
+FEW_ROWS = 4096
+"""Number of rows up to which a product with all matrices moves fewer bytes than copies of matrices, as in decoding."""
 
 
 @jax.custom_vjp
@@ -24,7 +31,12 @@ def grouped_product(
 ) -> Float[Array, "N O"]:
     """Multiplies the first `sizes[0]` rows of `x` by the first matrix, the next `sizes[1]` by the second, and so on.
     Rows beyond give zeros, and have no gradient."""
-    return _known(jax.lax.ragged_dot(x, matrices, sizes), sizes)
+    if len(x) <= FEW_ROWS:
+        out = jax.lax.ragged_dot(x, matrices, sizes)
+    else:
+        out = jax.lax.platform_dependent(x, matrices, sizes, tpu=jax.lax.ragged_dot, default=_product_of_tiles)
+    # On TPUs, rows beyond all groups can hold anything.
+    return jnp.where((jnp.arange(len(x)) < sizes.sum())[:, None], out, 0)
 
 
 def _forward(x: Array, matrices: Array, sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
@@ -33,23 +45,14 @@ def _forward(x: Array, matrices: Array, sizes: Array) -> tuple[Array, tuple[Arra
 
 def _backward(saved: tuple[Array, Array, Array], cotangent: Array) -> tuple[Array, Array, None]:
     x, matrices, sizes = saved
-    of_x = jax.lax.ragged_dot(cotangent, matrices.swapaxes(1, 2), sizes)
+    kernel = _sums_in_kernel if x.dtype == jnp.bfloat16 else _sums
+    default = _sums if len(x) <= FEW_ROWS else _sums_of_tiles
     given = x, cotangent, sizes
-    if x.dtype != jnp.bfloat16:
-        of_matrices = _sums(*given)
-    elif INTERPRET:
-        of_matrices = _sums_in_kernel(*given)
-    else:
-        of_matrices = jax.lax.platform_dependent(*given, tpu=_sums_in_kernel, default=_sums)
-    return _known(of_x, sizes), of_matrices.astype(matrices.dtype), None
+    of_matrices = kernel(*given) if INTERPRET else jax.lax.platform_dependent(*given, tpu=kernel, default=default)
+    return grouped_product(cotangent, matrices.swapaxes(1, 2), sizes), of_matrices.astype(matrices.dtype), None
 
 
 grouped_product.defvjp(_forward, _backward)
-
-
-def _known(x: Float[Array, "N O"], sizes: Int[Array, "E"]) -> Float[Array, "N O"]:
-    """Replaces the rows beyond all groups, which kernels do not write, by zeros."""
-    return jnp.where((jnp.arange(len(x)) < sizes.sum())[:, None], x, 0)
 
 
 def _sums(x: Float[Array, "N I"], y: Float[Array, "N O"], sizes: Int[Array, "E"]) -> Float[Array, "E I O"]:
@@ -59,11 +62,67 @@ def _sums(x: Float[Array, "N I"], y: Float[Array, "N O"], sizes: Int[Array, "E"]
 
 
 def _sums_in_kernel(x: Float[Array, "N I"], y: Float[Array, "N O"], sizes: Int[Array, "E"]) -> Float[Array, "E I O"]:
-    """Computes `_sums`. Each group computes whole tiles, so a tile has at most as many rows as the mean group, and at
-    least 128."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-    rows = next((size for size in (512, 256) if len(x) >= size * len(sizes)), 128)
+    rows = max(rows_of_tile(len(x), len(sizes)), 128)
     x, y = (jnp.pad(z, ((0, -len(z) % rows), (0, 0))) for z in (x, y))
     tile = rows, min(x.shape[1], SIDE), min(y.shape[1], SIDE)
     return tgmm(x.T, y, sizes, x.dtype, tile, interpret=INTERPRET)
+
+
+def rows_of_tile(count: int, groups: int) -> int:
+    """Returns the number of rows of a tile: at most those of a mean group, because every group fills its last tile."""
+    return next((size for size in (512, 256, 128, 64) if count >= size * groups), 32)
+
+
+class Tiles(NamedTuple):
+    """M tiles of T rows, each with rows of one group.
+
+    Attributes:
+      group: the group of each tile.
+      row: the row of each place in a tile; N for places without a row.
+      place: the place of each row, in the order of the tiles; M T for rows beyond all groups.
+    """
+
+    group: Int[Array, "M"]
+    row: Int[Array, "M T"]
+    place: Int[Array, "N"]
+
+
+def tiles_of(count: int, sizes: Int[Array, "E"]) -> Tiles:
+    """Cuts groups of `sizes` rows, of `count` rows together with those beyond, into tiles."""
+    rows = rows_of_tile(count, len(sizes))
+    number = count // rows + len(sizes)  # enough for any sizes
+    tiles = -(-sizes // rows)
+    ends, last = jnp.cumsum(sizes), jnp.cumsum(tiles)
+    starts, first = ends - sizes, last - tiles
+    tile, row = jnp.arange(number), jnp.arange(count)
+    group = jnp.minimum(jnp.searchsorted(last, tile, side="right"), len(sizes) - 1)
+    of_tile = (starts[group] + (tile - first[group]) * rows)[:, None] + jnp.arange(rows)[None]
+    own = jnp.minimum(jnp.searchsorted(ends, row, side="right"), len(sizes) - 1)
+    place = first[own] * rows + row - starts[own]
+    return Tiles(
+        group,
+        jnp.where(of_tile < ends[group][:, None], of_tile, count),
+        jnp.where(row < ends[-1], place, number * rows),
+    )
+
+
+def _product_of_tiles(
+    x: Float[Array, "N I"], matrices: Float[Array, "E I O"], sizes: Int[Array, "E"]
+) -> Float[Array, "N O"]:
+    tiles = tiles_of(len(x), sizes)
+    out = jnp.einsum("mti,mio->mto", _rows(x, tiles.row), matrices[tiles.group])
+    return _rows(out.reshape(-1, out.shape[-1]), tiles.place)
+
+
+def _sums_of_tiles(x: Float[Array, "N I"], y: Float[Array, "N O"], sizes: Int[Array, "E"]) -> Float[Array, "E I O"]:
+    tiles = tiles_of(len(x), sizes)
+    products = jnp.einsum("mti,mto->mio", _rows(x, tiles.row), _rows(y, tiles.row), preferred_element_type=jnp.float32)
+    sums = jax.ops.segment_sum(products, tiles.group, len(sizes), indices_are_sorted=True)
+    return sums.astype(x.dtype)
+
+
+def _rows(x: Float[Array, "N I"], index: Int[Array, "*M"]) -> Float[Array, "*M I"]:
+    """Returns rows of `x`, and zeros for the index N."""
+    return x.at[index].get(mode="fill", fill_value=0)

@@ -403,8 +403,7 @@ class MixtureOfExperts(nnx.Module):
     sort the tokens of all devices together. With the axis `ep`, a device has a part of the experts: it receives the
     tokens of all devices along `ep`, and these add up their results (an all-gather and a reduce-scatter; for `k` of at
     least the size of `ep`, an exchange of the k copies of each token would move no less). The router matrix is cast to
-    the compute dtype in training and in sampling, because trainer and sampler must select the same experts. On the CPU,
-    XLA computes a grouped product as one product over all experts, with the same result.
+    the compute dtype in training and in sampling, because trainer and sampler must select the same experts.
     """
 
     def __init__(self, config: DecoderConfig, experts: Experts, **kinds: Any):
