@@ -5,14 +5,15 @@
 #
 # Replace: nodes, GPUs and partition of your cluster; $SCRATCH, a file system that all nodes share.
 # SLURM sends SIGTERM two minutes before the time limit, the run saves, and the job is queued again; so it is after a lost
-# process. The run resumes. Status 2 (bad input) ends the job.
+# process (a signal, or status 70). The run resumes. Other errors end the job.
 # Run: two processes that find each other by the variables of `srun` (tests/runtime/test_processes.py). Not run: on a
 # cluster.
 #SBATCH --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=8
 #SBATCH --signal=TERM@120 --requeue
+folder="${SCRATCH:?set it to a folder that all nodes share}/qwen3_1.7b"
 status=0
-srun --kill-on-bad-exit=1 tunix-like train examples/gsm8k/qwen3_1.7b.yaml training.output_dir="$SCRATCH/qwen3_1.7b" || status=$?
-if [ "$status" != 0 ] && [ "$status" != 2 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then
+srun --kill-on-bad-exit=1 tunix-like train examples/gsm8k/qwen3_1.7b.yaml training.output_dir="$folder" || status=$?
+if { [ "$status" = 70 ] || [ "$status" = 75 ] || [ "$status" -ge 128 ]; } && [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -16,8 +16,8 @@ from tunix_like.runtime.accelerators import KINDS
 
 @pytest.mark.parametrize(
     ("text", "kind", "number"),
-    [("v5e-8", "v5e", 8), ("v5e-1", "v5e", 1), ("v5p-128", "v5p", 128), ("v6e-256", "v6e", 256), ("8xh100", "h100", 8),
-     ("8xH200", "h200", 8), ("h100-3", "h100", 3), ("16xa100", "a100", 16), ("4", None, 4)],
+    [("v5e-8", "v5e", 8), ("v5litepod-16", "v5e", 16), ("v5p-128", "v5p", 128), ("v6e-256", "v6e", 256),
+     ("8xh100", "h100", 8), ("8xH200", "h200", 8), ("h100-3", "h100", 3), ("16xa100", "a100", 16), ("4", None, 4)],
 )  # fmt: skip
 def test_devices_are_parsed(text, kind, number):
     assert parse_devices(text) == (kind and KINDS[kind], number, 1)

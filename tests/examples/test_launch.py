@@ -205,19 +205,22 @@ def test_skypilot_command(tmp_path, nodes):
 def test_xpk_command(tmp_path, pathways):
     stand_in(tmp_path, "bin/xpk")
     environment = {"PATHWAYS": "1", "BUCKET": "gs://bucket"} if pathways else {"PATHWAYS": ""}
+    environment |= {"REGISTRY": "registry", "STORAGE": "filestore"}
     script = f"{LAUNCH / 'xpk.sh'} cluster project zone 2 --spot"
     words = shlex.split(run(script, tmp_path, **environment).stdout)
     options = dict(word.split("=", 1) for word in words if "=" in word)
     kind = "create-pathways" if pathways else "create"
     assert words[:3] == ["xpk", "workload", kind] and words[-1] == "--spot" and options["--num-slices"] == "2"
-    program, *command = shlex.split(options["--command"])
-    assert program == "tunix-like" and options["--tpu-type"] == "v5litepod-16"
+    home, program, *command = shlex.split(options["--command"])
+    assert (home, program) == ("HF_HOME=/runs/huggingface", "tunix-like")
+    assert options["--tpu-type"] == "v5litepod-16" and options["--storage"] == "filestore"
     check_command(command, 32)
-    assert options["--docker-image"] == f"REGISTRY/tunix-like:{'pathways' if pathways else 'tpu'}"
+    assert options["--docker-image"] == f"registry/tunix-like:{'pathways' if pathways else 'tpu'}"
 
 
 @pytest.mark.parametrize(
-    ("status", "restarts", "again"), [(0, 0, False), (2, 0, False), (75, 0, True), (143, 19, True), (70, 20, False)]
+    ("status", "restarts", "again"),
+    [(0, 0, False), (1, 0, False), (2, 0, False), (75, 0, True), (143, 19, True), (70, 20, False)],
 )
 def test_slurm_script_queues_the_job_again(tmp_path, status, restarts, again):
     stand_in(tmp_path, "bin/srun", str(status))

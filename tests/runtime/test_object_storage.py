@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import fsspec
@@ -151,3 +152,16 @@ def test_mistakes(bucket, monkeypatch, capsys):
     run = f"training.output_dir={bucket}/run"
     assert cli.main(["train", "examples/debug/reverse_text.yaml", "--dry-run", run]) == 2
     assert f"training.output_dir: {bucket}/run needs the package {package}" in capsys.readouterr().err
+
+
+def test_a_bucket_that_does_not_exist_is_named(monkeypatch, capsys):
+    """As s3fs reports it."""
+
+    class Absent(fsspec.AbstractFileSystem):
+        def find(self, path, **options):
+            raise FileNotFoundError("The specified bucket does not exist")
+
+    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "s3", Absent)
+    argv = ["train", "examples/debug/reverse_text.yaml", "training.output_dir=s3://absent/run", "--dry-run"]
+    assert cli.main(argv) == 2
+    assert re.search("training.output_dir: s3://absent/run .*bucket does not exist", capsys.readouterr().err)

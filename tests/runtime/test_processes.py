@@ -371,7 +371,7 @@ def test_incomplete_options_are_rejected(said, options):
 
 LATE = (
     "import sys; from tunix_like.cli.main import main; from tunix_like.runtime import processes; "
-    "processes.START_SECONDS = 3; sys.exit(main(sys.argv[1:]))"
+    "processes.START_SECONDS, processes.NOTE_SECONDS = 3, 0.5; sys.exit(main(sys.argv[1:]))"
 )
 
 
@@ -399,6 +399,7 @@ def test_failed_connection_ends_with_a_message(tmp_path):
     for (status, _, error), (*_, said) in zip(found, cases, strict=True):
         lines = [line for line in error.splitlines() if line.startswith("error: ")]
         assert status == 2 and len(lines) == 1 and said in lines[0], error
+        assert ("waiting for the other processes" in error) == ("port" not in said), error
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "no-such-host.invalid"])

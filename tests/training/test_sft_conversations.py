@@ -237,7 +237,6 @@ def test_command_trains_on_a_file_and_names_bad_lines(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(
         f"model: {{path: {tmp_path / 'model'}}}\n"
         f"data: {{name: jsonl, path: {tmp_path / 'rows.jsonl'}, eval_size: 1}}\n"
-        "algorithm: {advantage_estimator: maxrl}\n"
         "sft: {max_steps: 2, batch_size: 8, optimizer: {learning_rate: 1.0e-2}}\n"
         "rollout: {max_prompt_length: 512, max_tokens_to_generate: 256}\n"
         f"training: {{output_dir: {tmp_path / 'run'}}}\n"

@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tunix_like.errors import UserError
 from tunix_like.report.listing import list_runs, run_folders, show
 from tunix_like.runs.sweep import Sweep, Trial, read_sweep
 from tunix_like.runtime import console
+from tunix_like.runtime.object_storage import is_remote
 from tunix_like.storage.run_state import RunState, run_state
 
 EVERY_SECONDS = 10.0
@@ -22,6 +24,8 @@ EVERY_SECONDS = 10.0
 
 def runs(arguments: argparse.Namespace) -> None:
     """Prints a table of the runs below a folder."""
+    if is_remote(arguments.folder):
+        raise UserError(f"runs: {arguments.folder}: runs are listed in local folders; `report` reads one in a bucket.")
     show(list_runs(Path(arguments.folder), arguments.metric, arguments.filters, arguments.sort), arguments.metric)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 from tunix_like.cli.common import setup_jax
 from tunix_like.config.load import load
@@ -20,7 +21,7 @@ def train(arguments: argparse.Namespace) -> None:
     from tunix_like.runs.describe import check_memory
     from tunix_like.runs.folder import run_folder
     from tunix_like.runtime import processes
-    from tunix_like.runtime.object_storage import exists, is_remote
+    from tunix_like.runtime.object_storage import is_remote, names_below
     from tunix_like.storage.mirror import local_folder
     from tunix_like.training.display import StepLines
 
@@ -32,7 +33,7 @@ def train(arguments: argparse.Namespace) -> None:
         warn_shared(parts.source.train, parts.source.eval)
         recipe.check_servers(parts)
         if is_remote(place):
-            exists(str(place), "training.output_dir")
+            names_below(str(place), "training.output_dir")
         checked = "" if check_memory(parts) else ", except memory, which the device does not report"
         print(
             "memory and times on other devices: tunix-like doctor --config CONFIG --devices v5e-8\n"
@@ -64,6 +65,10 @@ def sft(arguments: argparse.Namespace) -> None:
     config = load(arguments.config, arguments.overrides)
     if not config.sft.max_steps:
         raise UserError("sft.max_steps: 0 means no training; set it, e.g. sft.max_steps=300.")
+    if config.algorithm.advantage_estimator is None:  # SFT has none, but a config with RL does
+        config = dataclasses.replace(
+            config, algorithm=dataclasses.replace(config.algorithm, advantage_estimator="grpo")
+        )
     setup_jax()
     from tunix_like.cli import screen
     from tunix_like.data.shared import warn_shared

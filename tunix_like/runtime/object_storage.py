@@ -100,7 +100,9 @@ def find(system: Any, root: str) -> dict[str, Any]:
     system.invalidate_cache()
     try:
         found = system.find(root, detail=True)
-    except FileNotFoundError:  # no bucket; others return nothing
+    except FileNotFoundError as error:  # some file systems raise it for an empty folder
+        if "bucket does not exist" in str(error):
+            raise
         return {}
     return {path: info for path, info in found.items() if info["type"] == "file"}
 

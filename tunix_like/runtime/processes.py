@@ -28,6 +28,9 @@ from tunix_like.errors import EngineLost, UserError, one_line
 HEARTBEAT_SECONDS = 30
 """Seconds without a heartbeat after which a process counts as lost and the other processes are stopped."""
 
+NOTE_SECONDS = 10
+"""Seconds after which a process says that it waits for the others."""
+
 START_SECONDS = 300
 """Seconds that a process waits for the other processes at the start."""
 
@@ -45,6 +48,21 @@ def start(coordinator: str | None = None, count: int | None = None, index: int |
     process 0 (None: jax finds it from the scheduler or the TPU slice), `index` the number of this process, from 0."""
     # The preemption service would intercept SIGTERM, but a run must get SIGTERM to save a checkpoint and exit.
     jax.config.update("jax_enable_preemption_service", False)
+    place = "" if coordinator is None else f" at {coordinator}"
+    said = f"waiting for the other processes{place}, for at most {START_SECONDS} seconds"
+    note = threading.Timer(NOTE_SECONDS, print, [said], {"file": sys.stderr, "flush": True})
+    note.daemon = True
+    note.start()
+    try:
+        _connect(coordinator, count, index)
+    finally:
+        note.cancel()
+    if not is_first():
+        for name in (None, "tunix_like"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _connect(coordinator: str | None, count: int | None, index: int | None) -> None:
     if coordinator is not None and index == 0:
         check_port(coordinator)
     elif coordinator is not None:
@@ -65,9 +83,6 @@ def start(coordinator: str | None = None, count: int | None = None, index: int |
         raise UserError(_not_found(coordinator, str(error))) from error
     finally:
         late.cancel()
-    if not is_first():
-        for name in (None, "tunix_like"):
-            logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def start_pathways() -> None:

@@ -375,7 +375,7 @@ def _jobs(
         stop_ids=frozenset(fields.stop_token_ids),
         top=top,
     )
-    limit, jobs = f"prompt and completion have at most {settings.longest}", []
+    limit, jobs = f"prompt and completion have at most {settings.longest} (serve --max-length)", []
     for number, prompt in enumerate(prompts):
         room = settings.longest - len(prompt)
         if room <= 0:
