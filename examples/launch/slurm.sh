@@ -5,7 +5,8 @@
 #
 # Replace: nodes, GPUs and partition of your cluster; $SCRATCH, a file system that all nodes share.
 # SLURM sends SIGTERM two minutes before the time limit, the run saves, and the job is queued again; so it is after a lost
-# process (a signal, or status 70). The run resumes. Other errors end the job.
+# process (status 70, as after any error in one of several processes) or if the last files were not saved (74). The run
+# resumes. Other errors end the job.
 # Run: two processes that find each other by the variables of `srun` (tests/runtime/test_processes.py). Not run: on a
 # cluster.
 #SBATCH --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=8
@@ -13,7 +14,9 @@
 folder="${SCRATCH:?set it to a folder that all nodes share}/qwen3_1.7b"
 status=0
 srun --kill-on-bad-exit=1 tunix-like train examples/gsm8k/qwen3_1.7b.yaml training.output_dir="$folder" || status=$?
-if { [ "$status" = 70 ] || [ "$status" = 75 ] || [ "$status" -ge 128 ]; } && [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then
-  scontrol requeue "$SLURM_JOB_ID"
-fi
+case $status in
+  70 | 74 | 75 | 1[3-9]?)
+    [ "${SLURM_RESTART_COUNT:-0}" -ge 20 ] || scontrol requeue "$SLURM_JOB_ID"
+    ;;
+esac
 exit "$status"

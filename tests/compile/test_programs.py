@@ -251,9 +251,10 @@ device = SingleDeviceSharding(devices.described_devices(kind, number)[0])
 def gradients(x, matrices, sizes, cotangent):
     return jax.vjp(lambda x, matrices: grouped_product(x, matrices, sizes), x, matrices)[1](cotangent)
 
-shapes = ((5000, 1536), jnp.bfloat16), ((16, 1536, 640), jnp.bfloat16), ((16,), jnp.int32), ((5000, 640), jnp.bfloat16)
-given = (jax.ShapeDtypeStruct(shape, dtype, sharding=device) for shape, dtype in shapes)
-print(Counter(jax.jit(gradients).lower(*given).compile().as_text(), {}).total().operations)
+kinds = {(8200, 2048): jnp.bfloat16, (16, 2048, 1024): jnp.bfloat16, (16,): jnp.int32, (8200, 1024): jnp.bfloat16}
+given = (jax.ShapeDtypeStruct(shape, dtype, sharding=device) for shape, dtype in kinds.items())
+costs = Counter(jax.jit(gradients).lower(*given).compile().as_text(), {}).total()
+print(costs.operations, costs.kernels)
 """
 
 
@@ -262,7 +263,8 @@ def test_gradients_of_experts_by_the_tpu_compiler(tmp_path):
     """All products are in kernels, so none is over all rows for every expert."""
     done = python("-c", EXPERTS, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.splitlines()[-1]) == 0
+    operations, kernels = map(float, done.stdout.splitlines()[-1].split())
+    assert operations == 0 and kernels >= 2
 
 
 class Timed(programs.Compiled):

@@ -220,7 +220,16 @@ def test_xpk_command(tmp_path, pathways):
 
 @pytest.mark.parametrize(
     ("status", "restarts", "again"),
-    [(0, 0, False), (1, 0, False), (2, 0, False), (75, 0, True), (143, 19, True), (70, 20, False)],
+    [
+        (0, 0, False),
+        (1, 0, False),
+        (2, 0, False),
+        (70, 0, True),
+        (74, 1, True),
+        (75, 0, True),
+        (143, 19, True),
+        (70, 20, False),
+    ],
 )
 def test_slurm_script_queues_the_job_again(tmp_path, status, restarts, again):
     stand_in(tmp_path, "bin/srun", str(status))

@@ -123,11 +123,11 @@ def test_experts_on_a_mesh(sizes, case, biases):
 
 @pytest.mark.parametrize("biases", [False, True], ids=["", "biases"])
 @pytest.mark.parametrize("sizes", [{"fsdp": 4, "tp": 2}, {"data": 2, "ep": 4}], ids=str)
-def test_experts_in_kernels_on_a_mesh(sizes, biases, monkeypatch):
-    """The same for products in kernels, which leave rows without an expert as they were."""
-    compare_on_a_mesh(
-        sizes, "as it comes", biases, jnp.bfloat16, lambda: monkeypatch.setattr(grouped_products, "INTERPRET", True)
-    )
+@pytest.mark.parametrize("name, value", [("INTERPRET", True), ("FEW_ROWS", 0)], ids=["kernel", "tiles"])
+def test_other_products_of_experts_on_a_mesh(name, value, sizes, biases, monkeypatch):
+    """The same in bfloat16, for products in the kernel of TPUs and in tiles, as with many rows on a GPU."""
+    then = lambda: monkeypatch.setattr(grouped_products, name, value)  # noqa: E731
+    compare_on_a_mesh(sizes, "as it comes", biases, jnp.bfloat16, then)
 
 
 def compare_on_a_mesh(sizes, case, biases, dtype, then=lambda: None):

@@ -155,13 +155,14 @@ def test_mistakes(bucket, monkeypatch, capsys):
 
 
 def test_a_bucket_that_does_not_exist_is_named(monkeypatch, capsys):
-    """As s3fs reports it."""
 
     class Absent(fsspec.AbstractFileSystem):
         def find(self, path, **options):
-            raise FileNotFoundError("The specified bucket does not exist")
+            raise FileNotFoundError("b/absent/o")  # as gcsfs
 
     monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "s3", Absent)
     argv = ["train", "examples/debug/reverse_text.yaml", "training.output_dir=s3://absent/run", "--dry-run"]
     assert cli.main(argv) == 2
     assert re.search("training.output_dir: s3://absent/run .*bucket does not exist", capsys.readouterr().err)
+    assert cli.main(["runs", "s3://absent/runs"]) == 2
+    assert "local folders" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tunix_like
+from tests.traces import calls, tracks_of
 from tunix_like import (
     EnvironmentConfig,
     EnvironmentPool,
@@ -22,6 +23,7 @@ from tunix_like import (
 from tunix_like.errors import EngineLost, EnvironmentMisconfigured
 from tunix_like.rewards import pooled
 from tunix_like.rollout.collection import shape_rewards
+from tunix_like.runtime import trace
 from tunix_like.types import GroupBatch
 
 from .small_learner import ROWS, TOKENIZER, assert_same, collect, make, watch_sampler
@@ -167,6 +169,9 @@ def test_failure_of_an_environment_affects_only_its_trajectory(tmp_path):
     assert rows[0]["train/reward/unscored_frac"] == failed and np.isfinite(rows[0]["train/loss"])
     told = (tmp_path / "rollouts" / "reward_failure.txt").read_text()
     assert "no reset" in told or "no step" in told or "reward" in told or "bytes" in told
+    names = [event["name"] for event in calls(tracks_of(tmp_path / trace.FILE), "environment calls")]
+    assert names.count("reset failed") + names.count("step failed") + names.count("finish failed") > 0
+    assert "reset" in names and "step" in names
 
 
 class Away(Vowels):

@@ -77,7 +77,7 @@ def test_updates_of_adapters_equal_those_with_moments_per_layer():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS_OF_MOMENTS)
 def test_stacks_are_sharded_like_their_layers(name):
-    """On a mesh, updated weights and moments keep their shardings, and the abstract shapes have the same shardings."""
+    """On a mesh, updated weights and moments keep their shardings."""
     mesh = build_mesh(MeshConfig(shape=[4, 2]))
     graphdef, params = make_model(**MODELS[name] | {"vocab_size": 20})
     segments = segments_of(nnx.merge(graphdef, params).config)
@@ -85,6 +85,13 @@ def test_stacks_are_sharded_like_their_layers(name):
     found, expected = (state_after(graphdef, placed, {}, value, mesh=mesh)[0] for value in (segments, None))
     assert_equal_trees(found, expected)
     assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shapes_of_the_state_have_its_shardings(name):
+    graphdef, params = make_model(**MODELS[name] | {"vocab_size": 20})
+    segments = segments_of(nnx.merge(graphdef, params).config)
+    placed = place_params(params, build_mesh(MeshConfig(shape=[4, 2])))
     optimizer = build_optimizer(CONFIG, None, True)
     shapes = state_shapes(optimizer, placed, segments)
     state = init_optimizer(optimizer, placed, segments)

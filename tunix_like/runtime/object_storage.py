@@ -100,10 +100,8 @@ def find(system: Any, root: str) -> dict[str, Any]:
     system.invalidate_cache()
     try:
         found = system.find(root, detail=True)
-    except FileNotFoundError as error:  # some file systems raise it for an empty folder
-        if "bucket does not exist" in str(error):
-            raise
-        return {}
+    except FileNotFoundError as error:  # an empty folder is none
+        raise FileNotFoundError("the bucket does not exist") from error
     return {path: info for path, info in found.items() if info["type"] == "file"}
 
 

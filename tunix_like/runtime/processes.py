@@ -49,7 +49,7 @@ def start(coordinator: str | None = None, count: int | None = None, index: int |
     # The preemption service would intercept SIGTERM, but a run must get SIGTERM to save a checkpoint and exit.
     jax.config.update("jax_enable_preemption_service", False)
     place = "" if coordinator is None else f" at {coordinator}"
-    said = f"waiting for the other processes{place}, for at most {START_SECONDS} seconds"
+    said = f"waiting for the other processes{place}"
     note = threading.Timer(NOTE_SECONDS, print, [said], {"file": sys.stderr, "flush": True})
     note.daemon = True
     note.start()
