@@ -1,4 +1,4 @@
-"""Compares grouped products, by XLA and by the kernels in their interpreter, with a loop over groups."""
+"""Compares grouped products, by XLA, in tiles and in the kernel's interpreter, with a loop over groups."""
 
 from __future__ import annotations
 

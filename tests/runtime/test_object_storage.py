@@ -155,7 +155,6 @@ def test_mistakes(bucket, monkeypatch, capsys):
 
 
 def test_a_bucket_that_does_not_exist_is_named(monkeypatch, capsys):
-
     class Absent(fsspec.AbstractFileSystem):
         def find(self, path, **options):
             raise FileNotFoundError("b/absent/o")  # as gcsfs

@@ -22,10 +22,12 @@ SIDE = 1024
 """Largest side of a tile of a matrix in the kernel. With 512 rows, its tiles take 12 of 16 MB of on-chip memory."""
 
 MOST_ROWS = 2**21
-"""Largest number of rows in the kernel. It finds its tiles with a histogram in float32, which errs for 4,200 tiles."""
+"""Largest number of rows in the kernel. It finds its tiles by a histogram in float32: right for 4,096 tiles, wrong
+for 4,200."""
 
 FEW_ROWS = 4096
-"""Number of rows up to which a product with all matrices moves fewer bytes than copies of matrices, as in decoding."""
+"""Number of rows up to which the product is with all matrices. By XLA:GPU, copies of matrices move fewer bytes from
+2,048 rows (128 experts of Qwen3-30B-A3B) or 4,096 (16 of them) on."""
 
 
 @jax.custom_vjp

@@ -96,11 +96,12 @@ def cache_folder() -> Path:
 
 
 def find(system: Any, root: str) -> dict[str, Any]:
-    """Returns the objects below `root` by their paths in the file system, as they are now, with `size`."""
+    """Returns the objects below `root` by their paths in the file system, as they are now, with `size`. Raises
+    FileNotFoundError if there is no bucket."""
     system.invalidate_cache()
     try:
         found = system.find(root, detail=True)
-    except FileNotFoundError as error:  # an empty folder is none
+    except FileNotFoundError as error:  # not raised for a folder without objects
         raise FileNotFoundError("the bucket does not exist") from error
     return {path: info for path, info in found.items() if info["type"] == "file"}
 
