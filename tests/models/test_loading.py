@@ -21,7 +21,7 @@ import tunix_like
 from tunix_like.config.schema import RolloutConfig, SFTConfig
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
-from tunix_like.models import weights as weight_files
+from tunix_like.models import stored_tensors
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import export_model, load_abstract, load_model, save_model
@@ -215,7 +215,7 @@ def test_pretrained_draws_no_random_weights(folder, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"mesh": (2, 2)}])
 def test_tensor_with_a_value_that_is_not_finite(tmp_path, monkeypatch, dtype, value, options):
     """The largest finite numbers of the dtype are accepted."""
-    monkeypatch.setattr(weight_files, "READ_BYTES", 256)  # several blocks per tensor
+    monkeypatch.setattr(stored_tensors, "READ_BYTES", 256)  # several blocks per tensor
     if options.get("mesh"):
         options = {"mesh": jax.make_mesh(options["mesh"], ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)}
     model, _ = load_model(HF | {"num_key_value_heads": 2}, init="random")
@@ -348,7 +348,7 @@ def test_loading_imports_neither_torch_nor_transformers():
 def test_loading_keeps_one_part_of_one_tensor_in_host_memory(tmp_path, monkeypatch, shape):
     """For a file in bfloat16 that is loaded as float32, the peak is at most the largest part of a device plus a
     tenth."""
-    monkeypatch.setattr(weight_files, "READ_BYTES", 2**17)
+    monkeypatch.setattr(stored_tensors, "READ_BYTES", 2**17)
     put = jax.device_put
 
     def to_device_memory(x, place):  # the CPU has no separate device memory; mapped memory is not traced

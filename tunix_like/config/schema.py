@@ -87,8 +87,8 @@ class DataConfig(Checked):
     section = "data"
     name: str = key(
         "maze",
-        doc="maze, maze_pairs, gsm8k, reverse_text, maze_steps, guess, calculator, jsonl, hub, verifiers, or mix (of "
-        "sources)",
+        doc="maze, maze_pairs, gsm8k, reverse_text, sums, maze_steps, guess, calculator, jsonl, hub, verifiers, or mix "
+        "(of sources)",
     )
     sources: list[dict[str, Any]] | None = key(
         doc="of a mix: each has name, the data keys of its source and, optionally, label, weight, "

@@ -58,6 +58,7 @@ SOURCES = {
     "reverse_text": Source("reverse_text:load", frozenset({"text_length", "seed"})),
     "maze_steps": Source("games:load_maze_steps", frozenset({"maze_size", "seed"})),
     "guess": Source("games:load_guess", frozenset({"seed"})),
+    "sums": Source("sums:load", frozenset({"seed"})),
     "calculator": Source("calculator:load", frozenset({"seed"})),
     "jsonl": Source("jsonl:load", _OWN_KEYS),
     "hub": Source("jsonl:load_hub", _OWN_KEYS),

@@ -24,6 +24,7 @@ from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, check_type, nearest, one_line
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder, check_decoder
+from tunix_like.models.gguf_files import described, find_gguf
 from tunix_like.models.lora import merge_lora, source_of
 from tunix_like.models.quantization import quantize_base
 from tunix_like.models.sharding import check_model, param_shapes, place_params
@@ -290,6 +291,8 @@ def _find(path_or_hub_id: str | Path, *, with_weights: bool, key: str = "model.p
     wanted = [pattern for pattern in _HUB_FILES if with_weights or pattern != "*.safetensors"]
     if is_remote(path_or_hub_id):
         return local_copy(str(path_or_hub_id), key, wanted)
+    if (packed := find_gguf(path_or_hub_id, key)) is not None:
+        return described(packed)
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
         return path

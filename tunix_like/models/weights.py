@@ -11,12 +11,11 @@ weights are never opened.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
 import stat
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +27,11 @@ from safetensors.numpy import save_file
 
 from tunix_like.config.schema import LORA_TARGETS
 from tunix_like.errors import UserError
+from tunix_like.models import gguf_files
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.quantization import LEAVES as QUANTIZED_LEAVES
 from tunix_like.models.quantization import quantize
+from tunix_like.models.stored_tensors import FLOATS, Index, OfExpert, Packed, RowsOfExpert, Stored, Tensor
 from tunix_like.runtime import progress
 from tunix_like.runtime.input_files import read_object
 
@@ -41,9 +42,6 @@ or `embedding` at the leaves."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-READ_BYTES = 4 * 1024**2
-"""Maximum number of bytes of a file that are read to the host at once. The array to which these bytes are copied takes
-memory in addition."""
 _DECODER = "language_model."  # in the tensor names of the text decoder of a multimodal model, before or after `model.`
 _OTHER_PARTS = re.compile(
     r"(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio)\.|mtp\."
@@ -51,7 +49,6 @@ _OTHER_PARTS = re.compile(
 """Encoders of images and sounds, and layers that predict several tokens."""
 _OF_KEYS = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.weight$")
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_FLOATS = ("F64", "F32", "F16", "BF16")
 # Buffers in old exports. They are ignored, because their values follow from the config.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _LEAVES = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias", "sinks": "sinks"}
@@ -61,9 +58,6 @@ _EXPERTS = "experts"
 _HALVES = ("gate_proj", "up_proj")
 """The projections that share a fused tensor of experts, in this order."""
 _PACKED = ("_blocks", "_scales")
-_MX_BLOCK = 32
-_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_FP4 = np.concatenate([_FP4, -_FP4])
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -119,7 +113,7 @@ def _all_names(abstract_params: Params, config: DecoderConfig, found: Container[
     return {name for path, leaf in leaves for name in _names(path, leaf, config, found)}
 
 
-def _source(path: tuple[Any, ...], leaf: Any, config: DecoderConfig, stored: Mapping[str, Stored]) -> Source:
+def _source(path: tuple[Any, ...], leaf: Any, config: DecoderConfig, stored: Mapping[str, Any]) -> Source:
     tensors = [stored[name] for name in _names(path, leaf, config, stored)]
     kernel, stacked = path[-1] == "kernel", _EXPERTS in path
     if not stacked or not _is_fused(path, config, stored):
@@ -197,7 +191,7 @@ def check_weights(folder: str | Path, abstract_params: Params, config: DecoderCo
             if absent := [name for name in files if not (folder / name).is_file()]:
                 _check_names(folder, abstract_params, config, set(of_decoder(dict(weight_map))))
                 return f"{len(absent)} of {len(files)} files are missing; the names in the index match"
-        elif not any(file.suffix in PICKLES for file in folder.iterdir()):
+        elif not any(file.suffix in (*PICKLES, gguf_files.SUFFIX) for file in folder.iterdir()):
             return "not present, so not compared"
     with contextlib.ExitStack() as stack:
         _, stored = _compared(folder, abstract_params, config, stack)
@@ -207,7 +201,7 @@ def check_weights(folder: str | Path, abstract_params: Params, config: DecoderCo
 
 def _compared(
     folder: Path, abstract_params: Params, config: DecoderConfig, stack: contextlib.ExitStack
-) -> tuple[list[tuple[tuple[Any, ...], Any, Source]], dict[str, Stored]]:
+) -> tuple[list[tuple[tuple[Any, ...], Any, Source]], dict[str, Tensor]]:
     """Opens the weight files and checks their headers. Returns for every parameter its path in the tree, its abstract
     array and where it is stored; and all open tensors by name."""
     _check_head(abstract_params, config)
@@ -345,20 +339,20 @@ def _is_unused(name: str, config: DecoderConfig) -> bool:
     return found is not None and config.num_layers - config.shared_kv_layers <= int(found[1]) < config.num_layers
 
 
-def _check_tensor(tensor: Stored | OfExpert | RowsOfExpert | Packed, shape: tuple[int, ...]) -> None:
+def _check_tensor(tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
         raise UserError(
             f"{tensor.file}: tensor {tensor.name} has shape {tensor.shape}, but config.json needs {shape}. Weights and"
             " config are of different models; use the files of one model."
         )
-    if tensor.kind not in _FLOATS:
+    if tensor.kind not in FLOATS:
         raise UserError(
             f"{tensor.file}: tensor {tensor.name} is stored as {tensor.kind}; quantised weights are not supported. Use"
             " the checkpoint in bfloat16, float16 or float32."
         )
 
 
-def _check_tied(stored: Mapping[str, Stored]) -> None:
+def _check_tied(stored: Mapping[str, Tensor]) -> None:
     if not tensors_equal(stored[_HEAD], stored[_EMBEDDING]):
         raise UserError(
             f"{stored[_HEAD].file}: {_HEAD} differs from {_EMBEDDING}, but config.json has tie_word_embeddings = true."
@@ -381,160 +375,6 @@ def _to_host(parts: list[tuple[tuple[Any, ...], Any, int | None]], alternate: bo
     return np.ascontiguousarray(arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-2))
 
 
-Index = tuple[slice, ...]
-
-
-class Stored(NamedTuple):
-    """A tensor in an open safetensors file."""
-
-    file: Path
-    reader: Any
-    name: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.reader.get_slice(self.name).get_shape())
-
-    @property
-    def kind(self) -> str:
-        """The safetensors name of the tensor's dtype, such as `BF16`."""
-        return str(self.reader.get_slice(self.name).get_dtype())
-
-    def blocks(self, index: Index) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yields the slice `index` in blocks: the range of the block's rows, from the start of the slice, and the
-        block."""
-        part = self.reader.get_slice(self.name)
-        rows = slice(*index[0].indices(self.shape[0])[:2])
-        width = np.prod([len(range(*i.indices(n))) for i, n in zip(index[1:], self.shape[1:], strict=True)], initial=1)
-        for within, of_file in _row_blocks(rows, int(width)):
-            yield within, part[(of_file, *index[1:])]
-
-
-@dataclasses.dataclass(frozen=True)
-class _PartOfWhole:
-    """A part of a tensor of all experts, with the interface of `Stored`."""
-
-    whole: Stored
-    expert: int
-
-    @property
-    def file(self) -> Path:
-        return self.whole.file
-
-    @property
-    def name(self) -> str:
-        return self.whole.name
-
-    @property
-    def kind(self) -> str:
-        return self.whole.kind
-
-
-@dataclasses.dataclass(frozen=True)
-class OfExpert(_PartOfWhole):
-    """Those columns of one expert in a tensor of all experts that belong to a parameter."""
-
-    columns: slice
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        _, *inner, columns = self.whole.shape
-        return *inner, columns // self.columns.step
-
-    def blocks(self, index: Index) -> Iterator[tuple[slice, np.ndarray]]:
-        part = self.whole.reader.get_slice(self.name)
-        *rows, columns = (slice(*i.indices(n)[:2]) for i, n in zip(index, self.shape, strict=True))
-        columns = slice(columns.start * self.columns.step, columns.stop * self.columns.step)
-
-        def block(*rows: slice) -> np.ndarray:
-            return part[(slice(self.expert, self.expert + 1), *rows, columns)][0][..., self.columns]
-
-        if not rows:  # a bias
-            yield slice(None), block()
-            return
-        for within, of_file in _row_blocks(rows[0], columns.stop - columns.start):
-            yield within, block(of_file)
-
-
-@dataclasses.dataclass(frozen=True)
-class RowsOfExpert(_PartOfWhole):
-    """One of `parts` equal groups of rows of one expert `[outputs, inputs]` in a tensor of all experts."""
-
-    part: int
-    parts: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        _, rows, *inner = self.whole.shape
-        return rows // self.parts, *inner
-
-    def blocks(self, index: Index) -> Iterator[tuple[slice, np.ndarray]]:
-        part, count = self.whole.reader.get_slice(self.name), self.shape[0]
-        rows, columns = (slice(*i.indices(n)[:2]) for i, n in zip(index, self.shape, strict=True))
-        before = self.part * count
-        for within, of_file in _row_blocks(
-            slice(before + rows.start, before + rows.stop), columns.stop - columns.start
-        ):
-            yield within, part[(slice(self.expert, self.expert + 1), of_file, columns)][0]
-
-
-class Packed(NamedTuple):
-    """The matrix `[outputs, inputs]` of one expert, as `OfExpert`, that is packed in MXFP4 (Open Compute Project,
-    Microscaling Formats 1.0): 32 inputs of an output have one exponent in `scales` `[E, O, I / 32]`, and two of them
-    one byte in `codes` `[E, O, I / 32, 16]`, the first in the low bits. The columns of gate and up, which alternate in
-    `OfExpert`, are rows here."""
-
-    codes: Stored
-    scales: Stored
-    expert: int
-    columns: slice
-
-    @property
-    def file(self) -> Path:
-        return self.codes.file
-
-    @property
-    def name(self) -> str:
-        return self.codes.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        experts, outputs, blocks, size = [*self.codes.shape, 0, 0, 0, 0][:4]
-        if self.scales.shape != (experts, outputs, blocks) or size * 2 != _MX_BLOCK or len(self.codes.shape) != 4:
-            raise UserError(
-                f"{self.file}: tensor {self.name} has shape {self.codes.shape}, and {self.scales.name}"
-                f" {self.scales.shape}; MXFP4 needs [E, O, B, {_MX_BLOCK // 2}] and [E, O, B]. Download the file again."
-            )
-        return outputs // self.columns.step, blocks * _MX_BLOCK
-
-    @property
-    def kind(self) -> str:
-        kinds = [tensor.kind for tensor in (self.codes, self.scales) if tensor.kind != "U8"]
-        return kinds[0] + " instead of bytes of MXFP4" if kinds else _FLOATS[1]
-
-    def blocks(self, index: Index) -> Iterator[tuple[slice, np.ndarray]]:
-        codes, scales = (tensor.reader.get_slice(tensor.name) for tensor in (self.codes, self.scales))
-        rows, columns = (slice(*i.indices(n)[:2]) for i, n in zip(index, self.shape, strict=True))
-        groups = slice(columns.start // _MX_BLOCK, -(-columns.stop // _MX_BLOCK))
-        inner = slice(columns.start - groups.start * _MX_BLOCK, columns.stop - groups.start * _MX_BLOCK)
-        one = slice(self.expert, self.expert + 1)
-        for within, of_file in _row_blocks(rows, (groups.stop - groups.start) * _MX_BLOCK):
-            lines = slice(of_file.start * self.columns.step, of_file.stop * self.columns.step)
-            pairs, exponents = (part[one, lines, groups][0, self.columns] for part in (codes, scales))
-            values = _FP4[np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*exponents.shape, _MX_BLOCK)]
-            with np.errstate(over="ignore", invalid="ignore"):  # the caller refuses infinite values and NaN
-                values = values * np.ldexp(np.float32(1), exponents.astype(np.int32)[..., None] - 127)
-            yield within, values.reshape(len(values), -1)[:, inner]
-
-
-def _row_blocks(rows: slice, width: int) -> Iterator[tuple[slice, slice]]:
-    """Splits rows of `width` numbers into blocks; yields the rows of each from the first one on, and in the file."""
-    size = max(1, READ_BYTES // max(8 * width, 1))
-    for first in range(rows.start, rows.stop, size):
-        last = min(first + size, rows.stop)
-        yield slice(first - rows.start, last - rows.start), slice(first, last)
-
-
 class Source(NamedTuple):
     """Where a parameter is stored.
 
@@ -543,7 +383,7 @@ class Source(NamedTuple):
       stacked: whether the first axis of the parameter runs over the tensors.
     """
 
-    tensors: Sequence[Stored | OfExpert | RowsOfExpert | Packed]
+    tensors: Sequence[Tensor]
     transposed: bool
     stacked: bool
 
@@ -569,7 +409,7 @@ def place(source: Source, leaf: Any) -> jax.Array:
 
 def _read(source: Source, index: Index, dtype: Any) -> np.ndarray:
     out = np.empty([part.stop - part.start for part in index], dtype)
-    pairs: Iterable[tuple[Stored | OfExpert | RowsOfExpert | Packed, np.ndarray]] = [(source.tensors[0], out)]
+    pairs: Iterable[tuple[Tensor, np.ndarray]] = [(source.tensors[0], out)]
     if source.stacked:
         pairs = zip(source.tensors[index[0]], list(out), strict=True)
     within = index[1:] if source.stacked else index
@@ -597,7 +437,7 @@ def not_finite(file: Path, name: str) -> str:
     )
 
 
-def tensors_equal(first: Stored, second: Stored) -> bool:
+def tensors_equal(first: Tensor, second: Tensor) -> bool:
     if first.shape != second.shape:
         return False
     everything = tuple(slice(None) for _ in first.shape)
@@ -605,10 +445,12 @@ def tensors_equal(first: Stored, second: Stored) -> bool:
     return all(np.array_equal(one, other) for (_, one), (_, other) in pairs)
 
 
-def open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, Stored]:
+def open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, Tensor]:
     """Opens the weight files of a folder; returns the tensors by the names that a text-only model uses."""
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, Tensor] = {}
     for file in _files(folder):
+        if file.suffix == gguf_files.SUFFIX:
+            return gguf_files.open_gguf(file)
         try:
             reader = stack.enter_context(safetensors.safe_open(file, framework="numpy"))
         except (OSError, safetensors.SafetensorError) as error:
@@ -631,6 +473,8 @@ def _files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     index = folder / INDEX
     if not index.is_file():
+        if packed := sorted(folder.glob(f"*{gguf_files.SUFFIX}")):
+            return packed[:1]
         pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
         if pickles:
             raise UserError(

@@ -32,5 +32,6 @@ __all__ = [
 register_reward_fn("maze")(maze.maze)
 register_reward_fn("gsm8k", math.vote)(math.gsm8k)
 register_reward_fn("gsm8k_lenient", math.vote)(math.gsm8k_lenient)
+register_reward_fn("last_number", math.last_number_of)(math.last_number)
 register_reward_fn("exact_match", str.strip)(built_in.exact_match)
 register_reward_fn("by_source")(built_in.by_source)

@@ -17,6 +17,8 @@ from tunix_like.rewards.numbers import LONGEST, Number, has_neighbours, has_odd_
 SECONDS = 2
 """Time limit of each call of math-verify in seconds. It is an integer, because math-verify uses `signal.alarm`."""
 
+_NUMBERS = re.compile(r"(?:(?<![\w.])-)?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", re.ASCII)
+
 _BOXES = 16  # number of boxes, from the last one backwards, that are searched for a closing brace
 
 
@@ -38,6 +40,22 @@ def gsm8k_lenient(prompts: list[str], completions: list[str], gold: list[Any], *
     """Returns 1 for each completion whose final answer is correct, else 0. Scores like `gsm8k`, but also accepts an
     answer that math-verify evaluates to the number in `gold` (`2*9` for 18)."""
     return [grade(completion, str(right), lenient=True) for completion, right in zip(completions, gold, strict=True)]
+
+
+def last_number(prompts: list[str], completions: list[str], gold: list[Any], **_: Any) -> list[float]:
+    """Returns 1 for each completion whose last number equals its entry of the column `gold`, else 0. Unlike `gsm8k`, it
+    needs no mark before the answer, so a completion that ends with an unrelated number gets 0, and a number that is
+    right by accident gets 1."""
+    pairs = zip(completions, gold, strict=True)
+    return [
+        float((found := last_number_of(text)) is not None and found == Fraction(str(right))) for text, right in pairs
+    ]
+
+
+def last_number_of(completion: str) -> Fraction | None:
+    """Returns the last number in a completion, such as 1234.5 of `1,234.5`; None if there is none."""
+    found = _NUMBERS.findall(completion)
+    return Fraction(found[-1].replace(",", "")) if found else None
 
 
 def grade(completion: str, gold: str, lenient: bool = False) -> float | None:
