@@ -8,8 +8,10 @@ import pytest
 
 from tests.models.published_configs import LLAMA31_8B, LLAMA32, QWEN3, QWEN3_8B, QWEN25, SMOLLM2
 from tunix_like.errors import UserError
+from tunix_like.models import families
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.counts import parameter_count
+from tunix_like.models.families import FAMILIES
 from tunix_like.models.fields import RopeScaling, YarnScaling
 
 LLAMA3_ROPE = LLAMA32["rope_scaling"]
@@ -49,6 +51,36 @@ def test_llama32_numbers():
 def test_smollm2_numbers():
     config = DecoderConfig.from_hf(SMOLLM2)
     assert (config.head_dim, config.num_kv_heads, config.rope_theta, config.rope_scaling) == (64, 3, 1e5, None)
+
+
+UNREAD = {
+    "_model_name_or_path": "a/b",
+    "unk_token_id": 0,
+    "transformers.js_config": {"dtype": "q4"},
+    "auto_map": {"AutoModelForCausalLM": "modeling.Own"},
+    "attn_logit_softcapping": 50.0,  # of another family
+    "quantization": "none",
+}
+
+
+def test_fields_of_a_file_that_transformers_does_not_read_are_ignored(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA32 | UNREAD))
+    found = DecoderConfig.from_hf(tmp_path)
+    assert found == DecoderConfig.from_hf(LLAMA32)
+    assert "auto_map" not in found.to_hf()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tables_have_all_fields_that_transformers_reads(name):
+    """A field that is in no table is ignored in a file, so no field of a family's class may be missing."""
+    configuration = pytest.importorskip("transformers").CONFIG_MAPPING[name]
+    parts = [part for part in configuration.__mro__ if part.__name__ not in ("PreTrainedConfig", "object")]
+    declared = {field for part in parts for field in getattr(part, "__annotations__", {}) if not field.startswith("_")}
+    about_code = {field for field in declared if field.endswith("_plan")}
+    about_code |= {"attribute_map", "base_config_key", "sub_configs_defaults", "extra_config_files", "extra_files"}
+    family = FAMILIES[name]
+    assert declared - about_code <= families._KNOWN | family.fields | family.fixed.keys()
+    assert {"vocab_size", "rms_norm_eps"} <= declared
 
 
 def test_new_and_old_rope_spelling_agree():
@@ -148,7 +180,6 @@ def bad(fields, *said, id):
         bad(LLAMA32 | {"mlp_bias": True}, "mlp_bias", id="mlp-bias"),
         bad(QWEN3 | {"attention_dropout": 0.1}, "attention_dropout", id="dropout"),
         bad(QWEN3 | {"quantization_config": {"bits": 4}}, "quantization_config", id="quantised"),
-        bad(QWEN3 | {"auto_map": {"AutoModel": "m.M"}}, "auto_map", "trust_remote_code", id="remote-code"),
         bad(QWEN25 | {"num_key_value_heads": 4}, "num_attention_heads", "14", "4", id="kv-does-not-divide"),
         bad(QWEN25 | {"num_hidden_layers": 0}, "num_hidden_layers (num_layers)", "positive integer", id="no-layers"),
         bad(QWEN25 | {"hidden_size": "896"}, "hidden_size", "'896'", id="text-for-number"),

@@ -356,7 +356,7 @@ MISTAKES = {
     "two models": ((*REVERSED, "model.path=model"), ["model.path", "add model.config=null model.init=pretrained"]),
     "random by accident": ((*REVERSED, "model.init=pretrained"), ["model.init", "set model.init=random"]),
     "unsupported family": ((*REVERSED, "model.config.model_type=gpt2"), ["model_type 'gpt2'", "llama, ministral3"]),
-    "unknown field": ((*REVERSED, "model.config.alibi=true"), ["field 'alibi' = True", "remove it from"]),
+    "unknown field": ((*REVERSED, "model.config.alibi=true"), ["field 'alibi' = True", "remove it"]),
     "unsupported value": ((*REVERSED, "model.config.hidden_act=gelu"), ["'hidden_act' = 'gelu'", 'only "silu" is']),
     "small vocabulary": (
         (*REVERSED, "model.config.vocab_size=12"),
@@ -384,11 +384,7 @@ MISTAKES = {
     "no weights": ((*OWN, "model.path=no_weights"), ["no_weights", "no model.safetensors", "'random'"]),
     "missing tensor": ((*OWN, "model.path=missing_tensor"), ["missing_tensor", NORM, "a file is missing"]),
     "mis-shaped tensor": ((*OWN, "model.path=mis_shaped"), ["mis_shaped/", NORM, "(9,)", "(8,)", "use the files"]),
-    "odd field": ((*OWN, "model.path=odd_field"), ["odd_field/config.json", "'attn_logit_softcapping'", "remove it"]),
-    "code in the model folder": (
-        (*OWN, "model.path=remote_code"),
-        ["remote_code/config.json", "auto_map", "trust_remote_code", "is never run here", "supported family"],
-    ),
+    "odd field": ((*OWN, "model.path=odd_field"), ["odd_field/config.json", "'hidden_act'", "only \"silu\""]),
     "pickled weights": (
         (*OWN, "model.path=pickled"),
         ["pickled", "pytorch_model.bin", "never read here", "save_pretrained", "download its safetensors"],

@@ -120,7 +120,7 @@ FILES = {
     "run/checkpoints/1/_CHECKPOINT_METADATA": "{}",
     "run/checkpoints/1/state/_METADATA": "{}",
 }
-MODELS = ("model", "missing_tensor", "mis_shaped", "small_vocabulary", "odd_field", "no_weights", "remote_code",
+MODELS = ("model", "missing_tensor", "mis_shaped", "small_vocabulary", "odd_field", "no_weights",
           "pickled", "headless", "two_heads", "other_tokenizer", "other_words")  # fmt: skip
 
 
@@ -146,12 +146,9 @@ def place(tmp_path_factory):
     save_file({k: v for k, v in tensors.items() if k != NORM}, place / "missing_tensor" / "model.safetensors")
     save_file(tensors | {NORM: np.ones(9, np.float32)}, place / "mis_shaped" / "model.safetensors")
     (place / "no_weights" / "model.safetensors").unlink()
-    for name, change in (("small_vocabulary", {"vocab_size": 12}), ("odd_field", {"attn_logit_softcapping": 50})):
+    for name, change in (("small_vocabulary", {"vocab_size": 12}), ("odd_field", {"hidden_act": "gelu"})):
         file = place / name / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    file = place / "remote_code" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}))
-    (place / "remote_code" / "modeling.py").write_text("raise SystemExit('was run')")
     (place / "pickled" / "model.safetensors").rename(place / "pickled" / "pytorch_model.bin")
     file = place / "headless" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": False}))

@@ -286,12 +286,13 @@ class DecoderConfig:
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> DecoderConfig:
         """Reads an HF config: a mapping, a folder with a `config.json`, or the path of such a file.
 
-        For a multimodal model, the config of its text decoder is read.
+        For a multimodal model, the config of its text decoder is read. Fields of a file that transformers does not read
+        are ignored, as there. In a mapping, which people write, they are an error, because they are often misspelt.
         """
         where, fields = _read(source)
         try:
             fields = text_fields(fields)
-            return cls(**numbers(fields), scalar_head=scalar_head(fields), source=fields)
+            return cls(**numbers(fields, isinstance(source, Mapping)), scalar_head=scalar_head(fields), source=fields)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
 

@@ -1,7 +1,7 @@
 """The supported Hugging Face families, and the conversion of their `config.json` fields from and to `DecoderConfig`.
 
-No other module refers to a family by name. A field that is not in the tables of this module is an error, because an
-ignored field could silently give a different model.
+No other module refers to a family by name. A field that changes the model and is not supported is an error, because an
+ignored one would silently give a different model.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ _TEXT_DEFAULTS = {
 """Defaults of transformers for fields that published `text_config`s omit."""
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_FROM_OUTSIDE = (*_IDS, "tie_word_embeddings", "torch_dtype", "dtype", "quantization_config", "auto_map")
+_FROM_OUTSIDE = (*_IDS, "tie_word_embeddings", "torch_dtype", "dtype", "quantization_config")
 
 # Fields that must have one of these values (or be absent or null), because any other value changes the model.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -272,12 +272,13 @@ model_type architectures torch_dtype dtype bos_token_id eos_token_id pad_token_i
 use_cache transformers_version _name_or_path name_or_path sliding_window max_window_layers pretraining_tp
 tokenizer_class id2label label2id problem_type return_dict output_attentions output_hidden_states torchscript
 is_llama_config transformers.js_config _attn_implementation _attn_implementation_autoset attn_implementation
-unsloth_version unsloth_fixed
+unsloth_version unsloth_fixed _model_name_or_path unk_token_id auto_map trust_remote_code
 """
 _KNOWN = frozenset(HF_NAMES.values()) | ROPE_FIELDS | frozenset(_FIXED) | set(_HARMLESS.split()) | {"layer_types"}
 _SPECIAL = frozenset().union(*(family.fields for family in FAMILIES.values())) - {"cache_implementation"}
 _REWRITTEN = {"layer_types", "torch_dtype", "dtype", "hidden_act", "quantization_config"}
-NOT_COPIED = frozenset(HF_NAMES.values()) | ROPE_FIELDS | _SPECIAL | _REWRITTEN
+_NOT_OF_AN_EXPORT = {"auto_map", "trust_remote_code"}
+NOT_COPIED = frozenset(HF_NAMES.values()) | ROPE_FIELDS | _SPECIAL | _REWRITTEN | _NOT_OF_AN_EXPORT
 """HF fields in `DecoderConfig.source` that an export does not copy. Some of these fields are written from the fields of
 `DecoderConfig` instead; the other fields may be outdated."""
 
@@ -299,15 +300,18 @@ def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return _TEXT_DEFAULTS.get(inner, {}) | dict(text) | outside | {"model_type": inner}
 
 
-def numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
+def numbers(fields: Mapping[str, Any], only_known: bool) -> dict[str, Any]:
     """Converts HF fields to fields of `DecoderConfig`. As in transformers, a field with the value null counts as
-    absent. A required field can be null only if it is in `Family.named`."""
+    absent. A required field can be null only if it is in `Family.named`.
+
+    `only_known` is whether a field that no table of this module has is an error. Such fields have no effect in
+    transformers either: the tables have all fields that the classes of these families read there."""
     name = str(fields.get("model_type"))
     if name not in FAMILIES:
         hint = nearest(name, [*FAMILIES, *_MULTIMODAL])
         raise UserError(f"model_type {fields.get('model_type')!r} is not a supported family. {hint}")
     family = FAMILIES[name]
-    _refuse_unsupported(fields, family)
+    _refuse_unsupported(fields, family, only_known)
     result: dict[str, Any] = {**family.defaults, **family.adds}
     names = HF_NAMES | family.names | {ours: hf for ours, hf in OPTION_NAMES.items() if ours in family.options}
     result |= {ours: checked(ours, fields[hf]) for ours, hf in names.items() if fields.get(hf) is not None}
@@ -472,12 +476,7 @@ def family_fields(
     return result
 
 
-def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
-    if fields.get("auto_map") or fields.get("trust_remote_code"):
-        raise UserError(
-            "auto_map needs Python code from the model folder (trust_remote_code), which is never run here. Use a"
-            " checkpoint of a supported family without custom code."
-        )
+def _refuse_unsupported(fields: Mapping[str, Any], family: Family, only_known: bool) -> None:
     fixed = _FIXED | dict(family.fixed)
     if "rotary_width" in family.options:
         del fixed["partial_rotary_factor"]
@@ -486,10 +485,10 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
             continue
         if name == "quantization_config" and family.packed and _quant_method(value) == family.packed:
             continue
-        if name not in _KNOWN | family.fields | fixed.keys():
+        if only_known and name not in _KNOWN | family.fields | fixed.keys():
             raise UserError(
-                f"field '{name}' = {value!r} is unknown. If it does not change the outputs of the model, remove it from"
-                " config.json; otherwise the model is not supported."
+                f"field '{name}' = {value!r} is unknown. If it does not change the outputs of the model, remove it;"
+                " otherwise the model is not supported."
             )
         if name in fixed and value not in fixed[name]:
             wanted = json.dumps(fixed[name][0]) if fixed[name] else "no such field"

@@ -13,16 +13,16 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from filelock import FileLock
 
 from tunix_like.data.gguf_tokenizer import gguf_tokenizer
 from tunix_like.errors import UserError, one_line
-from tunix_like.models.stored_tensors import Index, Tensor, row_blocks
+from tunix_like.models.stored_tensors import GGUFTensor, Tensor
 from tunix_like.runtime import progress
 from tunix_like.runtime.object_storage import cache_folder
 
@@ -76,38 +76,6 @@ _OF_LAYER = (
     *(f"mlp.experts.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
 )
 _EXPERTS = ".mlp.experts."
-
-
-class GGUFTensor(NamedTuple):
-    """A matrix or vector in an open GGUF file.
-
-    Attributes:
-      data: the stored rows, packed if `packing` is a quantisation.
-      order: for each row of the Hugging Face tensor, its row in the file; None: the same. Files of the architecture
-        `llama` have the rows of queries and keys in the order of interleaved rotations.
-      less: number that is subtracted from the values. Files of Gemma have norms with 1 added.
-    """
-
-    file: Path
-    name: str
-    data: np.ndarray
-    packing: Any
-    shape: tuple[int, ...]
-    order: np.ndarray | None
-    less: float
-
-    @property
-    def kind(self) -> str:
-        return "F32"
-
-    def blocks(self, index: Index) -> Iterator[tuple[slice, np.ndarray]]:
-        from gguf.quants import dequantize
-
-        rows = slice(*index[0].indices(self.shape[0])[:2])
-        for within, of_file in row_blocks(rows, math.prod(self.shape[1:])):
-            stored = self.data[of_file if self.order is None else self.order[of_file]]
-            values = dequantize(stored, self.packing).reshape(-1, *self.shape[1:])
-            yield within, (values[(slice(None), *index[1:])] - np.float32(self.less))
 
 
 def find_gguf(path: str | Path, key: str) -> Path | None:

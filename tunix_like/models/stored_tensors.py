@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,28 +23,6 @@ _FP4 = np.concatenate([_FP4, -_FP4])
 Index = tuple[slice, ...]
 
 
-class Tensor(Protocol):
-    """A tensor in an open file."""
-
-    @property
-    def file(self) -> Path: ...
-
-    @property
-    def name(self) -> str:
-        """Its name in the file, for error messages."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def kind(self) -> str:
-        """The safetensors name of the dtype of the values, such as `BF16`."""
-
-    def blocks(self, index: Index) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yields the slice `index` in blocks: the range of the block's rows, from the start of the slice, and the
-        block."""
-
-
 class Stored(NamedTuple):
     """A tensor in an open safetensors file."""
 
@@ -57,9 +36,12 @@ class Stored(NamedTuple):
 
     @property
     def kind(self) -> str:
+        """The safetensors name of the dtype of the values, such as `BF16`."""
         return str(self.reader.get_slice(self.name).get_dtype())
 
     def blocks(self, index: Index) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yields the slice `index` in blocks: the range of the block's rows, from the start of the slice, and the
+        block."""
         part = self.reader.get_slice(self.name)
         rows = slice(*index[0].indices(self.shape[0])[:2])
         width = np.prod([len(range(*i.indices(n))) for i, n in zip(index[1:], self.shape[1:], strict=True)], initial=1)
@@ -180,6 +162,41 @@ class Packed(NamedTuple):
             with np.errstate(over="ignore", invalid="ignore"):  # the caller refuses infinite values and NaN
                 values = values * np.ldexp(np.float32(1), exponents.astype(np.int32)[..., None] - 127)
             yield within, values.reshape(len(values), -1)[:, inner]
+
+
+class GGUFTensor(NamedTuple):
+    """A matrix or vector in an open GGUF file (`gguf_files.py`), which is dequantised.
+
+    Attributes:
+      data: the stored rows, packed if `packing` is a quantisation.
+      order: for each row of the Hugging Face tensor, its row in the file; None: the same. Files of the architecture
+        `llama` have the rows of queries and keys in the order of interleaved rotations.
+      less: number that is subtracted from the values. Files of Gemma have norms with 1 added.
+    """
+
+    file: Path
+    name: str
+    data: np.ndarray
+    packing: Any
+    shape: tuple[int, ...]
+    order: np.ndarray | None
+    less: float
+
+    @property
+    def kind(self) -> str:
+        return "F32"
+
+    def blocks(self, index: Index) -> Iterator[tuple[slice, np.ndarray]]:
+        from gguf.quants import dequantize  # an extra
+
+        rows = slice(*index[0].indices(self.shape[0])[:2])
+        for within, of_file in row_blocks(rows, math.prod(self.shape[1:])):
+            stored = self.data[of_file if self.order is None else self.order[of_file]]
+            values = dequantize(stored, self.packing).reshape(-1, *self.shape[1:])
+            yield within, (values[(slice(None), *index[1:])] - np.float32(self.less))
+
+
+Tensor = Stored | OfExpert | RowsOfExpert | Packed | GGUFTensor
 
 
 def row_blocks(rows: slice, width: int) -> Iterator[tuple[slice, slice]]:
