@@ -44,6 +44,8 @@ EXTRAS = {
         "huggingface_hub>=2.4.0",  # models by hub id
         "datasets>=4.0",  # data sets by hub id
     ],
+    "gguf": ["gguf>=0.19"],  # models in GGUF, the format of llama.cpp and Ollama
+    "reasoning-gym": ["reasoning-gym>=0.1.25"],  # generated problems with scores: data.name=reasoning_gym
     "gcs": ["gcsfs>=2026.9"],  # models, data, runs and exports in gs://
     "s3": ["s3fs>=2026.9"],  # the same in s3://
     "vllm": ["aiohttp>=3.14"],  # concurrent requests to the servers of rollout.engine: vllm
@@ -81,6 +83,8 @@ EXTRAS = {
         "ipykernel>=7.4.0",  # in a real kernel
         "nbformat>=5.11.1",  # reads and checks their files
         "pandas>=3.1.1",  # reads rollouts and metrics as the documentation says
+        "gguf>=0.19",  # the extra gguf
+        "reasoning-gym>=0.1.25",  # the extra reasoning-gym
         "torch==2.13.0",  # what that reference runs on; never imported outside the tests
     ],
     "quick-test": TEST,  # for tests without a reference, in the second environment of .ci/run
@@ -98,7 +102,8 @@ EXTRAS = {
     ],
 }
 
-EXAMPLES = ("maze*.yaml", "debug/*.yaml", "gsm8k/*.yaml")  # as `SHIPPED` in tunix_like/config/yaml_files.py
+# as `SHIPPED` in tunix_like/config/yaml_files.py
+EXAMPLES = ("maze*.yaml", "debug/*.yaml", "gsm8k/*.yaml", "smollm2/*.yaml")
 
 
 class BuildWithExamples(build_py):

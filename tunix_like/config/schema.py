@@ -87,8 +87,8 @@ class DataConfig(Checked):
     section = "data"
     name: str = key(
         "maze",
-        doc="maze, maze_pairs, gsm8k, reverse_text, sums, maze_steps, guess, calculator, jsonl, hub, verifiers, or mix "
-        "(of sources)",
+        doc="maze, maze_pairs, gsm8k, reverse_text, sums, maze_steps, guess, calculator, reasoning_gym, jsonl, hub, "
+        "verifiers, or mix (of sources)",
     )
     sources: list[dict[str, Any]] | None = key(
         doc="of a mix: each has name, the data keys of its source and, optionally, label, weight, "
@@ -98,8 +98,9 @@ class DataConfig(Checked):
         doc="file, folder, address (gs://, s3://) or hub id; verifiers: id of the environment or FILE.py",
         hub="datasets",
     )
+    task: str | None = key(doc="reasoning_gym: e.g. chain_sum")
     arguments: dict[str, Any] | None = key(
-        doc="verifiers: configuration of the environment, e.g. {taskset: {split: train}}"
+        doc="reasoning_gym: of the task; verifiers: configuration of the environment, e.g. {taskset: {split: train}}"
     )
     eval_arguments: dict[str, Any] | None = key(
         doc="verifiers: of the taskset, for held-out rows; unset: the last tasks"

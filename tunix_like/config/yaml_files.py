@@ -88,7 +88,7 @@ PACKAGE = Path(__file__).parents[1]
 _EXAMPLES = next((each for each in (PACKAGE / "examples", PACKAGE.parent / "examples") if each.is_dir()), PACKAGE)
 """The shipped configs: in the installed package, or in the checkout."""
 
-SHIPPED = ("maze*.yaml", "debug/*.yaml", "gsm8k/*.yaml")
+SHIPPED = ("maze*.yaml", "debug/*.yaml", "gsm8k/*.yaml", "smollm2/*.yaml")
 """Those that need no other file; `setup.py` installs them."""
 
 _use_numbers(Loader)

@@ -29,9 +29,9 @@ __all__ = [
     "template_variables",
 ]
 
-_ROW_KEYS = frozenset(
-    {"path", "split", "eval_split", "prompt_template", "system_prompt", "apply_chat_template", "chat_template_args"}
-)
+_PROMPT_KEYS = frozenset({"prompt_template", "system_prompt", "apply_chat_template", "chat_template_args"})
+
+_ROW_KEYS = _PROMPT_KEYS | {"path", "split", "eval_split"}
 
 _OWN_KEYS = _ROW_KEYS | {"answer_template"}  # not for gsm8k, whose answer column is fixed
 
@@ -60,6 +60,7 @@ SOURCES = {
     "guess": Source("games:load_guess", frozenset({"seed"})),
     "sums": Source("sums:load", frozenset({"seed"})),
     "calculator": Source("calculator:load", frozenset({"seed"})),
+    "reasoning_gym": Source("reasoning_gym:load", _PROMPT_KEYS | {"task", "arguments", "seed"}),
     "jsonl": Source("jsonl:load", _OWN_KEYS),
     "hub": Source("jsonl:load_hub", _OWN_KEYS),
     "verifiers": Source("verifiers:load", frozenset({"path", "arguments", "eval_arguments", "chat_template_args"})),

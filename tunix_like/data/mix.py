@@ -112,7 +112,7 @@ def _entry(values: Mapping[str, Any], place: str) -> Entry:
 
     share, config = section(_Share, share_keys), section(DataConfig, _OF_A_SOURCE)
     estimator = dataclasses.asdict(section(AlgorithmConfig, _OF_AN_ESTIMATOR))
-    label = config.name if share.label is None else share.label
+    label = (config.task or config.name) if share.label is None else share.label
     chosen = {name: estimator[name] for name in _OF_AN_ESTIMATOR if estimator[name] is not None}
     return Entry(place, label, share.weight, config, chosen)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tunix_like.rewards import built_in, math, maze
+from tunix_like.rewards import built_in, math, maze, reasoning_gym
 from tunix_like.rewards.calls import check_form
 from tunix_like.rewards.judge import Judge
 from tunix_like.rewards.pool import close_pools, pooled
@@ -33,5 +33,6 @@ register_reward_fn("maze")(maze.maze)
 register_reward_fn("gsm8k", math.vote)(math.gsm8k)
 register_reward_fn("gsm8k_lenient", math.vote)(math.gsm8k_lenient)
 register_reward_fn("last_number", math.last_number_of)(math.last_number)
+register_reward_fn("reasoning_gym", reasoning_gym.final_answer)(reasoning_gym.reasoning_gym)
 register_reward_fn("exact_match", str.strip)(built_in.exact_match)
 register_reward_fn("by_source")(built_in.by_source)
