@@ -20,9 +20,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from benchmarks.accelerator_report import write_report
 
@@ -43,8 +43,8 @@ STAGES = {
 SHORTEST = 2.0
 """A stage is skipped if fewer seconds are left."""
 
-GRACE = {"maze": 45.0}
-"""Seconds between the request to stop and the kill: the maze run finishes its step and writes a checkpoint."""
+RUN_GRACE = 45.0
+"""Seconds between the request to stop a training run and the kill: it finishes its step and writes a checkpoint."""
 USUAL_GRACE = 3.0
 
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
@@ -87,6 +87,8 @@ class Battery:
     end: float
     stopped: bool = False
 
+    stages: ClassVar[Mapping[str, float]] = STAGES
+
     def stop(self, number: int, frame: Any) -> None:
         """Handles a signal. It raises nothing, because an exception during the start of a stage would lose the
         stage."""
@@ -106,10 +108,17 @@ class Battery:
     def maze(self) -> Path:
         return self.out / "maze"
 
+    def run_folder(self, stage: str) -> Path | None:
+        """Returns the run folder of a stage that is a training run."""
+        return self.maze if stage == "maze" else None
+
+    def grace(self, stage: str) -> float:
+        return USUAL_GRACE if self.run_folder(stage) is None else RUN_GRACE
+
     def limit(self, stage: str) -> float:
         """Returns the seconds that a stage may take from now on."""
-        left = self.end - time.monotonic() - GRACE.get(stage, USUAL_GRACE) * (self.seconds >= 300)
-        return min(left, max(30.0, STAGES[stage] * self.seconds))
+        left = self.end - time.monotonic() - self.grace(stage) * (self.seconds >= 300)
+        return min(left, max(30.0, self.stages[stage] * self.seconds))
 
     def environment(self) -> dict[str, str]:
         """Returns the environment of the stages: one device, compiled programs kept for the next call, no downloads."""
@@ -149,10 +158,11 @@ def run_stage(battery: Battery, stage: str) -> dict[str, Any]:
             start_new_session=True,  # so that all processes that it started end with it
         )
         status = _wait(process, limit, battery)
-        _stop(process, GRACE.get(stage, USUAL_GRACE))
+        _stop(process, battery.grace(stage))
     line |= {"status": status, "seconds": round(time.monotonic() - start, 1)}
     line["error"] = None if status == "ok" else _error(status, limit, log)
-    line["found"] = progress_of_maze(battery.maze) if stage == "maze" else merged(found)
+    folder = battery.run_folder(stage)
+    line["found"] = merged(found) if folder is None else progress_of_run(folder)
     return line
 
 
@@ -195,23 +205,25 @@ def merged(file: Path) -> dict[str, Any]:
     return found
 
 
-def progress_of_maze(folder: Path) -> dict[str, Any]:
-    """Returns the progress of the maze run: its newest step, step time and evaluation."""
-    file, found = folder / "metrics.jsonl", {}
+def progress_of_run(folder: Path) -> dict[str, Any]:
+    """Returns the progress of a run: its newest step, step time and evaluation, and its first evaluation."""
+    file, found, first = folder / "metrics.jsonl", {}, {}
     if not file.exists():
         return {}
     for text in file.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
             row = json.loads(text)
-            kept = ("step", "train/step_time_sec", "train/rewards/mean")
-            found |= {name: row[name] for name in row if name in kept or name.startswith(("eval/pass@", "eval/avg@"))}
-    return found
+            kept = ("step", "sft/step", "train/step_time_sec", "train/rewards/mean", "train/perf/update_mfu")
+            evaluated = {name: row[name] for name in row if name.startswith(("eval/pass@", "eval/avg@"))}
+            first = first or {f"first {name}": value for name, value in evaluated.items()}
+            found |= {name: row[name] for name in row if name in kept} | evaluated
+    return first | found
 
 
 def run(battery: Battery) -> None:
     """Runs the stages that have not succeeded yet."""
     done = read_results(battery.results)
-    for stage in STAGES:
+    for stage in battery.stages:
         if done.get(stage, {}).get("status") == "ok":
             print(f"{stage}: done before", flush=True)
             continue
@@ -245,6 +257,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     seconds = 60 * options.minutes
     battery = Battery(options.out.resolve(), options.size, seconds, time.monotonic() + seconds)
+    return run_all(battery)
+
+
+def run_all(battery: Battery) -> int:
+    """Runs the stages, also up to an interruption, and writes the report. Returns the exit status."""
     previous = {number: signal.signal(number, battery.stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         run(battery)
@@ -252,9 +269,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number, handler in previous.items():
             signal.signal(number, handler)
         lines = read_results(battery.results)
-        write_report(battery.out / "report.md", [lines[stage] for stage in STAGES if stage in lines])
+        write_report(battery.out / "report.md", [lines[stage] for stage in battery.stages if stage in lines])
         print(f"report: {battery.out / 'report.md'}", flush=True)
-    complete = all(lines.get(stage, {}).get("status") == "ok" for stage in STAGES)
+    complete = all(lines.get(stage, {}).get("status") == "ok" for stage in battery.stages)
     return 130 if battery.stopped else int(not complete)
 
 

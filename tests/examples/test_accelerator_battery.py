@@ -105,6 +105,30 @@ def test_interruption_stops_the_stage_and_writes_the_report(tmp_path):
     assert "| machine | interrupted |" in (tmp_path / "report.md").read_text()
 
 
+def test_job_of_the_real_model_runs_with_a_tiny_one(tmp_path, monkeypatch):
+    gguf_models = pytest.importorskip("tests.models.gguf_models")
+    monkeypatch.setenv("TUNIX_LIKE_CACHE", str(tmp_path / "cache"))
+    gguf_models.written(tmp_path / "tiny.gguf", "llama", options={"max_position_embeddings": 1024})
+    problems = [{"question": f"{n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(8)]
+    (tmp_path / "data").mkdir()
+    for name in ("train", "test"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    command = [sys.executable, "-m", "benchmarks.real_model"]
+    model, file = ["--model", str(tmp_path / "tiny.gguf")], str(tmp_path / "reference.npz")
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    subprocess.run([*command, "reference", file, *model], cwd=ROOT, env=environment, check=True)
+    less = ["data.batch_size=2", "algorithm.num_generations=2", "rollout.max_tokens_to_generate=8", "sft.max_steps=1"]
+    less += ["training.max_steps=1", "eval.samples=1", "eval.k=[1]", "eval.max_problems=4"]
+    call = [*command, "run", "--minutes", "20", "--out", str(tmp_path / "out"), "--reference", file, *model]
+    done = subprocess.run([*call, "--data", str(tmp_path / "data"), *less], cwd=ROOT, env=environment)
+    lines = read_results(tmp_path / "out" / "results.jsonl")
+    assert done.returncode == 0 and list(lines) == ["parity", "sums", "gsm8k"], lines
+    parity = lines["parity"]["found"]
+    assert parity["float32 plain"]["logprobs"] < 1e-6 and parity["float32 plain"]["same_first"] == 1
+    assert 1e-4 < parity["bfloat16 blocked"]["gradient"]["median"] < 0.1
+    assert lines["sums"]["found"]["step"] == 1 and "eval/pass@1" in lines["gsm8k"]["found"]
+
+
 def test_report_shows_the_target_values(tmp_path):
     line = {"stage": "update", "size": "qwen3_0.6b", "status": "failed", "seconds": 3.0, "limit": 9.0}
     line |= {"error": "it failed", "found": {"mfu": 0.4, "model": {"bound": "a|b"}}}

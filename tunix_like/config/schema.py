@@ -437,13 +437,13 @@ class RolloutConfig(Checked):
 class RewardsConfig(Checked):
     section = "rewards"
     functions: list[dict[str, Any]] | None = key(
-        doc="list of {name, weight}; a name is maze, gsm8k, gsm8k_lenient, exact_match, FILE.py:function, judge (with "
-        "url and rubric), served_reward_model (with url); unset: that of the data source"
+        doc="list of {name, weight}; a name is maze, gsm8k, gsm8k_lenient, last_number, reasoning_gym, exact_match, "
+        "FILE.py:function, judge (with url and rubric), served_reward_model (with url); unset: that of the data source"
     )
     success_threshold: float = key(1.0, doc="total reward that counts as success")
     workers: int | None = key(
-        doc="processes; 0: the training process; unset: 0 for maze, exact_match and functions registered in Python, "
-        "else up to 4",
+        doc="processes; 0: the training process; unset: 0 for maze, exact_match, last_number and functions registered "
+        "in Python, else up to 4",
         at_least=0,
     )
     timeout_seconds: float = key(

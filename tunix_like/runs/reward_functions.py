@@ -103,15 +103,19 @@ def _resolved(entry: RewardEntry, config: RewardsConfig, mesh: Mesh | None) -> R
     return PerCompletion(entry.name, function, limits) if scores_one(function) else function
 
 
+RISKY = ("gsm8k", "gsm8k_lenient", "reasoning_gym", "by_source")
+"""Registered functions that may hang."""
+
+
 def _in_workers(config: RewardsConfig, functions: list[WeightedReward]) -> list[WeightedReward]:
-    """Moves functions that can hang or crash (those of the user, and those that use math-verify) into worker processes;
+    """Moves functions that can hang or crash (those of users and of other packages) into worker processes;
     all of them if `rewards.workers` is set. Reward models, which use the devices of this process, and functions that
     wait stay in it."""
     workers = min(MOST_WORKERS, os.cpu_count() or 1) if config.workers is None else config.workers
     if not workers:
         return functions
 
-    risky = {name for name, _, _ in functions if ":" in name or name in ("gsm8k", "gsm8k_lenient", "by_source")}
+    risky = {name for name, _, _ in functions if ":" in name or name in RISKY}
     own = {name for name, function, _ in functions if isinstance(function, RewardModel | WaitingFunction)}
     moving = risky if config.workers is None else {name for name, _, _ in functions}
     chosen = {name: function for name, function, _ in functions if name in moving - own}
