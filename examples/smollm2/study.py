@@ -2,8 +2,8 @@
 
     python examples/smollm2/study.py --out runs/smollm2 [--seeds 3]
 
-Every run has the completions, the constant learning rate and the held-out problems of `sums.yaml`. Its result is written
-as soon as it ends, and results that are there are not made again; some 15 minutes a run on two idle cores.
+Every run has the completions, the constant learning rate and the held-out problems of `sums.yaml`. Its result is
+written as soon as it ends, and results that are there are not made again; some 15 minutes a run on two idle cores.
 """
 
 from __future__ import annotations
