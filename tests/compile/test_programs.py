@@ -72,6 +72,15 @@ def test_shardings_equal_those_of_a_run(plan):
         assert shape.sharding.is_equivalent_to(array.sharding, array.ndim)
 
 
+@pytest.mark.parametrize("shape", ["auto", "[2, 1]"])
+def test_weights_and_caches_of_sampling_are_on_one_mesh(shape):
+    """jax 0.11 does not compile a program whose arguments are on different meshes, even of the same device."""
+    devices = jax.devices()[: 1 if shape == "auto" else 2]
+    made = make_plan(load(YAML, [*SMALL, f"mesh.shape={shape}"]), V5E, devices)
+    assert made.sampling_mesh.size == len(devices)
+    assert {leaf.sharding.mesh for leaf in jax.tree.leaves(made.sampled)} == {made.sampling_mesh}
+
+
 def simulated(number, kind="v5e"):
     return programs.Target(f"{kind}-{number}", KINDS[kind], number, None, "a simulation")
 

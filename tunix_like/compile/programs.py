@@ -149,10 +149,9 @@ class Plan:
     def sampled(self) -> Any:
         """The shapes and shardings of the parameters during sampling."""
         graphdef, params = self.split
-        if not self.lays_out:
-            return params
-        shapes = jax.eval_shape(functools.partial(decoding.cast_params, graphdef), params)
-        return param_shapes(shapes, self.sampling_mesh)
+        if self.lays_out:
+            params = jax.eval_shape(functools.partial(decoding.cast_params, graphdef), params)
+        return params if self.sampling_mesh is None else param_shapes(params, self.sampling_mesh)
 
     @property
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
