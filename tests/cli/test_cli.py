@@ -501,6 +501,12 @@ def documented_statuses():
     return found
 
 
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"tunix-like {tunix_like.__version__}\n"
+
+
 def test_help_test_covers_every_command():
     actions = cli.build_parser()._subparsers._group_actions
     assert sorted(COMMANDS) == sorted(actions[0].choices)

@@ -3,8 +3,6 @@ model that it starts from."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np

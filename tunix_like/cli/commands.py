@@ -75,7 +75,7 @@ def _add_training(command: AddCommand) -> None:
 
 
 def _add_inference(command: AddCommand) -> None:
-    source = "run folder, RUN/checkpoints/STEP, RUN/checkpoints/best, model folder, hub id, or config of the model to train"
+    source = "run folder, RUN/checkpoints/STEP, RUN/checkpoints/best, model folder, hub id or config file"
     evaluate = command(
         "eval",
         "eval:run",

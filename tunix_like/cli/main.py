@@ -20,6 +20,7 @@ import re
 import sys
 from collections.abc import Sequence
 
+import tunix_like
 from tunix_like.cli.commands import ON_CPU, add_commands, function_of
 from tunix_like.errors import UserError
 from tunix_like.runtime import console, output, progress
@@ -128,6 +129,7 @@ def build_parser() -> argparse.ArgumentParser:
         "141 the program that reads the output exited (runs continue instead)",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"tunix-like {tunix_like.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_commands(commands)
     return parser

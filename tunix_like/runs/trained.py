@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from tunix_like.config.argument_names import named_arguments
 from tunix_like.config.load import load
 from tunix_like.config.schema import Config, LoraConfig
 from tunix_like.config.urls import plain_hub_id
@@ -48,6 +49,7 @@ class Trained(NamedTuple):
         return nnx.merge(self.graphdef, self.params)
 
 
+@named_arguments
 def load_model(
     path_or_hub_id: str | Path | Mapping[str, Any],
     *,

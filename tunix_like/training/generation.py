@@ -10,10 +10,11 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from tunix_like.config.argument_names import hint
 from tunix_like.config.schema import RolloutConfig
 from tunix_like.data.stream import Prompt, render
 from tunix_like.data.tokenizer import Tokenizer
-from tunix_like.errors import UserError, nearest
+from tunix_like.errors import UserError
 from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.loading import check_fit
 from tunix_like.rollout.requests import collect
@@ -57,7 +58,7 @@ def with_rollout(config: RolloutConfig, changes: Mapping[str, Any]) -> RolloutCo
     """Returns `config` with other values of some fields. Raises UserError for unknown names and wrong values."""
     names = [field.name for field in dataclasses.fields(config)]
     if unknown := [name for name in changes if name not in names]:
-        raise UserError(f"generate: unknown argument '{unknown[0]}'. {nearest(unknown[0], names)}")
+        raise UserError(f"generate: unknown argument '{unknown[0]}'. {hint(unknown[0], names)}")
     return dataclasses.replace(config, **changes)
 
 

@@ -21,6 +21,7 @@ from jaxtyping import Float
 
 from tunix_like.algorithms.objective import Objective, build_objective, check_accepts_negative, trace_user_functions
 from tunix_like.algorithms.ppo import PPO
+from tunix_like.config.argument_names import named_arguments
 from tunix_like.config.load import as_dict
 from tunix_like.config.schema import (
     AlgorithmConfig,
@@ -258,6 +259,7 @@ class Learner(Trainer):
         """The settings of sampling and scoring."""
         return Task(self.algo, self.rollout_config, self._rewards, self.success_threshold)
 
+    @named_arguments
     def train(
         self,
         train_ds: Any,

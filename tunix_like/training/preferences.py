@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tunix_like.algorithms.preferences import CHOSEN, REJECTED, PairObjective, over_pairs
+from tunix_like.config.argument_names import named_arguments
 from tunix_like.config.load import as_dict
 from tunix_like.config.schema import OptimizerConfig, PreferenceConfig, RLTrainingConfig, RolloutConfig
 from tunix_like.data.shared import warn_shared
@@ -132,6 +133,7 @@ class DPOLearner(Trainer):
     def _described(self) -> list[str]:
         return [f"the loss '{self.preference.loss}'"]
 
+    @named_arguments
     def train(
         self,
         train_ds: Sequence[Mapping[str, Any]],

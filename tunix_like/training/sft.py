@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.algorithms.losses import Rows, TokenInputs, Tokens, aggregation_weights
+from tunix_like.config.argument_names import named_arguments
 from tunix_like.config.load import as_dict
 from tunix_like.config.schema import RLTrainingConfig, RolloutConfig, SFTConfig
 from tunix_like.data.source import MappedRows, with_prompt
@@ -112,6 +113,7 @@ class SFTTrainer(Trainer):
         self.watch = SkipWatch("the loss", self.training.max_skipped_updates)
         self._arguments = frozenset(inspect.signature(SFTTrainer).parameters)
 
+    @named_arguments
     def train(
         self,
         rows: Sequence[Mapping[str, Any]],
