@@ -27,6 +27,8 @@ from tunix_like.config.schema import (
 )
 from tunix_like.data import DataSource, check_parts, load_source, source_estimators, template_variables
 from tunix_like.data.curriculum import check_curriculum, curriculum_of
+from tunix_like.data.mix import entries
+from tunix_like.data.shared import warn_text_prompts
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.arguments import make_player, with_tools
 from tunix_like.environments.kinds import environments_of, kind_of
@@ -247,6 +249,7 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     check_routing_replay(config.rollout, model.config)
     check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
     check_parts(source, tokenizer, config.rollout.max_prompt_length, needs_answer=config.sft.max_steps > 0)
+    warn_of_text(config, source, tokenizer)
     environments = environments_of(config)
     tokenizer = with_tools(tokenizer, environments)
     player = make_player(environments, config.environment, tokenizer, config.rollout)
@@ -261,6 +264,14 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     ):  # checked here, because SFT can run before the learner is built
         check_best_metric(config.training, parts.evaluator(config.eval) if len(source.eval) and parts.judged else None)
     return parts
+
+
+def warn_of_text(config: Config, source: DataSource, tokenizer: Tokenizer) -> None:
+    """Warns of text prompts (`warn_text_prompts`) of each data source for which `apply_chat_template` is not false."""
+    sections = {entry.label: entry.config for entry in entries(config.data)}
+    for label, part in (source.parts or {"": source}).items():
+        if sections.get(label, config.data).apply_chat_template is not False:
+            warn_text_prompts(part.train, tokenizer)
 
 
 def check_batches(config: Config, mesh: Mesh | None) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tunix_like.config.load import as_dict, differences, flat, read_yaml, save, temporary_of, with_defaults
 from tunix_like.config.schema import Config

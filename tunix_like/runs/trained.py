@@ -27,7 +27,7 @@ from tunix_like.models.loading import check_fit
 from tunix_like.models.lora import ADAPTER_CONFIG
 from tunix_like.models.opening import find_checkpoint, loaded, restore
 from tunix_like.models.sharding import build_mesh
-from tunix_like.runs.build import chosen_tokenizer, load_policy, make_evaluator
+from tunix_like.runs.build import chosen_tokenizer, load_policy, make_evaluator, warn_of_text
 from tunix_like.runs.reward_functions import reward_functions
 from tunix_like.runtime.object_storage import is_remote
 from tunix_like.training.engine import make_engine
@@ -180,6 +180,7 @@ def evaluator_of(trained: Trained, on_training_rows: bool = False) -> Evaluator:
             f"data.name={config.data.name} has no held-out rows. Set data.path=<another file or folder> with rows that "
             "were not trained on."
         )
+    warn_of_text(config, source, trained.tokenizer)
     environments = environments_of(config)
     if not rewards and environments is None:
         raise UserError(

@@ -94,6 +94,11 @@ def is_shown(row: Mapping[str, Any], total: int | None) -> bool:
     return step is None or step % 25 == 0 or step == total or "sft/eval/pass@1" in row
 
 
+def speed(tokens: float, seconds: float) -> str:
+    """Formats the number of sampled tokens and the time that they took."""
+    return f"{tokens:,.0f} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s without compilation"
+
+
 def samples_each(number: int) -> str:
     return f"{number} sample{'s' * (number != 1)} each"
 

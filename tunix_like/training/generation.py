@@ -21,7 +21,7 @@ from tunix_like.rollout.requests import collect
 from tunix_like.rollout.rollouts import completion_texts
 from tunix_like.training.engine import make_engine
 from tunix_like.training.memory import CriticWork, TeacherWork
-from tunix_like.types import Engine, Request, SamplingParams
+from tunix_like.types import Completions, Engine, Request, SamplingParams
 
 
 def generate(
@@ -87,6 +87,13 @@ def generate_texts(
 def complete(
     engine: Engine, params: Any, tokenizer: Tokenizer, prompts: Sequence[Any], sampling: SamplingParams, seed: int
 ) -> list[str]:
+    """Samples one completion of each prompt with an engine. Returns the texts. Errors are those of `completed`."""
+    return completion_texts(completed(engine, params, tokenizer, prompts, sampling, seed), tokenizer) if prompts else []
+
+
+def completed(
+    engine: Engine, params: Any, tokenizer: Tokenizer, prompts: Sequence[Any], sampling: SamplingParams, seed: int
+) -> Completions:
     """Samples one completion of each prompt with an engine. Raises UserError for a prompt without tokens or with too
     many."""
     requests = []
@@ -96,10 +103,7 @@ def complete(
         except UserError as error:
             raise error if len(prompts) == 1 else UserError(f"prompts[{number}]: {error}") from None
         requests.append(Request(tokens, number=number, samples=1))
-    if not requests:
-        return []
-    samples = engine.generate(engine.place(params), requests, jax.random.key(seed), sampling)
-    return completion_texts(collect(samples, requests), tokenizer)
+    return collect(engine.generate(engine.place(params), requests, jax.random.key(seed), sampling), requests)
 
 
 def rendered(prompt: Any, tokenizer: Tokenizer, limit: int) -> Prompt:

@@ -21,6 +21,7 @@ from tunix_like.algorithms.losses import Rows, TokenInputs, Tokens, aggregation_
 from tunix_like.config.argument_names import named_arguments
 from tunix_like.config.load import as_dict
 from tunix_like.config.schema import RLTrainingConfig, RolloutConfig, SFTConfig
+from tunix_like.data.shared import warn_text_prompts
 from tunix_like.data.source import MappedRows, with_prompt
 from tunix_like.data.stream import Prompt, check_prompts
 from tunix_like.environments.history import Demonstration
@@ -153,6 +154,7 @@ class SFTTrainer(Trainer):
         rows = self._rows
         tokenizer = with_tools(self.tokenizer, rows, "SFT")
         check_prompts(rows, tokenizer, limit, "skip", "training").warn("training")
+        warn_text_prompts(rows, tokenizer)
         if "answer" not in rows[0]:
             columns = ", ".join(map(str, rows[0]))
             raise UserError(
