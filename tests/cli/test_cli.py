@@ -341,6 +341,16 @@ def test_final_table_counts_the_evaluated_problems(tmp_path, capsys):
         assert title in said and "3 samples each" in said and parts.config.eval.samples != 3
 
 
+def test_final_table_promises_only_the_intervals_that_it_has(tmp_path, capsys):
+    row = {"step": 1, "eval/rewards/accuracies": 0.5}
+    for intervals in ({}, {"eval/low/rewards/accuracies": 0.2, "eval/high/rewards/accuracies": 0.7}):
+        rows = (row | intervals | {"step": step} for step in (0, 1))
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in rows))
+        screen.closing_table(tmp_path, make_parts(types.SimpleNamespace(eval=range(10))))
+        said = capsys.readouterr().out
+        assert ("with 95% intervals" in said) == bool(intervals) == ("[0.2, 0.7]" in said) and "10 held-out" in said
+
+
 def test_final_table_leaves_out_what_is_zero_everywhere(tmp_path, capsys):
     """Rates of failures only: a pass rate of 0 is a result."""
     first = {"step": 0, "eval/pass@1": 0.0, "eval/pass@1/hard": 0.0, "eval/error_frac": 0.0}

@@ -127,8 +127,8 @@ def test_the_hub_cache(tmp_path, monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert "1 models, online" in named_checks()["Hugging Face cache"].found
+    assert "1 models, HF_HUB_OFFLINE not set" in named_checks()["Hugging Face cache"].found
     monkeypatch.setenv("HF_HUB_CACHE", "/absent")
     assert "HF_HUB_OFFLINE=1" in named_checks()["Hugging Face cache"].advice
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert named_checks()["Hugging Face cache"].found == "/absent: 0 models, offline"
+    assert named_checks()["Hugging Face cache"].found == "/absent: 0 models, HF_HUB_OFFLINE set"

@@ -154,7 +154,9 @@ def _cache(environment: Mapping[str, str]) -> Check:
     advice = (
         "" if offline or models else "without network access, set HF_HUB_OFFLINE=1: hub ids then fail without retries"
     )
-    return Check("Hugging Face cache", f"{folder}: {models} models, {'offline' if offline else 'online'}", advice)
+    return Check(
+        "Hugging Face cache", f"{folder}: {models} models, HF_HUB_OFFLINE {'set' if offline else 'not set'}", advice
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

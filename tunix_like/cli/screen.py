@@ -111,9 +111,10 @@ def _before_and_after(before: dict[str, Any], after: dict[str, Any], parts: Part
     size = min(parts.config.eval.max_problems or limit, limit - skipped)
     number = console.problems(size, skipped, "held-out problems")
     samples = console.evaluated_samples(after)
-    each = "" if samples is None else f"{console.samples_each(samples)}, "  # the config can have changed since
+    each = "" if samples is None else f", {console.samples_each(samples)}"  # the config can have changed since
+    known = ", with 95% intervals" if any(key.startswith("eval/low/") for key in after) else ""
     console.table(
-        f"{parts.learner.__name__}, {number}, {each}with 95% intervals",
+        f"{parts.learner.__name__}, {number}{each}{known}",
         ["", f"step {before['step']}", f"step {after['step']}"],
         rows,
     )
