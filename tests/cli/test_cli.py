@@ -264,9 +264,9 @@ def test_generate_of_a_row_prints_prompt_answer_and_reward(home, made):
     """Standard output still has the completion only. The data of reverse_text are the oracle of prompt and reward."""
     code, said, error = made["generate row"]
     row = load_source(load(home / RUN / "config.yaml").data).eval[1]
-    prompt, answer, reward = error.strip().splitlines()[-3:]
+    prompt, _, answer, reward = error.strip().splitlines()[-4:]
     assert code == 0 and re.fullmatch(r"[a-h<>unk]*\n", said)
-    assert prompt == f"prompt: {row['prompt']}" and answer == f"answer: {row['prompt'][-2::-1]}"
+    assert prompt == f"prompt: {row['prompt']}" and answer == f"column answer: {row['prompt'][-2::-1]}"
     assert float(reward.split()[1]) == float(said.strip() == row["prompt"][-2::-1]) and "exact_match" in reward
 
 

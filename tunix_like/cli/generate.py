@@ -26,7 +26,7 @@ from tunix_like.errors import UserError
 from tunix_like.models.loading import check_fit
 from tunix_like.rewards import close_pools
 from tunix_like.rollout.requests import generate as sample
-from tunix_like.rollout.rollouts import completion_texts, score_completions, warn_cut
+from tunix_like.rollout.rollouts import completion_texts, score_completions
 from tunix_like.runs.reward_functions import reward_functions
 from tunix_like.runs.trained import Trained, open_trained
 from tunix_like.runtime import console, progress
@@ -80,8 +80,8 @@ def generate(arguments: argparse.Namespace) -> None:
             seconds = watch.seconds()
             (completion,) = completion_texts(out, trained.tokenizer)
             _print_completion(completion)
-            print(console.speed(float(out.lengths.sum()), seconds), file=sys.stderr)
-            warn_cut("generate", out.finished)
+            cut = f"; cut at rollout.max_tokens_to_generate={rollout.max_tokens_to_generate}"
+            print(console.speed(float(out.lengths.sum()), seconds) + cut * (not out.finished.all()), file=sys.stderr)
             if by_row:
                 _print_score(trained, row, completion)
     finally:
@@ -146,6 +146,7 @@ def _print_completion(completion: str) -> None:
     if not completion:
         print("the completion is empty: the model ended it before any text", file=sys.stderr)
     console.print_completion(completion)
+    sys.stdout.flush()  # before the lines of standard error
 
 
 def _sampling_line(sampling: SamplingParams, seed: int) -> str:
