@@ -54,10 +54,8 @@ def serve(arguments: argparse.Namespace) -> None:
             raise _refused(arguments.host, arguments.port, error) from None
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        print(
-            f"serving {settings.name} at http://{shown}:{port}/v1; programs are compiled while there are no requests",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        print(f"serving {settings.name} at http://{shown}:{port}/v1", file=sys.stderr, flush=True)
+        print("programs are compiled while there are no requests", file=sys.stderr, flush=True)
         asyncio.run(_run(make_app(server, key), server, listener))
 
 
