@@ -24,6 +24,7 @@ import tunix_like
 from tunix_like.cli.commands import ON_CPU, add_commands, function_of
 from tunix_like.errors import UserError
 from tunix_like.runtime import console, output, progress
+from tunix_like.runtime.accelerators import avoid_absent_tpu
 from tunix_like.runtime.visible import visible
 
 
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     joined = False
     try:
+        avoid_absent_tpu()
         if "proxy" in os.environ.get("JAX_PLATFORMS", ""):
             from tunix_like.runtime import processes
 
