@@ -73,6 +73,16 @@ def test_training_starts_from_a_run_and_notes_its_step(place, source):
     assert assemble(load(YAML, [*SMALL, *named]), abstract=True).config == parts.config
 
 
+def test_a_reward_model_from_its_run(place):
+    small = [word for word in SMALL if word.startswith(("model.", "data."))]
+    options = ("algorithm.advantage_estimator=reward_model", "preference.beta=0.1", "rewards.functions=null")
+    lengths = ("sft.max_steps=0", "training.max_steps=1", "training.output_dir=scored")
+    tunix_like.run("maze_dpo", [*small, *options, *lengths])
+    assert main(["export", "scored", "scored-export"]) == 0
+    given = ["GRID_START WALL"], ["WALL PATH"]
+    assert tunix_like.RewardModel("scored")(*given) == tunix_like.RewardModel("scored-export")(*given)
+
+
 def test_a_run_whose_start_has_moved_on_is_not_resumed_from_newer_weights(place):
     trained("first")
     trained("second", "model.path=first", *FROM)

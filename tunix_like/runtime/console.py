@@ -96,7 +96,8 @@ def is_shown(row: Mapping[str, Any], total: int | None) -> bool:
 
 def speed(tokens: float, seconds: float) -> str:
     """Formats the number of sampled tokens and the time that they took."""
-    return f"{tokens:,.0f} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s without compilation"
+    rate = f"{tokens / seconds:,.0f} tokens/s without compilation"
+    return f"{tokens:,.0f} token{'s' * (tokens != 1)} in {seconds:.1f} s, {rate}"
 
 
 def samples_each(number: int) -> str:
