@@ -85,7 +85,7 @@ def find_checkpoint(path: str | Path, overrides: Sequence[str] = ()) -> RunCheck
         return None
     if (place.parent.name, place.name) == ("checkpoints", BEST):
         place = best_checkpoint(place.parent.parent, overrides)
-    if place.name.isdigit() and place.parent.name in _STEPS:
+    if place.name.isascii() and place.name.isdigit() and place.parent.name in _STEPS:
         return RunCheckpoint(place, str(place))
     if not (place / "model" / "config.json").is_file():
         return None
