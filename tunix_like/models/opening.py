@@ -175,9 +175,16 @@ def load_tokenizer(path_or_hub_id: str) -> Tokenizer:
 
 
 def _description(path_or_hub_id: Any) -> Any:
-    """Returns the folder `model` of a run; anything else unchanged."""
-    found = None if isinstance(path_or_hub_id, Mapping) else find_checkpoint(path_or_hub_id)
-    return path_or_hub_id if found is None else found.run / "model"
+    """Returns the folder `model` of a run, which needs no checkpoint; anything else unchanged."""
+    if isinstance(path_or_hub_id, Mapping):
+        return path_or_hub_id
+    if is_remote(path_or_hub_id):
+        found = find_checkpoint(path_or_hub_id)
+        return path_or_hub_id if found is None else found.run / "model"
+    place = Path(path_or_hub_id).expanduser()
+    model = (place.parent.parent if place.parent.name in _STEPS else place) / "model"
+    is_run = (model / "config.json").is_file() and not (place / "config.json").is_file()
+    return model if is_run else path_or_hub_id
 
 
 def loaded(config: Config, what: Any, mesh: Mesh | None) -> tuple[Decoder, Tokenizer | None]:
