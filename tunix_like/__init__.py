@@ -131,7 +131,10 @@ __all__ = [*_MODULE_OF_NAME, "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF_NAME:
-        raise AttributeError(f"module 'tunix_like' has no attribute '{name}'")
+        from tunix_like.config.argument_names import hint
+
+        further = f". {hint(name, _MODULE_OF_NAME)}" if name[:1].isalpha() else ""
+        raise AttributeError(f"module 'tunix_like' has no attribute '{name}'{further}")
     return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
 
 

@@ -264,9 +264,9 @@ def test_generate_of_a_row_prints_prompt_answer_and_reward(home, made):
     """Standard output still has the completion only. The data of reverse_text are the oracle of prompt and reward."""
     code, said, error = made["generate row"]
     row = load_source(load(home / RUN / "config.yaml").data).eval[1]
-    prompt, answer, reward = error.strip().splitlines()[-3:]
+    prompt, _, answer, reward = error.strip().splitlines()[-4:]
     assert code == 0 and re.fullmatch(r"[a-h<>unk]*\n", said)
-    assert prompt == f"prompt: {row['prompt']}" and answer == f"answer: {row['prompt'][-2::-1]}"
+    assert prompt == f"prompt: {row['prompt']}" and answer == f"column answer: {row['prompt'][-2::-1]}"
     assert float(reward.split()[1]) == float(said.strip() == row["prompt"][-2::-1]) and "exact_match" in reward
 
 
@@ -339,6 +339,16 @@ def test_final_table_counts_the_evaluated_problems(tmp_path, capsys):
         screen.closing_table(tmp_path, parts)
         said = capsys.readouterr().out
         assert title in said and "3 samples each" in said and parts.config.eval.samples != 3
+
+
+def test_final_table_promises_only_the_intervals_that_it_has(tmp_path, capsys):
+    row = {"step": 1, "eval/rewards/accuracies": 0.5}
+    for intervals in ({}, {"eval/low/rewards/accuracies": 0.2, "eval/high/rewards/accuracies": 0.7}):
+        rows = (row | intervals | {"step": step} for step in (0, 1))
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in rows))
+        screen.closing_table(tmp_path, make_parts(types.SimpleNamespace(eval=range(10))))
+        said = capsys.readouterr().out
+        assert ("with 95% intervals" in said) == bool(intervals) == ("[0.2, 0.7]" in said) and "10 held-out" in said
 
 
 def test_final_table_leaves_out_what_is_zero_everywhere(tmp_path, capsys):
@@ -499,6 +509,12 @@ def documented_statuses():
     found = re.findall(r"^\| (\d+)", section, re.MULTILINE)
     assert len(found) >= 5
     return found
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"tunix-like {tunix_like.__version__}\n"
 
 
 def test_help_test_covers_every_command():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import importlib.metadata
+import os
 import re
 import types
 from pathlib import Path
@@ -12,6 +14,7 @@ import jax
 import pytest
 
 from tunix_like.cli import doctor
+from tunix_like.runtime import accelerators
 
 
 def named_checks():
@@ -91,11 +94,47 @@ def test_missing_extra_is_reported_with_its_install_command(monkeypatch):
 
 
 def test_an_accelerator_that_jax_does_not_see(monkeypatch):
-    monkeypatch.setattr(doctor.glob, "glob", lambda pattern: ["/dev/nvidia0"] if "nvidia" in pattern else [])
+    monkeypatch.setattr(accelerators.glob, "glob", lambda pattern: ["/dev/nvidia0"] if "nvidia" in pattern else [])
     assert any("tunix-like[cuda13]" in check.advice for check in doctor.report())
-    monkeypatch.setattr(doctor.glob, "glob", lambda pattern: ["/dev/accel0"] if "accel" in pattern else [])
-    monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
+    monkeypatch.setattr(accelerators.glob, "glob", lambda pattern: ["/dev/accel0"] if "accel" in pattern else [])
+    monkeypatch.setattr(accelerators.shutil, "which", lambda _: None)
     assert any("tunix-like[tpu]" in check.advice for check in doctor.report())
+
+
+@pytest.mark.parametrize(
+    ("libtpu", "files", "variables", "expected"),
+    [
+        (True, {}, {}, "cpu"),
+        (False, {}, {}, None),
+        (True, {"/dev/accel0": ""}, {}, None),
+        (True, {"/dev/nvidia0": ""}, {}, None),
+        (True, {}, {"TPU_WORKER_ID": "0"}, None),
+        (True, {}, {"JAX_PLATFORMS": "tpu"}, "tpu"),
+        (True, {"0/vendor": "0x1ae0", "0/device": "0x0063"}, {}, None),
+        (True, {"0/vendor": "0x1ae0", "0/device": "0x0042"}, {}, "cpu"),
+        (True, {"0/vendor": "0x8086", "0/device": "0x0063"}, {}, "cpu"),
+    ],
+)
+def test_libtpu_on_a_machine_without_a_tpu(monkeypatch, tmp_path, libtpu, files, variables, expected):
+    for name, text in files.items():
+        if not name.startswith("/"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+
+    def found(pattern):
+        vendors = [str(file) for file in tmp_path.glob("*/vendor")]
+        return vendors if "pci" in pattern else fnmatch.filter(files, pattern)
+
+    for name in [name for name in os.environ if name.startswith("TPU_")] + ["JAX_PLATFORMS"]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(accelerators.glob, "glob", found)
+    monkeypatch.setattr(accelerators.shutil, "which", lambda name: None)
+    monkeypatch.setattr(accelerators.os.path, "exists", lambda path: False)
+    monkeypatch.setattr(accelerators.importlib.util, "find_spec", lambda name: libtpu or None)
+    accelerators.avoid_absent_tpu()
+    assert os.environ.get("JAX_PLATFORMS") == expected
 
 
 def test_jax_without_a_working_backend_is_reported(monkeypatch):
@@ -127,8 +166,8 @@ def test_the_hub_cache(tmp_path, monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert "1 models, online" in named_checks()["Hugging Face cache"].found
+    assert "1 models, HF_HUB_OFFLINE not set" in named_checks()["Hugging Face cache"].found
     monkeypatch.setenv("HF_HUB_CACHE", "/absent")
     assert "HF_HUB_OFFLINE=1" in named_checks()["Hugging Face cache"].advice
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert named_checks()["Hugging Face cache"].found == "/absent: 0 models, offline"
+    assert named_checks()["Hugging Face cache"].found == "/absent: 0 models, HF_HUB_OFFLINE set"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,26 @@ def test_without_a_gold_answer(tmp_path, capsys):
         assert status == 0 and "nothing suspicious" not in said.out, said.err
         assert "no column `answer`" in said.out and "data.answer_template" in said.out
         assert "nothing succeeds: no completion above reaches rewards.success_threshold=1" in said.out
+
+
+@pytest.mark.parametrize("column", ["messages", "answer"])
+def test_gold_answers_of_messages(tmp_path, capsys, column):
+    """The text is that of the last message."""
+    (tmp_path / "mine.py").write_text(
+        "def last(completions, answer):\n    "
+        "return [float(c == a[-1]['content']) for c, a in zip(completions, answer)]\n"
+    )
+    rows = []
+    for number in range(6):
+        user, answer = {"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": f"is {number}"}
+        rows.append({"messages": [user, answer]} if column == "messages" else {"prompt": [user], "answer": [answer]})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.yaml").write_text(
+        "data: {name: jsonl, path: rows.jsonl}\nrewards: {workers: 0, functions: [{name: mine.py:last}]}\n"
+    )
+    status, said = cli.main(["check-rewards", "run.yaml"]), capsys.readouterr()
+    assert status == 0 and "nothing suspicious" in said.out, said
+    assert re.search(r"gold answer +│ +1\.000 ", said.out)
 
 
 @pytest.mark.parametrize(("name", "alarm"), [("low_or_right", False), ("always_but_empty", True)])

@@ -186,7 +186,7 @@ def test_a_sweep_that_is_killed_is_resumed_and_nothing_runs_twice(tmp_path, caps
 
     runs = list_runs(out, "eval/pass@1", ["training.seed=1"], "metric")
     assert [run.state.state for run in runs] == ["finished"] * 2
-    assert [run.best for run in runs] == sorted((run.best for run in runs), reverse=True)
+    assert [run.last for run in runs] == sorted((run.last for run in runs), reverse=True)
     assert all(run.state.step == run.state.total == 12 and run.size > 1000 for run in runs)
     with pytest.raises(UserError, match="training.sed"):
         list_runs(out, wanted=["training.sed=1"])
@@ -194,6 +194,58 @@ def test_a_sweep_that_is_killed_is_resumed_and_nothing_runs_twice(tmp_path, caps
     assert main(["report", str(out)]) == 0
     assert all(json.dumps(name)[1:-1] in (out / "report.html").read_text() for name in found)
     call(SCRIPT, "sweep", "rates.yaml", cwd=tmp_path)  # finished
+
+
+def written(folder, rows, *overrides):
+    folder.mkdir(parents=True)
+    save(load(None, overrides), folder / "config.yaml")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_runs_are_ordered_by_the_last_value_and_each_column_has_its_name(tmp_path, capsys):
+    for name, values in {"fell": (0.141, 0.5, 0.078), "rose": (0.1, 0.141), "none": ()}.items():
+        written(tmp_path / name, [{"step": i, "eval/pass@1": value} for i, value in enumerate(values)])
+    assert [run.name for run in list_runs(tmp_path, order="metric")] == ["rose", "fell", "none"]
+    for order in ("name", "state", "step", "metric", "age", "size"):
+        assert main(["runs", str(tmp_path), "--sort", order]) == 0
+        said = capsys.readouterr().out
+        assert ("eval/pass@1, last" if order == "metric" else {"name": "run"}.get(order, order)) in said.split("fell")[
+            0
+        ]
+    assert "7.8%" in said and "50.0%" in said and "eval/pass@1, best" in said
+
+
+SFT, RL = [{"sft/step": 2}, {"sft/step": 4}], [{"step": 0}, {"step": 3}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "saved", "shown"),
+    [
+        ([], RunState("started", 0, None), "0/9"),
+        (SFT, RunState("started", 0, None), "sft 4/6"),
+        (SFT, RunState("sft finished", 6, 6, of_sft=True), "sft 6/6"),
+        (SFT + RL[:1], RunState("sft finished", 6, 6, of_sft=True), "0/9"),
+        (SFT + RL, RunState("running", 6, 6, of_sft=True), "3/9"),
+        (SFT + RL, RunState("stopped", 2, 5), "3/9"),
+    ],
+)
+def test_counts_are_those_of_their_phase(tmp_path, monkeypatch, capsys, rows, saved, shown):
+    written(tmp_path / "run", rows, "sft.max_steps=6", "training.max_steps=9")
+    monkeypatch.setattr("tunix_like.report.listing.run_state", lambda folder: saved)
+    assert main(["runs", str(tmp_path)]) == 0
+    assert f" {shown} " in capsys.readouterr().out
+
+
+def test_the_number_of_steps_of_an_epoch_is_that_of_the_checkpoint(tmp_path, monkeypatch, capsys):
+    written(tmp_path / "run", RL)
+    for total, shown in ((7, "3/7"), (None, "3/?")):
+        monkeypatch.setattr("tunix_like.report.listing.run_state", lambda folder, n=total: RunState("stopped", 2, n))
+        assert main(["runs", str(tmp_path)]) == 0 and f" {shown} " in capsys.readouterr().out
+
+
+def test_a_dry_run_names_runs_that_have_not_begun(tmp_path, capsys):
+    assert main(["sweep", str(write(tmp_path, folder=str(tmp_path / "out"))), "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("not started") == 2
 
 
 def test_filters_are_read_as_overrides_are(tmp_path):

@@ -6,6 +6,7 @@ the position only.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import jax
@@ -21,7 +22,7 @@ from tunix_like.config.schema import RolloutConfig
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.rollout import decoding, schedule
+from tunix_like.rollout import decoding, sampler, schedule
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.rollout.shapes import length_bucket, pad_tokens, slot_shape
 from tunix_like.training.engine import make_engine
@@ -84,6 +85,26 @@ def chosen_logprobs(logits: np.ndarray, tokens: np.ndarray, temperature: float) 
 def endless():
     """Returns twelve tokens for every row, without end-of-sequence tokens."""
     return sample()
+
+
+def test_tokens_are_reported_while_no_completion_has_ended(monkeypatch, endless):
+    """The reports change no number."""
+    told = []
+
+    @contextlib.contextmanager
+    def task(name, total=None, done=0):
+        yield lambda done, note="": told.append((done, note))
+
+    monkeypatch.setattr(sampler.progress, "task", task)
+    for every, times in ((5, 2), (12, 1), (1000, 0)):
+        monkeypatch.setitem(schedule.REPORTED_STEPS, "cpu", every)
+        told.clear()
+        found = sample()
+        jax.tree.map(np.testing.assert_array_equal, found, endless)
+        early = [note for done, note in told if not done]
+        assert len(early) == times and told[-1][0] == 3 * SIZE
+        assert all(f"up to {(i + 1) * every} of 12 tokens, " in note for i, note in enumerate(early))
+        assert all(note.endswith(" tokens/s") for note in early)
 
 
 def test_logprobs_are_those_of_the_full_forward(monkeypatch):

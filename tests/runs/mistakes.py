@@ -377,7 +377,7 @@ MISTAKES = {
     ),
     "folder without a tokenizer": (
         (*REVERSED, "data.name=jsonl", "data.path=good.jsonl", "model.tokenizer=run_without_checkpoint"),
-        ["model.tokenizer: run_without_checkpoint has no tokenizer"],
+        ["model.tokenizer: run_without_checkpoint/model has no tokenizer"],
     ),
     "no model folder": ((*OWN, "model.path=./nowhere"), ["nowhere: no such folder", "Give a model folder, or a hub"]),
     "no config.json": ((*OWN, "model.path=no_config"), ["no_config/config.json: no such file"]),
@@ -411,9 +411,9 @@ MISTAKES = {
     ),
     # data
     "no data file": ((*OWN, "data.path=nowhere.jsonl"), ["nowhere.jsonl does not exist", "data.path must name"]),
-    "compressed data": (
-        (*OWN, "data.path=packed.jsonl.gz"),
-        ["packed.jsonl.gz is compressed (gzip); decompress it with gunzip", "data.path must name a JSON-lines file"],
+    "compressed data without the ending": (
+        (*OWN, "data.path=packed.jsonl"),
+        ["packed.jsonl is compressed (gzip); decompress it with gunzip", "data.path must name a file of rows"],
     ),
     "data that is a pipe": ((*OWN, "data.path=pipe.jsonl"), ["pipe.jsonl is not a regular file"]),
     "data that is a loop": ((*OWN, "data.path=round.jsonl"), ["round.jsonl cannot be read"]),

@@ -158,7 +158,7 @@ def place(tmp_path_factory):
     fewer_words().save(place / "other_tokenizer")
     (place / "other_words" / "generation_config.json").write_text('{"eos_token_id": 1}')
     fewer_words().save(place / "other_words")
-    (place / "packed.jsonl.gz").write_bytes(gzip.compress(FILES["good.jsonl"].encode()))
+    (place / "packed.jsonl").write_bytes(gzip.compress(FILES["good.jsonl"].encode()))
     (place / "packed.yaml").write_bytes(gzip.compress(OWN_DATA.encode()))
     (place / "splits").mkdir()
     for name in ("round.jsonl", "round.yaml", "splits/train.jsonl"):  # each is a link to itself

@@ -123,6 +123,20 @@ def test_remaining_time_ignores_the_first_step(clock):
     assert task.left(clock.now) is None
 
 
+def test_remaining_time_contains_no_compilation(clock):
+    """Neither that of the first step nor that of a later one; a step before the task is not its own."""
+    with progress.shown(lines=False), progress.task("train", 10) as advance:
+        left = lambda: progress._SHOWN.tasks[0].left(clock.now)  # noqa: E731
+        for seconds, compiled in ((3, 60), (2, 0), (2, 90)):
+            progress.compiling("update")
+            clock.now += compiled
+            progress.compiling(None)
+            clock.now += seconds
+            advance(1)
+            expected = {1: 27, 2: 16, 3: 14}[progress._SHOWN.tasks[0].done]
+            assert left() == pytest.approx(expected)
+
+
 def test_remaining_time_uses_the_last_twenty_steps(clock):
     task = progress._Task("train", 100, 0)
     for seconds in (100, 42, *[2] * 19):

@@ -28,16 +28,17 @@ GRAPHDEF, PARAMS = random_model(VOCABULARY)
 class Run:
     """A batcher and the completions that it returns."""
 
-    def __init__(self, rows=6, longest=200, eos_ids=(EOS,), mesh=None, model=(GRAPHDEF, PARAMS)):
+    def __init__(self, rows=6, longest=200, eos_ids=(EOS,), mesh=None, model=(GRAPHDEF, PARAMS), warm_up=False):
         params = place_params(model[1], mesh)
         self.parts = queue.Queue()
         self.runner = Runner(Weights(model[0], params, eos_ids, mesh), rows, longest)
         self.batcher = Batcher(self.runner, lambda parts: [self.parts.put(part) for part in parts])
-        self.batcher.start()
+        self.batcher.start(warm_up)
 
-    def finish(self, jobs, expected=None):
+    def finish(self, jobs, submit=True):
         """Submits jobs; returns tokens, log-probabilities and reason by job and sample."""
-        self.batcher.submit(jobs)
+        if submit:
+            self.batcher.submit(jobs)
         found = {(job, sample): ([], [], []) for job in jobs for sample in range(job.count)}
         while not all(reasons for _, _, reasons in found.values()):
             job, part = self.parts.get(timeout=120)
@@ -273,12 +274,34 @@ def test_failed_allocation_of_arrays_does_not_end_the_thread(run, monkeypatch):
     check(made.finish([good]), [good])
 
 
+def test_requests_are_answered_between_the_shapes_of_the_warm_up(run, monkeypatch):
+    """Also a request whose prompt is a single token, as are those of the warm-up."""
+    rng, warm_up, jobs, running = np.random.default_rng(3), Runner.warm_up, list[Job](), list[Run]()
+
+    def with_requests(runner):
+        for _ in warm_up(runner):
+            prompt = rng.integers(0, VOCABULARY, rng.choice([1, 40])).tolist()
+            jobs.append(Job(prompt, 2, JobSampling(12, seed=5)))
+            while not running:
+                time.sleep(0.01)
+            running[0].batcher.submit(jobs[-1:])  # from the thread that samples
+            yield
+
+    monkeypatch.setattr(Runner, "warm_up", with_requests)
+    made = run(rows=4, longest=60, warm_up=True)
+    running.append(made)
+    while not jobs or made.batcher.waiting or made.batcher.running or made.batcher._shapes is not None:
+        time.sleep(0.01)
+    check(made.finish(jobs, submit=False), jobs)
+    assert len(jobs) > 3
+
+
 @pytest.mark.slow
 def test_warm_up_compiles_everything(run, monkeypatch):
     """After the warm-up, no job compiles a program."""
     monkeypatch.setattr(programs, "SHORTEST_CHUNK", 32)
     made = run(rows=8, longest=150)
-    made.runner.warm_up()
+    list(made.runner.warm_up())
     watched = [programs.advance, programs._place, programs._begin, programs.resized_prompts, programs._resized_rows]
     watched += [decoding.prefill, programs.continue_prompt]
     before = [each._cache_size() for each in watched]

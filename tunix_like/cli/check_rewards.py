@@ -21,7 +21,7 @@ import numpy as np
 from tunix_like.config.load import load
 from tunix_like.config.schema import Config
 from tunix_like.data import load_source
-from tunix_like.data.source import Record
+from tunix_like.data.source import Record, is_conversation
 from tunix_like.environments.kinds import environments_of, kind_of
 from tunix_like.environments.outcomes import Environments, Outcome, check_configured
 from tunix_like.rewards.environment_state import failed_state
@@ -148,7 +148,8 @@ def _problem(number: int, row: Record) -> Problem:
 def _scripts(problems: Sequence[Problem], played: bool) -> dict[str, list[list[str]]]:
     """Returns for each kind of completions and each problem the texts of the turns; the last text is repeated."""
     scripts: dict[str, list[list[str]]] = {}
-    answers = [str(problem.columns["answer"]) for problem in problems if isinstance(problem.columns.get("answer"), str)]
+    texts = [_answer(problem.columns.get("answer")) for problem in problems]
+    answers = [text for text in texts if text is not None]
     if len(answers) == len(problems):
         scripts[GOLD] = [[answer] for answer in answers]
         if played and any(len(answer.split()) > 1 for answer in answers):
@@ -164,6 +165,11 @@ def _scripts(problems: Sequence[Problem], played: bool) -> dict[str, list[list[s
     prompts = [[problem.text] for problem in problems]
     sentence = [[SENTENCE]] * len(problems)
     return scripts | {"no text": [[""]] * len(problems), "the prompt again": prompts, f"'{SENTENCE}'": sentence}
+
+
+def _answer(value: Any) -> str | None:
+    """Returns the text of a gold answer; of messages, that of the last."""
+    return str(value[-1].get("content") or "") if is_conversation(value) else value if isinstance(value, str) else None
 
 
 def _tried(

@@ -75,7 +75,7 @@ def _add_training(command: AddCommand) -> None:
 
 
 def _add_inference(command: AddCommand) -> None:
-    source = "run folder, RUN/checkpoints/STEP, RUN/checkpoints/best, model folder or hub id"
+    source = "run folder, RUN/checkpoints/STEP, RUN/checkpoints/best, model folder, hub id or config file"
     evaluate = command(
         "eval",
         "eval:run",
@@ -209,9 +209,11 @@ def _add_analysis(command: AddCommand) -> None:
     runs = command("runs", "runs:runs", "list runs: state, steps, a metric, age and size", "runs --sort metric")
     runs.add_argument("folder", nargs="?", default="runs", help="folder that contains runs (default: runs)")
     runs.add_argument("filters", nargs="*", metavar="a.b=value", help="only runs whose config has this value")
-    runs.add_argument("--metric", default="eval/pass@1", help="metric that is shown (default: eval/pass@1)")
+    runs.add_argument(
+        "--metric", default="eval/pass@1", help="metric whose last and best value are shown (default: eval/pass@1)"
+    )
     orders = ("name", "state", "step", "metric", "age", "size")
-    runs.add_argument("--sort", default="name", choices=orders, help="order (default: name)")
+    runs.add_argument("--sort", default="name", choices=orders, help="order (default: name); metric: by the last value")
     replay = command(
         "replay",
         "report:replay",

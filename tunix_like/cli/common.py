@@ -21,7 +21,7 @@ def setup_jax() -> None:
 
 def chosen_source(source: str, best: bool) -> str:
     """Returns the source to open: `source`, or with `best` the best checkpoint of the run folder `source`."""
-    from tunix_like.runs.trained import BEST
+    from tunix_like.models.opening import BEST
 
     if not best:
         return source

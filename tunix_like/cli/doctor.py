@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import glob
 import importlib
 import importlib.metadata
 import itertools
 import os
 import platform
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from tunix_like.compile import devices
 from tunix_like.config.load import load
 from tunix_like.errors import UserError
 from tunix_like.runtime import console
+from tunix_like.runtime.accelerators import attached
 
 CORE = {
     "jax": "jax",
@@ -134,9 +133,10 @@ def _memory(platform: str, stats: Mapping[str, int] | None) -> str:
 
 
 def _unseen_accelerator() -> str:
-    if glob.glob("/dev/nvidia[0-9]*") or shutil.which("nvidia-smi"):
+    kind = attached()
+    if kind == "gpu":
         return "pip install 'tunix-like[cuda13]' (or [cuda12] for an older driver), and unset JAX_PLATFORMS"
-    if glob.glob("/dev/accel*") or os.environ.get("TPU_NAME"):
+    if kind == "tpu":
         return "pip install 'tunix-like[tpu]', and unset JAX_PLATFORMS"
     return ""
 
@@ -154,7 +154,9 @@ def _cache(environment: Mapping[str, str]) -> Check:
     advice = (
         "" if offline or models else "without network access, set HF_HUB_OFFLINE=1: hub ids then fail without retries"
     )
-    return Check("Hugging Face cache", f"{folder}: {models} models, {'offline' if offline else 'online'}", advice)
+    return Check(
+        "Hugging Face cache", f"{folder}: {models} models, HF_HUB_OFFLINE {'set' if offline else 'not set'}", advice
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tunix_like.cli.common import chosen_source, setup_jax
+from tunix_like.cli.screen import show_prompt
 from tunix_like.errors import UserError
 from tunix_like.evaluation import compare as eval_compare
 from tunix_like.evaluation.evaluate import Evaluation, Evaluator
@@ -51,6 +52,8 @@ def evaluate(source: str, overrides: Sequence[str], out: str | None) -> None:
     if files is not None:  # written before printing, because printing to a closed output ends the command
         by_first(lambda: _write(files, problem_rows(evaluated), summary_of(evaluated)))
     console.table(title, ["", "value"], list(console.evaluation_cells(evaluated.result.metrics).items()))
+    metrics = evaluated.result.metrics
+    console.print_text(console.speed(metrics["eval/mean_length"] * size * samples, evaluated.result.seconds))
     if files is not None:
         console.print_text(f"wrote every problem to {files[0]}, the summary to {files[1]}")
 
@@ -95,6 +98,7 @@ def measured(source: str, overrides: Sequence[str]) -> Measured:
         data = dataclasses.replace(data, eval_split=split)
         trained = trained._replace(config=dataclasses.replace(trained.config, data=data))
     evaluator = evaluator_of(trained, on_training_rows)
+    show_prompt(evaluator.problems[0])
     try:
         return Measured(trained, split, evaluator, evaluator(trained.params))
     finally:

@@ -14,7 +14,8 @@ from tunix_like.cli.common import chosen_source, setup_jax
 from tunix_like.config.load import load
 from tunix_like.config.schema import Config
 from tunix_like.data import load_source
-from tunix_like.data.stream import render
+from tunix_like.data.shared import warn_text_prompts
+from tunix_like.data.stream import Prompt, render
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.arguments import make_player, with_tools
 from tunix_like.environments.history import Histories, History
@@ -25,13 +26,14 @@ from tunix_like.errors import UserError
 from tunix_like.models.loading import check_fit
 from tunix_like.rewards import close_pools
 from tunix_like.rollout.requests import generate as sample
-from tunix_like.rollout.rollouts import score_completions
+from tunix_like.rollout.rollouts import completion_texts, score_completions
 from tunix_like.runs.reward_functions import reward_functions
 from tunix_like.runs.trained import Trained, open_trained
 from tunix_like.runtime import console, progress
+from tunix_like.runtime.profile import Stopwatch
 from tunix_like.runtime.visible import visible
 from tunix_like.training.engine import make_engine
-from tunix_like.training.generation import complete, rendered
+from tunix_like.training.generation import completed, rendered
 from tunix_like.types import Engine, Problem, Reply, Request, SamplingParams, Turn
 
 QUIT = "/quit"
@@ -59,6 +61,8 @@ def generate(arguments: argparse.Namespace) -> None:
     try:
         trained = trained._replace(tokenizer=with_tools(trained.tokenizer, environments))
         row = _row(config, arguments.row) if by_row else {"prompt": _prompt(config, arguments.prompt)}
+        if config.data.apply_chat_template is not False:
+            warn_text_prompts([row], trained.tokenizer)
         sampler = make_engine(trained.graphdef, trained.tokenizer, rollout, trained.mesh)
         sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
         print(_sampling_line(sampling, config.training.seed), file=sys.stderr)
@@ -68,11 +72,18 @@ def generate(arguments: argparse.Namespace) -> None:
         elif environments is not None:
             play(sampler, trained, row, sampling, environments)
         else:
-            given = sampler, trained.params, trained.tokenizer, [row["prompt"]], sampling, config.training.seed
-            (completion,) = complete(*given)
-            _print_completion(completion)
             if by_row:
-                _print_score(config, row, trained.tokenizer, completion)
+                print(f"prompt: {console.excerpt(_rendered(trained, row).text, 2000)}", file=sys.stderr)
+            given = sampler, trained.params, trained.tokenizer, [row["prompt"]], sampling, config.training.seed
+            watch = Stopwatch()
+            out = completed(*given)
+            seconds = watch.seconds()
+            (completion,) = completion_texts(out, trained.tokenizer)
+            _print_completion(completion)
+            cut = f"; cut at rollout.max_tokens_to_generate={rollout.max_tokens_to_generate}"
+            print(console.speed(float(out.lengths.sum()), seconds) + cut * (not out.finished.all()), file=sys.stderr)
+            if by_row:
+                _print_score(trained, row, completion)
     finally:
         if environments is not None:
             environments.close()
@@ -102,7 +113,6 @@ def _prompt(config: Config, text: str | None) -> Any:
 
 
 def _row(config: Config, number: int) -> Mapping[str, Any]:
-
     source = load_source(config.data)
     rows, what = (source.eval, "held-out") if len(source.eval) else (source.train, "training")
     if number > len(rows):
@@ -110,13 +120,15 @@ def _row(config: Config, number: int) -> Mapping[str, Any]:
     return rows[number - 1]
 
 
-def _print_score(config: Config, row: Mapping[str, Any], tokenizer: Tokenizer, completion: str) -> None:
-    """Prints prompt, answer and rewards to standard error, or why the reward functions cannot be used."""
+def _rendered(trained: Trained, row: Mapping[str, Any]) -> Prompt:
+    return render(row, trained.tokenizer, trained.config.rollout.max_prompt_length)
 
-    prompt = render(row, tokenizer, config.rollout.max_prompt_length)
-    print(f"prompt: {console.excerpt(prompt.text, 2000)}", file=sys.stderr)
+
+def _print_score(trained: Trained, row: Mapping[str, Any], completion: str) -> None:
+    """Prints the column `answer` and rewards to standard error, or why the reward functions cannot be used."""
+    config, prompt = trained.config, _rendered(trained, row)
     if "answer" in row:
-        print(f"answer: {console.excerpt(str(row['answer']), 600)}", file=sys.stderr)
+        print(f"column answer: {console.excerpt(str(row['answer']), 600)}", file=sys.stderr)
     try:
         rewards = reward_functions(config, load_source(config.data))
     except UserError as error:
@@ -134,6 +146,7 @@ def _print_completion(completion: str) -> None:
     if not completion:
         print("the completion is empty: the model ended it before any text", file=sys.stderr)
     console.print_completion(completion)
+    sys.stdout.flush()  # before the lines of standard error
 
 
 def _sampling_line(sampling: SamplingParams, seed: int) -> str:

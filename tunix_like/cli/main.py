@@ -20,9 +20,11 @@ import re
 import sys
 from collections.abc import Sequence
 
+import tunix_like
 from tunix_like.cli.commands import ON_CPU, add_commands, function_of
 from tunix_like.errors import UserError
 from tunix_like.runtime import console, output, progress
+from tunix_like.runtime.accelerators import avoid_absent_tpu
 from tunix_like.runtime.visible import visible
 
 
@@ -34,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     joined = False
     try:
+        avoid_absent_tpu()
         if "proxy" in os.environ.get("JAX_PLATFORMS", ""):
             from tunix_like.runtime import processes
 
@@ -128,6 +131,7 @@ def build_parser() -> argparse.ArgumentParser:
         "141 the program that reads the output exited (runs continue instead)",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"tunix-like {tunix_like.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_commands(commands)
     return parser

@@ -111,7 +111,7 @@ def _state(plan: Sweep, trial: Trial) -> RunState:
     """Returns the state of a run, which is not finished if its number of steps was raised."""
     folder = plan.folder / trial.name
     if not folder.is_dir():
-        return RunState("started", 0, None)
+        return RunState("not started", 0, None)
     state = run_state(folder)
     more = state.state == "finished" and not state.over and trial.steps is not None and state.step < trial.steps
     return state._replace(state="stopped") if more else state

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tunix_like.data.stream import check_prompts, render, usable
+from tunix_like.data.stream import Prompt, check_prompts, render, usable
 from tunix_like.runs.build import Parts
 from tunix_like.runs.describe import describe
 from tunix_like.runtime import console, processes, progress
@@ -17,7 +17,7 @@ from tunix_like.training.engine import make_engine
 from tunix_like.training.generation import complete
 from tunix_like.training.learner import Learner
 from tunix_like.training.preferences import DPOLearner
-from tunix_like.types import SamplingParams
+from tunix_like.types import Problem, SamplingParams
 
 
 def announce(parts: Parts, place: str | Path) -> None:
@@ -36,12 +36,19 @@ def announce(parts: Parts, place: str | Path) -> None:
             console.print_text(f"{what:>10}: {used} prompts{skipped and f', {skipped}'}")
     rendered = (render(row, parts.tokenizer, limit) for row in parts.source.train)
     first = next(prompt for prompt in rendered if usable(prompt, limit))
-    console.print_text(f"{'prompt':>9}: {_both_ends(first.text, 600)}")
-    console.print_text(f"{'ids':>9}: {_both_ends(first.tokens, 40)}")
+    show_prompt(first)
     if parts.first_observation:
         added = parts.first_observation
         text = added if isinstance(added, str) else "\n".join(f"{each['role']}: {each['content']}" for each in added)
         console.print_text(f"{'reset':>9}: the environment adds to the prompt of row 1: {_both_ends(text, 600)}")
+
+
+def show_prompt(prompt: Prompt | Problem) -> None:
+    """Prints a prompt as the model receives it, and what made it."""
+    made = "none, the prompt is text" if isinstance(prompt.source, str) else "that of the tokenizer, around messages"
+    console.print_text(f"{'template':>9}: {made}")
+    console.print_text(f"{'prompt':>9}: {_both_ends(prompt.text, 600)}")
+    console.print_text(f"{'ids':>9}: {_both_ends([*prompt.tokens], 40)}")
 
 
 def _named(place: str | Path) -> str:
@@ -104,9 +111,10 @@ def _before_and_after(before: dict[str, Any], after: dict[str, Any], parts: Part
     size = min(parts.config.eval.max_problems or limit, limit - skipped)
     number = console.problems(size, skipped, "held-out problems")
     samples = console.evaluated_samples(after)
-    each = "" if samples is None else f"{console.samples_each(samples)}, "  # the config can have changed since
+    each = "" if samples is None else f", {console.samples_each(samples)}"  # the config can have changed since
+    known = ", with 95% intervals" if any(key.startswith("eval/low/") for key in after) else ""
     console.table(
-        f"{parts.learner.__name__}, {number}, {each}with 95% intervals",
+        f"{parts.learner.__name__}, {number}{each}{known}",
         ["", f"step {before['step']}", f"step {after['step']}"],
         rows,
     )

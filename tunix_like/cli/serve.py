@@ -48,7 +48,6 @@ def serve(arguments: argparse.Namespace) -> None:
         server = _server(arguments, settings, trained)
         del trained  # frees the weights in the stored dtype; the server has a copy in the compute dtype
         gc.collect()
-        server.batcher.runner.warm_up()
         try:
             listener.listen(BACKLOG)  # before the message below, so that clients can connect when it appears
         except OSError as error:  # another process has started to listen on the same port meanwhile
@@ -56,6 +55,7 @@ def serve(arguments: argparse.Namespace) -> None:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         print(f"serving {settings.name} at http://{shown}:{port}/v1", file=sys.stderr, flush=True)
+        print("programs are compiled while there are no requests", file=sys.stderr, flush=True)
         asyncio.run(_run(make_app(server, key), server, listener))
 
 
@@ -167,6 +167,6 @@ async def _run(app: ASGIApp, server: Server, listener: socket.socket) -> None:
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=SECONDS_TO_FINISH
     )
-    server.open()
+    server.open(warm_up=True)
     await Stoppable(config).serve(sockets=[listener])
     server.batcher.close()

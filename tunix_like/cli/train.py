@@ -71,7 +71,7 @@ def sft(arguments: argparse.Namespace) -> None:
         )
     setup_jax()
     from tunix_like.cli import screen
-    from tunix_like.data.shared import warn_shared
+    from tunix_like.data.shared import compared_once
     from tunix_like.runs import build, recipe
     from tunix_like.runs.folder import claim, run_folder
     from tunix_like.runtime import processes
@@ -83,8 +83,7 @@ def sft(arguments: argparse.Namespace) -> None:
     place = run_folder(config, arguments.config, "sft")
     folder = local_folder(place)
     screen.announce(parts, place)
-    warn_shared(parts.source.train, parts.source.eval)
-    with owned(place):
+    with compared_once(parts.source.train, parts.source.eval), owned(place):
         claim(place, parts)
         if processes.is_first():
             output.set_fallback_folder(folder)

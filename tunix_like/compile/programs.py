@@ -33,8 +33,8 @@ from tunix_like.models.attention_decoding import decoding_kernel
 from tunix_like.models.counts import forward_operations, update_operations
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.layers import ROUNDS
-from tunix_like.models.loading import load_abstract
 from tunix_like.models.lora import add_lora, split_params
+from tunix_like.models.opening import load_abstract
 from tunix_like.models.sharding import (
     build_mesh,
     check_model,

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from tunix_like.config.argument_names import NamedArguments
 from tunix_like.config.urls import plain_hub_id
 from tunix_like.errors import UserError, nearest
 
@@ -113,7 +114,7 @@ def check_ranges(section: Any, path: str) -> None:
             raise UserError(f"{name}: got {value}; it must be below {rule['below']}.")
 
 
-class Checked:
+class Checked(NamedArguments):
     """Base class of config sections. The constructor checks the range of each value, so that users of Python and of
     YAML get the same errors, and removes `hf://` from hub ids."""
 

@@ -33,7 +33,7 @@ LORA_TARGETS = (*ATTENTION_TARGETS, *MLP_TARGETS, *RECURRENT_TARGETS)
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(Checked):
     section = "model"
-    path: str | None = key(doc="folder, hub id or address (gs://, s3://) of a Hugging Face model", hub="models")
+    path: str | None = key(doc="folder, hub id or address (gs://, s3://) of a Hugging Face model; a run", hub="models")
     tokenizer: str | None = key(doc="folder or hub id; unset: that of the data source, else of path", hub="models")
     init: str = key(
         "pretrained",

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunix_like.data.files import PATTERNS, as_json_lines, is_saved, split_files
 from tunix_like.data.source import DataSource, MappedRows, PromptFormat, Record, RowRange, Rows, take
 from tunix_like.errors import UserError, one_line
 from tunix_like.runtime import progress
@@ -41,17 +42,18 @@ class JsonlRows(Rows):
     """The rows of one JSON-lines file, parsed on access, with None for columns that a row lacks. The object can be
     pickled and read from several threads."""
 
-    def __init__(self, path: str | Path, check: Callable[[Record, str], None]) -> None:
-        """Indexes the file and runs `check(row, "file:line")` on every row."""
-        self._path = Path(path)
+    def __init__(self, path: str | Path, check: Callable[[Record, str], None], name: str | Path | None = None) -> None:
+        """Indexes the file and runs `check(row, "name:line")` on every row. `name` is that of a file that was converted
+        to this one (`data/files.py`)."""
+        self._path, self._name = Path(path), Path(path if name is None else name)
         self._descriptor: int | None = None
         self._starts = array.array("q")
         self._columns: dict[str, None] = {}
         if problem := file_problem(self._path):
-            raise UserError(f"{self._path} {problem}. data.path must name a JSON-lines file, or a folder of them.")
+            raise UserError(f"{self._name} {problem}. data.path must name a file of rows, or a folder of them.")
         end = self._index(check)
         if not self._starts:
-            raise UserError(f"{self._path} is empty; it must contain one JSON object per line.")
+            raise UserError(f"{self._name} is empty; it must contain one JSON object per line.")
         self._starts.append(end)
 
     def _index(self, check: Callable[[Record, str], None]) -> int:
@@ -60,7 +62,7 @@ class JsonlRows(Rows):
         with self._path.open("rb") as file, _shown(self._path) as advance:
             for number, line in enumerate(file, start=1):
                 if _content(line):
-                    where = f"{self._path}:{number}"
+                    where = f"{self._name}:{number}"
                     row = _parse(line, where)
                     check(row, where)
                     self._columns.update(dict.fromkeys(row))
@@ -80,7 +82,7 @@ class JsonlRows(Rows):
     def _row(self, index: int) -> Record:
         start, stop = self._starts[index], self._starts[index + 1]
         line = os.pread(self._open(), stop - start, start)
-        return {**self._columns, **_parse(line, f"{self._path}, row {index + 1} (changed since it was opened)")}
+        return {**self._columns, **_parse(line, f"{self._name}, row {index + 1} (changed since it was opened)")}
 
     def _open(self) -> int:
         if self._descriptor is None:
@@ -144,16 +146,16 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
 
 def load(config: DataConfig) -> DataSource:
     """Loads rows from a folder with `{split}.jsonl` and `{eval_split}.jsonl`, or from a file whose last rows are held
-    out: `data.eval_size`, or a tenth of the rows, but at most 256."""
+    out: `data.eval_size`, or a tenth of the rows, but at most 256. Other formats: `data/files.py`."""
     if config.path is None:
         raise UserError("data.path is required with data.name=jsonl; set it to a JSON-lines file or a folder of them.")
     path, format = local_path(config.path), PromptFormat.of(config, template=None)
-    if path.is_dir():
+    if path.is_dir() and not is_saved(path):
         return split_folder(config, path, format.check, format, reward="exact_match")
     for key, unset in (("split", "train"), ("eval_split", "test")):
         if getattr(config, key) != unset:
             raise UserError(f"data.{key} is set, but data.path={path} is one file, not a folder of splits; unset it.")
-    rows = JsonlRows(path, format.check)
+    rows = JsonlRows(as_json_lines([path]), format.check, path)
     held_out = min(DEFAULT_EVAL, len(rows) // 10) if config.eval_size is None else config.eval_size
     if held_out >= len(rows):
         raise UserError(f"data.eval_size={held_out} leaves no training rows: {path} has {len(rows)}; lower it.")
@@ -165,7 +167,7 @@ def load(config: DataConfig) -> DataSource:
 
 def local_path(path: str) -> Path:
     """Returns the path of data files; those in object storage are copied."""
-    return local_copy(path, "data.path", ("*.jsonl",)) if is_remote(path) else Path(path)
+    return local_copy(path, "data.path", PATTERNS) if is_remote(path) else Path(path)
 
 
 def split_folder(
@@ -175,15 +177,15 @@ def split_folder(
     make: Callable[[Record], Record],
     reward: str,
 ) -> DataSource:
-    """Loads a source from a folder of `{split}.jsonl` files. `check(row, place)` is called once on every row; `make`
-    adds the prompt and further columns to a row when it is read."""
+    """Loads a source from a folder of `{split}.jsonl` files, or of other formats (`data/files.py`). `check(row, place)`
+    is called once on every row; `make` adds the prompt and further columns to a row when it is read."""
     rows: list[Sequence[Record]] = []
     for key, split in (("split", config.split), ("eval_split", config.eval_split)):
-        file = folder / f"{split}.jsonl"
-        if not os.path.lexists(file):
-            names = ", ".join(sorted(path.name for path in folder.glob("*.jsonl*"))) or "no .jsonl file"
+        if not (files := split_files(folder, split)):
+            names = ", ".join(sorted(path.name for path in folder.iterdir())[:20]) or "no files"
+            file = folder / f"{split}.jsonl"
             raise UserError(f"{file} does not exist (data.{key}={split}); data.path={folder} has {names}.")
-        rows.append(JsonlRows(file, check))
+        rows.append(JsonlRows(as_json_lines(files), check, files[0]))
     return make_source(config, rows[0], rows[1], make, reward)
 
 

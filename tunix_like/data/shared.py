@@ -1,4 +1,5 @@
-"""Detects prompts that are in both the training rows and the held-out rows of a run, by hashes of the prompts."""
+"""Warns once of faults in the rows of a run: prompts that are in both the training rows and the held-out rows (found by
+hashes of the prompts), and text prompts for a tokenizer with a chat template."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import grain.python as grain
 
 from tunix_like.data.source import HIDDEN_COLUMN
+from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.runtime import progress
 from tunix_like.runtime.processes import by_first
@@ -54,9 +56,25 @@ def warn_shared(train: Any, held_out: Any) -> None:
     )  # fmt: skip
 
 
+def warn_text_prompts(rows: Any, tokenizer: Tokenizer) -> None:
+    """Warns if the first prompt is text and the tokenizer has a chat template, which text does not get. Does nothing
+    inside `compared_once`."""
+    if _compared.get() or tokenizer.chat_template is None or not isinstance(rows, Sequence | grain.MapDataset):
+        return
+    row = None
+    with contextlib.suppress(UserError, IndexError):  # the first is told elsewhere
+        row = rows[0]
+    if isinstance(row, Mapping) and isinstance(row.get("prompt"), str):
+        logger.warning(
+            "the prompts are text, so the model gets them without its chat template, which an instruct model expects: "
+            "set data.apply_chat_template=true (in Python: prompts of messages), or false if text is meant."
+        )
+
+
 @contextlib.contextmanager
 def compared_once(train: Any, held_out: Any) -> Iterator[None]:
-    """Warns once (`warn_shared`) for the block, because SFT and RL use the same rows."""
+    """Warns once (`warn_shared`) for the block, because SFT and RL use the same rows. The other warnings of this module
+    are those of `runs.build.assemble`, which knows the settings of the data."""
     warn_shared(train, held_out)
     token = _compared.set(True)
     try:

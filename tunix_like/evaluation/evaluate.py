@@ -32,9 +32,11 @@ from tunix_like.rollout.rollouts import (
     groups_by_source,
     score_completions,
     succeeds,
+    warn_cut,
     with_width,
 )
 from tunix_like.runtime import progress, trace
+from tunix_like.runtime.profile import Stopwatch
 from tunix_like.types import Engine, Problem, SamplingParams
 
 EVAL_KEY = 2
@@ -52,6 +54,7 @@ class Evaluation(NamedTuple):
       rewards: total reward of each completion; NaN if unscored.
       succeeded: whether each completion succeeds.
       answers: for each problem, the list of the answers of its completions; None if no reward extracts answers.
+      seconds: time of the sampling, without compilation.
     """
 
     metrics: dict[str, float]
@@ -60,6 +63,7 @@ class Evaluation(NamedTuple):
     rewards: Float[np.ndarray, "N n"]
     succeeded: Bool[np.ndarray, "N n"]
     answers: list[list[Hashable] | None]
+    seconds: float = 0.0
 
     def __repr__(self) -> str:
         problems, samples = self.rewards.shape
@@ -171,17 +175,22 @@ class Evaluator:
             continues.
         """
         with progress.task("evaluation", len(self.problems)) as advance, trace.span("evaluation"):
-            parts = self._sampled(self.engine.place(params), advance, rollouts, step)
+            parts, seconds = self._sampled(self.engine.place(params), advance, rollouts, step)
+            if step == 0:
+                warn_cut("evaluation", np.concatenate([rollout.completions.finished for rollout in parts]))
             if rollouts is not None:
                 write_evaluation(rollouts, step, parts)
-            return self._summary(parts)
+            return self._summary(parts)._replace(seconds=seconds)
 
-    def _sampled(self, params: Any, advance: progress.Advance, rollouts: Path | None, step: int) -> list[Rollout]:
-        """Returns one `Rollout` per batch of problems."""
+    def _sampled(
+        self, params: Any, advance: progress.Advance, rollouts: Path | None, step: int
+    ) -> tuple[list[Rollout], float]:
+        """Returns one `Rollout` per batch of problems, and the seconds of sampling."""
         config, problems = self.config, self.problems
         sampling = SamplingParams(config.temperature, config.top_p)
         size = min(config.batch_size, len(problems))
         parts: list[Rollout] = []
+        seconds = 0.0
         unused = 1 + max(problem.number for problem in problems)
         for start in range(0, len(problems), size):
             part = list(problems[start : start + size])
@@ -191,7 +200,9 @@ class Evaluator:
             # Each problem of a call must have a unique number.
             padded[len(part) :] = [dataclasses.replace(p, number=unused + i) for i, p in enumerate(padded[len(part) :])]
             given = self.engine, self.player, params, padded, config.samples, self.key, sampling
+            watch = Stopwatch()
             padded, out, trajectories = generate(*given)
+            seconds += watch.seconds()
             part = padded[: len(part)]
             out = first_axis(with_width(out, out.tokens.shape[-1]), slice(len(part)))
             flat = completion_texts(out, self.tokenizer)
@@ -208,7 +219,7 @@ class Evaluator:
         if step == 0 and not any(rollout.scores.scored.any() for rollout in parts):
             scores = functools.reduce(Scores.join, [rollout.scores for rollout in parts])
             raise UserError(f"evaluation: {nothing_scored_message(scores)}")
-        return parts
+        return parts, seconds
 
     def close(self) -> None:
         """Stops the worker processes of rewards and environments. The next evaluation starts these processes again."""

@@ -23,6 +23,7 @@ from flax.nnx.traversals import flatten_mapping, unflatten_mapping
 from jax.sharding import Mesh
 from safetensors.numpy import load_file
 
+from tunix_like.config.argument_names import named_arguments
 from tunix_like.config.schema import (
     ATTENTION_TARGETS,
     LORA_TARGETS,
@@ -61,6 +62,7 @@ _NOT_READ = (
 """Fields of a PEFT config that change the computation of an adapter. They are not supported."""
 
 
+@named_arguments
 def add_lora(model: Decoder, config: LoraConfig, seed: int = 0) -> Decoder:
     """Returns the model with adapters on its projections.
 

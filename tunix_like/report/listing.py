@@ -40,12 +40,12 @@ class Listed(NamedTuple):
 KEYS = {
     "name": lambda run: run.name,
     "state": lambda run: run.state.state,
-    "step": lambda run: -run.state.step,
-    "metric": lambda run: float("inf") if run.best is None else -run.best,
+    "step": lambda run: (run.state.of_sft, -run.state.step),
+    "metric": lambda run: float("inf") if run.last is None else -run.last,
     "age": lambda run: -run.written,
     "size": lambda run: -run.size,
 }
-"""Orders of a list; numbers from the largest."""
+"""Orders of a list, by the column of this name; numbers from the largest, the metric by its last value."""
 
 
 def run_folders(folder: Path) -> list[Path]:
@@ -87,12 +87,21 @@ def _listed(folder: Path, top: Path, metric: str) -> Listed:
     values = [row[metric] for row in rows if isinstance(row.get(metric), int | float)]
     files = [path.stat() for path in folder.rglob("*") if path.is_file()]
     name = str(folder.relative_to(top)) if folder != top else folder.name
-    state = run_state(folder)
-    newest = rows[-1].get("step") if rows else None
-    state = state._replace(step=max(state.step, newest or 0))  # a running run has steps after its checkpoint
+    state = _newest_state(run_state(folder), rows, config)
     written = max((each.st_mtime for each in files), default=folder.stat().st_mtime)
     last, best = (values[-1], max(values)) if values else (None, None)
     return Listed(folder, name, config, state, last, best, written, sum(each.st_size for each in files))
+
+
+def _newest_state(state: RunState, rows: Sequence[dict[str, Any]], config: dict[str, Any]) -> RunState:
+    """Returns the state with the step of the newest row, which can be after the checkpoint, and with the number of
+    steps of the config, which the checkpoint knows if it is unset."""
+    newest = {key: row[key] for row in rows for key in ("sft/step", "step") if isinstance(row.get(key), int)}
+    of_sft = "step" not in newest and (state.of_sft or "sft/step" in newest)
+    saved = state if state.of_sft == of_sft else state._replace(step=0, total=None)
+    total = config.get("sft.max_steps" if of_sft else "training.max_steps") or saved.total
+    step = max(saved.step, newest.get("sft/step" if of_sft else "step", 0))
+    return saved._replace(step=step, total=total, of_sft=of_sft)
 
 
 def show(runs: Sequence[Listed], metric: str = PASS) -> None:
@@ -101,7 +110,7 @@ def show(runs: Sequence[Listed], metric: str = PASS) -> None:
         [
             run.name,
             run.state.state,
-            f"{run.state.step}/{'?' if run.state.total is None else run.state.total}",
+            f"{'sft ' * run.state.of_sft}{run.state.step}/{'?' if run.state.total is None else run.state.total}",
             "" if run.last is None else console.figure(metric, run.last),
             "" if run.best is None else console.figure(metric, run.best),
             _age(time.time() - run.written),
@@ -109,8 +118,8 @@ def show(runs: Sequence[Listed], metric: str = PASS) -> None:
         ]
         for run in runs
     ]
-    columns = ["run", "state", "step", metric, "best", "written", "size"]
-    console.table(f"{len(runs)} run{'s' * (len(runs) != 1)}", columns, rows, texts=("run", "state"))
+    columns = ["run", "state", "step", f"{metric}, last", f"{metric}, best", "age", "size"]
+    console.table(f"{len(runs)} run{'s' * (len(runs) != 1)}", columns, rows, texts=("run", "state", "step"))
 
 
 def _age(seconds: float) -> str:

@@ -33,6 +33,7 @@ from tunix_like.models.sharding import constrain_slots, row_axes
 from tunix_like.rollout.logits import SamplingParams, choose, in_blocks, uniform_number
 from tunix_like.rollout.shapes import prefill_piece
 
+LAST = np.int32(2**31 - 1)
 TOKENS = "tokens"
 """Name of the decoding loop in a compiled program. Each iteration samples one token of every row."""
 
@@ -246,10 +247,11 @@ def advance(
     stop_at: Int[Array, ""],
     sampling: SamplingParams,
     eos_ids: tuple[int, ...],
+    last: Int[Array, ""] | np.int32 = LAST,
 ) -> Rows:
-    """Samples tokens of the live rows (completions that are being sampled) until at most `stop_at` rows are live, or
-    until the cache is full. The cache is a ring buffer. It is full if the next tokens would overwrite a token of a
-    completion that can still get tokens."""
+    """Samples tokens of the live rows (completions that are being sampled) until at most `stop_at` rows are live, until
+    `Rows.steps` is `last`, or until the cache is full. The cache is a ring buffer. It is full if the next tokens would
+    overwrite a token of a completion that can still get tokens."""
     model = _merge(graphdef, params)
     head = in_blocks(model.head())  # outside the loop, because a tied head must be transposed
     (slots, size), limit = rows.live.shape, rows.tokens.shape[-1]
@@ -274,7 +276,7 @@ def advance(
 
     def more(rows: Rows) -> Array:
         used = jnp.where(rows.live | rows.held, rows.span, 0).max()
-        return (rows.live.sum() > stop_at) & (used < rows.room)
+        return (rows.live.sum() > stop_at) & (used < rows.room) & (rows.steps < last)
 
     with jax.named_scope(TOKENS):
         return jax.lax.while_loop(more, body, rows)

@@ -28,6 +28,9 @@ from tunix_like.types import Completions, Problem, RewardFunction
 
 logger = logging.getLogger("tunix_like")
 
+MOST_CUT = 0.5
+"""Share of the completions of an evaluation or of the first step above which `warn_cut` warns."""
+
 WeightedReward = tuple[str, RewardFunction, float]
 
 
@@ -168,6 +171,16 @@ def segment_starts(completions: Completions) -> list[list[int]]:
     assert completions.segment_start is not None
     rows, lengths = completions.segment_start.reshape(-1, completions.tokens.shape[-1]), completions.lengths.reshape(-1)
     return [np.unique(row[: max(length, 1)]).tolist() for row, length in zip(rows, lengths, strict=True)]
+
+
+def warn_cut(what: str, finished: Bool[np.ndarray, "*shape"]) -> None:
+    """Warns if most completions were cut at the token limit."""
+    if (share := 1.0 - float(finished.mean())) > MOST_CUT:
+        logger.warning(
+            "%s: %.0f%% of the completions were cut at rollout.max_tokens_to_generate before they ended. Raise it; if "
+            "completions never end, check the chat template (data.apply_chat_template) and rollout.eos_tokens.",
+            what, 100 * share,
+        )  # fmt: skip
 
 
 def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str]:

@@ -16,6 +16,7 @@ mesh, `place` converts the weights to the layout of the sampler once for several
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -52,6 +53,19 @@ def _copy_to(graphdef: Any, params: Any, mesh: Mesh) -> Any:
     cast = jax.jit(decoding.cast_params, static_argnums=0)
     shardings = parameter_shardings(jax.eval_shape(functools.partial(decoding.cast_params, graphdef), params), mesh)
     return lambda graphdef, params: jax.device_put(cast(graphdef, params), shardings)
+
+
+class _Rate:
+    """Tokens per second between two reports, and the number of tokens of finished completions."""
+
+    def __init__(self) -> None:
+        self.finished, self._tokens, self._time = 0, 0, time.perf_counter()
+
+    def take(self, tokens: int) -> str:
+        now = time.perf_counter()
+        rate = (tokens - self._tokens) / max(now - self._time, 1e-9)
+        self._tokens, self._time = tokens, now
+        return f", {rate:,.0f} tokens/s" if rate > 0 else ""
 
 
 class Sampler:
@@ -125,8 +139,15 @@ class Sampler:
             with scope(self.mesh):
                 given = self, params, requests, jax.random.wrap_key_data(data, impl=kind), sampling
                 schedule = Schedule(*given) if responder is None else TurnSchedule(*given, responder=responder)
+            rate = _Rate()
+
+            def report(samples: Sequence[Sample] = ()) -> None:
+                rate.finished += sum(len(sample.tokens) for sample in samples)
+                speed = rate.take(rate.finished + int(schedule.ages.sum()))
+                advance(len(samples), f"up to {schedule.ages.max()} of {self.max_tokens} tokens{speed}")
+
             while not schedule.done:
                 with scope(self.mesh):  # ends before `yield`, so it does not affect the caller
-                    samples = schedule.step()
-                advance(len(samples), f"up to {schedule.ages.max()} of {self.max_tokens} tokens")
+                    samples = schedule.step(report)
+                report(samples)
                 yield from samples

@@ -7,7 +7,7 @@ completions are moved to arrays with fewer rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -30,6 +30,10 @@ from tunix_like.types import Request, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from tunix_like.rollout.sampler import Sampler
+
+
+REPORTED_STEPS, REPORTED_STEPS_ELSEWHERE = {"cpu": 16}, 128
+"""Decode steps after which progress is reported. The number is fixed, so that processes of a run do the same steps."""
 
 
 class Schedule:
@@ -77,21 +81,23 @@ class Schedule:
         self.done = False
         self._fill()
 
-    def step(self) -> list[Sample]:
+    def step(self, report: Callable[[], None] = lambda: None) -> list[Sample]:
         """Samples tokens, then starts waiting completions in the places of finished ones. If no completion waits, may
-        move the unfinished completions to smaller arrays. Returns the completions that finished in this step."""
+        move the unfinished completions to smaller arrays. Returns the completions that finished in this step. Calls
+        `report` while it samples."""
         self._make_room()
-        rows = decoding.advance(
-            self.sampler.graphdef,
-            self.params,
-            self.prompts,
-            self.rows,
-            np.int32(self._stop_at(int((self.row_sample >= 0).sum()))),
-            self.sampling,
-            self.sampler.eos_ids,
-        )
-        self.rows = self._placed(rows)
-        samples = self._collect()
+        stop_at = np.int32(self._stop_at(int((self.row_sample >= 0).sum())))
+        every = REPORTED_STEPS.get(jax.default_backend(), REPORTED_STEPS_ELSEWHERE)
+        while True:
+            last = self.steps + every
+            given = self.sampler.graphdef, self.params, self.prompts, self.rows, stop_at, self.sampling
+            self.rows = self._placed(decoding.advance(*given, self.sampler.eos_ids, np.int32(last)))
+            live, ended, ages = self._state()
+            self.ages = np.where(self.row_sample >= 0, ages, 0)
+            if self.steps < last:  # not the number of steps, but the completions or the cache ended the call
+                break
+            report()
+        samples = self._collect(live, ended, ages)
         self._fill()
         self.done = not self._waiting() and not (self.row_sample >= 0).any()
         if not self.done and not self._waiting():
@@ -141,9 +147,10 @@ class Schedule:
         target = fewer[0][0] * fewer[0][1]
         return target if live > target else max(0, live - max(1, target // 8))
 
-    def _collect(self) -> list[Sample]:
+    def _collect(
+        self, live: Bool[np.ndarray, "A g"], ended: Bool[np.ndarray, "A g"], ages: Int[np.ndarray, "A g"]
+    ) -> list[Sample]:
         """Returns the finished completions, and frees their rows in the arrays for other completions."""
-        live, ended, ages = self._state()
         self.ages = np.where(live, ages, 0)
         return self._take((self.row_sample >= 0) & ~live, ages, ended)
 

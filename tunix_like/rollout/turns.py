@@ -121,10 +121,11 @@ class TurnSchedule(Schedule):
         if openings:
             self._append(openings)
 
-    def _collect(self) -> list[Sample]:
+    def _collect(
+        self, live: Bool[np.ndarray, "A g"], ended: Bool[np.ndarray, "A g"], ages: Int[np.ndarray, "A g"]
+    ) -> list[Sample]:
         """Passes the turns that have ended to the `Responder`, which replies to them. Appends the replies that are
         ready, and returns the finished completions."""
-        live, ended, ages = self._state()
         used = self.row_sample >= 0
         self.ages = np.where(used, ages, 0)
         samples = self._submit(used & ~live & ~self._waits(), ended, ages)

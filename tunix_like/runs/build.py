@@ -7,7 +7,6 @@ import inspect
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -28,6 +27,8 @@ from tunix_like.config.schema import (
 )
 from tunix_like.data import DataSource, check_parts, load_source, source_estimators, template_variables
 from tunix_like.data.curriculum import check_curriculum, curriculum_of
+from tunix_like.data.mix import entries
+from tunix_like.data.shared import warn_text_prompts
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.arguments import make_player, with_tools
 from tunix_like.environments.kinds import environments_of, kind_of
@@ -35,8 +36,17 @@ from tunix_like.environments.outcomes import Environments
 from tunix_like.errors import UserError
 from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluator, check_best_metric, eval_problems, ks_of
 from tunix_like.models.decoder import Decoder, add_scalar_head
-from tunix_like.models.loading import check_fit, load_abstract, load_config, load_model, load_tokenizer
+from tunix_like.models.loading import check_fit
 from tunix_like.models.lora import add_lora, resolve_adapters
+from tunix_like.models.opening import (
+    kinds_of,
+    load_abstract,
+    load_config,
+    load_model,
+    load_tokenizer,
+    loaded,
+    with_steps,
+)
 from tunix_like.models.sharding import build_mesh, check_batch, check_experts, check_lengths, check_model
 from tunix_like.rollout.engines.registry import check_engine, find_engine
 from tunix_like.rollout.rollouts import WeightedReward
@@ -221,6 +231,7 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     If `abstract` is True, the model has shapes only, and no weights are read, initialised or downloaded.
     """
     config, learner = check_config(config)
+    config = with_steps(config)
     mesh = build_mesh(config.mesh, training_devices(config.rollout))
     check_batches(config, mesh)
     source = load_source(config.data)
@@ -232,12 +243,13 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     # A run with an environment can have no reward functions. The key then stays unset, because an empty list is
     # invalid.
     config = dataclasses.replace(config, rewards=dataclasses.replace(config.rewards, functions=entries or None))
-    model, tokenizer, weights = _load_model(config, chosen_tokenizer(config, source.tokenizer), abstract, mesh)
+    model, tokenizer, weights = load_policy(config, chosen_tokenizer(config, source.tokenizer), abstract, mesh)
     check_fit(model.config, tokenizer, config.rollout)
     check_experts("mesh.axis_names", mesh, model.config)
     check_routing_replay(config.rollout, model.config)
     check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
     check_parts(source, tokenizer, config.rollout.max_prompt_length, needs_answer=config.sft.max_steps > 0)
+    warn_of_text(config, source, tokenizer)
     environments = environments_of(config)
     tokenizer = with_tools(tokenizer, environments)
     player = make_player(environments, config.environment, tokenizer, config.rollout)
@@ -252,6 +264,14 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     ):  # checked here, because SFT can run before the learner is built
         check_best_metric(config.training, parts.evaluator(config.eval) if len(source.eval) and parts.judged else None)
     return parts
+
+
+def warn_of_text(config: Config, source: DataSource, tokenizer: Tokenizer) -> None:
+    """Warns of text prompts (`warn_text_prompts`) of each data source for which `apply_chat_template` is not false."""
+    sections = {entry.label: entry.config for entry in entries(config.data)}
+    for label, part in (source.parts or {"": source}).items():
+        if sections.get(label, config.data).apply_chat_template is not False:
+            warn_text_prompts(part.train, tokenizer)
 
 
 def check_batches(config: Config, mesh: Mesh | None) -> None:
@@ -299,7 +319,7 @@ def named_model(section: ModelConfig, own: Tokenizer | None) -> str | dict[str, 
     return fields if own is None else {"vocab_size": own.vocab_size} | fields
 
 
-def _load_model(
+def load_policy(
     config: Config, own: Tokenizer | None, abstract: bool, mesh: Mesh | None
 ) -> tuple[Decoder, Tokenizer, str]:
     section, what = config.model, named_model(config.model, own)
@@ -356,23 +376,6 @@ def _load_critic(config: Config, tokenizer: Tokenizer, abstract: bool, mesh: Mes
     if not abstract:
         model, _ = load_model(path, mesh=mesh, **kinds)
     return new_critic(model, None if config.lora.rank is None else config.lora, config.training.seed)
-
-
-def loaded(config: Config, what: Any, mesh: Mesh | None) -> tuple[Decoder, Tokenizer | None]:
-    """Loads the model `what` (a path, a hub id or a Hugging Face config) and its tokenizer with the settings of a
-    config."""
-    section, seed = config.model, config.training.seed
-    return load_model(what, init=section.init, seed=seed, quantize=section.quantize, mesh=mesh, **kinds_of(config))
-
-
-def kinds_of(config: Config) -> dict[str, Any]:
-    """Returns the dtype and attention arguments of `load_model`. `dtype` None means the default of the device."""
-    dtype = config.model.dtype
-    return {
-        "dtype": None if dtype is None else jnp.dtype(dtype),
-        "param_dtype": jnp.dtype(config.model.param_dtype),
-        "attention": config.model.attention,
-    }
 
 
 def make_evaluator(

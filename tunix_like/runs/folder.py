@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tunix_like.config.load import as_dict, differences, flat, read_yaml, save, temporary_of, with_defaults
 from tunix_like.config.schema import Config
@@ -17,10 +19,10 @@ from tunix_like.config.yaml_files import config_file
 from tunix_like.errors import UserError
 from tunix_like.models.loading import save_description
 from tunix_like.models.lora import save_adapter_config
+from tunix_like.models.opening import newest_checkpoints
 from tunix_like.runs.build import Parts
 from tunix_like.runtime.object_storage import is_remote
 from tunix_like.runtime.processes import by_first
-from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.mirror import STATE, local_folder
 from tunix_like.storage.run_lock import FILE as LOCK
 
@@ -127,14 +129,3 @@ def _without_urls(settings: Mapping[str, Any]) -> dict[str, Any]:
     rewards = settings["rewards"]
     entries = [{key: value for key, value in each.items() if key != "url"} for each in rewards["functions"] or ()]
     return {**settings, "rewards": {**rewards, "functions": entries}}
-
-
-def newest_checkpoints(run: Path) -> Path | None:
-    """Returns the folder of a run's RL checkpoints, or else of its SFT checkpoints; None without a checkpoint."""
-    for name in ("checkpoints", "sft_checkpoints"):
-        checkpoints = Checkpoints(run / name)
-        step = checkpoints.latest_step()
-        checkpoints.close()
-        if step is not None:
-            return run / name
-    return None

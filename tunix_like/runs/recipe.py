@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tunix_like.config.argument_names import named_arguments
 from tunix_like.config.load import load
 from tunix_like.config.schema import Config
 from tunix_like.data.curriculum import curriculum_of
@@ -32,6 +33,7 @@ from tunix_like.training.sft import SFTTrainer
 from tunix_like.types import Engine
 
 
+@named_arguments
 def run(
     config: Config | str | Path, overrides: Sequence[str] = (), *, callbacks: Sequence[Callback] = ()
 ) -> dict[str, Any]:

@@ -1,8 +1,13 @@
-"""Data-sheet values of accelerators: the one table of memory and peak rates per device."""
+"""Data-sheet values of accelerators: the one table of memory and peak rates per device. Finds those of this machine."""
 
 from __future__ import annotations
 
 import dataclasses
+import glob
+import importlib.util
+import os
+import shutil
+from pathlib import Path
 
 NODE = 8
 """Number of GPUs per node."""
@@ -99,3 +104,35 @@ def find_kind(device_kind: str) -> Accelerator | None:
 def known_name(device_kind: str) -> str | None:
     """Returns the longest key of `PEAK_FLOPS` with which jax's name of a device begins; None if there is none."""
     return max((name for name in PEAK_FLOPS if device_kind.startswith(name)), key=len, default=None)
+
+
+def attached() -> str | None:
+    """Returns the jax backend of the accelerators of this machine, by its device files; None without any."""
+    if glob.glob("/dev/nvidia[0-9]*") or shutil.which("nvidia-smi") or os.path.exists("/dev/kfd"):
+        return "gpu"
+    devices = [(_read(vendor), _read(vendor.with_name("device"))) for vendor in _vendors()]
+    on_pci = any(vendor == _GOOGLE and device != _NETWORK_CARD for vendor, device in devices)
+    named = any(name.startswith("TPU_") for name in os.environ)  # of a host of a slice
+    return "tpu" if on_pci or named or glob.glob("/dev/accel*") else None
+
+
+def avoid_absent_tpu() -> None:
+    """Makes jax use the CPU if the package libtpu is installed on a machine without accelerators, where libtpu prints
+    errors. Must be called before jax is imported."""
+    if "JAX_PLATFORMS" not in os.environ and importlib.util.find_spec("libtpu") and attached() is None:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+_GOOGLE, _NETWORK_CARD = "0x1ae0", "0x0042"
+"""PCI numbers of the vendor of TPUs, and of the network card of its virtual machines."""
+
+
+def _vendors() -> list[Path]:
+    return [Path(file) for file in glob.glob("/sys/bus/pci/devices/*/vendor")]
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

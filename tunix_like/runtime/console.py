@@ -94,6 +94,12 @@ def is_shown(row: Mapping[str, Any], total: int | None) -> bool:
     return step is None or step % 25 == 0 or step == total or "sft/eval/pass@1" in row
 
 
+def speed(tokens: float, seconds: float) -> str:
+    """Formats the number of sampled tokens and the time that they took."""
+    rate = f"{tokens / seconds:,.0f} tokens/s without compilation"
+    return f"{tokens:,.0f} token{'s' * (tokens != 1)} in {seconds:.1f} s, {rate}"
+
+
 def samples_each(number: int) -> str:
     return f"{number} sample{'s' * (number != 1)} each"
 

@@ -63,6 +63,18 @@ class Compilations:
         return len(new), sum(new)
 
 
+class Stopwatch:
+    """Measures seconds since its construction, without compilations."""
+
+    def __init__(self) -> None:
+        self._compilations, self._began = Compilations(), time.perf_counter()
+        self._compiled = 0.0
+
+    def seconds(self) -> float:
+        self._compiled += self._compilations.take()[1]
+        return max(time.perf_counter() - self._began - self._compiled, 1e-9)
+
+
 _DURATIONS: list[float] = []
 
 

@@ -42,14 +42,22 @@ class _Task:
     def __init__(self, name: str, total: int | None, done: int) -> None:
         self.name, self.total, self.done, self.note = name, total, done, ""
         self.began = time.monotonic()
-        self.marks = collections.deque([(self.began, done)], maxlen=_STEPS + 1)
-        self.calls = 0
+        self.marks = collections.deque([(self._worked(self.began), done)], maxlen=_STEPS + 1)
+        self.steps = 0
+
+    @staticmethod
+    def _worked(now: float) -> float:
+        """Returns the time without that of compilations, which later steps do not have."""
+        return now if _SHOWN is None else now - _SHOWN.compiled(now)
 
     def advance(self, done: int, note: str = "") -> None:
-        self.done, self.note, self.calls = self.done + done, note, self.calls + 1
-        if self.calls == 2:  # the first step includes compilation, so the estimate ignores it
+        self.done, self.note = self.done + done, note
+        if not done:
+            return
+        self.steps += 1
+        if self.steps == 2:  # the first step includes tracing, so the estimate ignores it
             self.marks.popleft()
-        self.marks.append((time.monotonic(), self.done))
+        self.marks.append((self._worked(time.monotonic()), self.done))
 
     @property
     def count(self) -> str:
@@ -58,14 +66,14 @@ class _Task:
         return f" {self.done}/{self.total}"
 
     def left(self, now: float) -> float | None:
-        """Estimates the remaining seconds from the last steps; the first, which compiles, counts only alone. A step
-        that takes longer than the average is taken to end now."""
+        """Estimates the remaining seconds from the last steps, without their compilations; the first step counts only
+        alone. A step that takes longer than the average is taken to end now."""
         marks = list(self.marks)  # a copy, because another thread appends to the deque
         (first, before), (last, done) = marks[0], marks[-1]
         if self.total is None or done == before or done >= self.total:
             return None
         pace = (last - first) / (done - before)
-        return pace * (self.total - done) - min(now - last, pace) or None
+        return pace * (self.total - done) - min(self._worked(now) - last, pace) or None
 
 
 class _Cell:
@@ -117,6 +125,7 @@ class _Display:
     def __init__(self, lines: bool, every: float) -> None:
         self.tasks: list[_Task] = []
         self.compiling: tuple[str, float] | None = None
+        self.seconds_compiled = 0.0
         self.every, self.paused = every, False
         self._bar, self._lines = console.has_bottom_line(), lines
         self.cell = _Cell() if console.in_notebook() else None
@@ -164,6 +173,10 @@ class _Display:
             self._thread.join()
         if self.cell is not None:
             self.cell.show("")  # the thread may have shown an older line last
+
+    def compiled(self, now: float) -> float:
+        """Returns the seconds of compilation so far."""
+        return self.seconds_compiled + (0.0 if self.compiling is None else now - self.compiling[1])
 
     def parts(self, now: float) -> str:
         """Describes the running subtasks of the outermost task, and a running compilation, as text."""
@@ -288,7 +301,9 @@ def paused() -> Iterator[None]:
 def compiling(name: str | None) -> None:
     """Reports that the program `name` is being compiled. None reports that the compilation has ended."""
     if _SHOWN is not None:
-        _SHOWN.compiling = None if name is None else (name, time.monotonic())
+        now = time.monotonic()
+        _SHOWN.seconds_compiled = _SHOWN.compiled(now)
+        _SHOWN.compiling = None if name is None else (name, now)
 
 
 def duration(seconds: float) -> str:

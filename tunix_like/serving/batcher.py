@@ -10,7 +10,7 @@ import collections
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -77,9 +77,12 @@ class Batcher:
         self._cancelled: list[tuple[Job, int | None]] = []
         self._changed = threading.Condition()
         self._closed = self._lost = False
+        self._shapes: Iterator[None] | None = None
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
 
-    def start(self) -> None:
+    def start(self, warm_up: bool = False) -> None:
+        """Starts the thread. If `warm_up` is True, it compiles the programs (`Runner.warm_up`) while it has no jobs."""
+        self._shapes = self.runner.warm_up() if warm_up else None
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -116,15 +119,23 @@ class Batcher:
         with scope(self.runner.mesh):
             while self._wait():
                 try:
-                    self._step()
+                    if self._shapes is None or self._has_jobs():
+                        self._step()
+                    elif next(self._shapes, self) is self:  # the end
+                        self._shapes = None
                 except Exception:  # e.g. lack of memory: the requests fail and the server continues
                     _LOG.exception("the batcher failed; all requests are answered with an error")
                     self._fail()
+                    self._shapes = None
+
+    def _has_jobs(self) -> bool:
+        with self._changed:
+            return bool(self._waiting or self._cancelled or self.running)
 
     def _wait(self) -> bool:
         """Blocks until there is something to do. Returns False if the batcher is closed."""
         with self._changed:
-            while not (self._closed or self._waiting or self._cancelled or self.running):
+            while not (self._closed or self._shapes is not None or self._has_jobs()):
                 self._changed.wait()
             return not self._closed
 

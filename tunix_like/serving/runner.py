@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -138,6 +138,9 @@ class Runner:
     def reset(self) -> None:
         """Allocates empty arrays. The previous arrays are lost."""
         self.prefixes.clear()
+        self._empty_rows()
+
+    def _empty_rows(self) -> None:
         self.__dict__.pop("state", None)  # frees the memory before the new arrays are allocated
         with scope(self.mesh):
             state = programs.empty_state(self.graphdef, self.params, self.rows, self.widths[0])
@@ -285,41 +288,54 @@ class Runner:
         best = fetch(tops, self.mesh) if top.any() else None
         return Sampled(counts, tokens[:, 0], logprobs[:, 0], live[:, 0], ended[:, 0], best)
 
-    def warm_up(self) -> None:
-        """Compiles and runs every program in every shape that can occur, so that no request waits for a compilation."""
+    def warm_up(self) -> Iterator[None]:
+        """Compiles and runs every program in every shape that can occur, so that no request waits for a compilation:
+        those of a short prompt first. Yields after each shape; the runner then has no completions, and may sample some
+        before the next shape."""
         shapes = [
             (width, count)
             for width in self.prompt_widths
             for count in dict.fromkeys((1, programs.prompts_at_once(width)))
         ]
         pairs = [(prompt, width) for width in self.widths for prompt in self.widths if prompt <= width]
-        with scope(self.mesh), progress.task("compiling", len(shapes) + len(pairs)) as advance:
-            continued = self.prompt_widths if self.continues else ()
-            fresh, chunks = {}, [width for width in continued if 2 * programs.chunk_of(width) <= width]
-            for width, count in shapes:
+        continued = self.prompt_widths if self.continues else ()
+        fresh, chunks = {}, [width for width in continued if 2 * programs.chunk_of(width) <= width]
+        with progress.task("compiling", len(shapes) + len(pairs) + 1) as advance:
+            for number, (width, count) in enumerate(shapes):
                 fresh[width, count] = self._prefill([(0,)] * count, width)[0].prompts
+                if not number:
+                    self._try_rows(fresh, *pairs[0])
                 advance(1, f"prompts of {width} tokens")
+                yield
             for width in chunks:
                 for other in chunks:
                     earlier = Prefilled(fresh[other, 1], 0, other)
                     self._continue((0,) * width, earlier, programs.chunk_of(width), width)
+                    yield
             # The memory must also suffice for the earlier prompts.
             longest = self.prompt_widths[-1]
-            for index in range(self.prefixes.room // longest if self.continues else 0):
-                self.prefixes.add((index,), self._prefill([(0,)], longest)[0], longest)
+            number = self.prefixes.room // longest if self.continues else 0
+            held = [self._prefill([(0,)], longest)[0] for _ in range(number)]
             for columns, width in pairs:
-                self._resize(columns, width)
-                for (padded, _), prompts in fresh.items():
-                    if padded <= columns:
-                        self._start(prompts, self._no_starts())
-                # Only steps with live rows show whether the memory suffices and how long a step takes.
-                everything = self._no_starts()
-                everything.take[:], everything.limits[:] = True, 3
-                for _ in range(2):
-                    self._start(fresh[shapes[0]], everything)
-                    self.pace = 0.0
-                    self.advance(np.ones(self.rows, bool), 0, 2)
-                for other in self.widths:
-                    jax.block_until_ready(programs.resized(self.state, other, other).limits)
+                self._try_rows(fresh, columns, width)
                 advance(1, f"{self.rows} rows of {columns} and {width} columns")
-        self.reset()
+                yield
+            del held
+            advance(1)
+
+    def _try_rows(self, fresh: Mapping[tuple[int, int], decoding.Prompts], columns: int, width: int) -> None:
+        """Compiles and runs the programs of caches with `columns` columns for prompts and `width` for completions."""
+        self._resize(columns, width)
+        for (padded, _), prompts in fresh.items():
+            if padded <= columns:
+                self._start(prompts, self._no_starts())
+        # Only steps with live rows show whether the memory suffices and how long a step takes.
+        everything = self._no_starts()
+        everything.take[:], everything.limits[:] = True, 3
+        for _ in range(2):
+            self._start(next(iter(fresh.values())), everything)
+            self.pace = 0.0
+            self.advance(np.ones(self.rows, bool), 0, 2)
+        for other in self.widths:
+            jax.block_until_ready(programs.resized(self.state, other, other).limits)
+        self._empty_rows()

@@ -63,10 +63,10 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.queues: dict[Job, asyncio.Queue[tuple[Job, Part]]] = {}
 
-    def open(self) -> None:
-        """Starts the thread that samples. This method must be called in the event loop."""
+    def open(self, warm_up: bool = False) -> None:
+        """Starts the thread that samples (`Batcher.start`). This method must be called in the event loop."""
         self._loop = asyncio.get_running_loop()
-        self.batcher.start()
+        self.batcher.start(warm_up)
 
     def check_room(self) -> None:
         """Raises RequestError with the status 429 if at least `max_waiting` completions wait to be started."""

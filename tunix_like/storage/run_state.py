@@ -15,14 +15,15 @@ from tunix_like.storage.checkpoint_files import complete_steps
 from tunix_like.storage.run_lock import FILE as LOCK
 from tunix_like.storage.run_lock import LEASE_SECONDS
 
-State = Literal["running", "finished", "sft finished", "stopped", "started"]
+State = Literal["running", "finished", "sft finished", "stopped", "started", "not started"]
 
 
 class RunState(NamedTuple):
     """The state of a run, and its newest saved step.
 
     Attributes:
-      state: `started`: there is no checkpoint yet; `sft finished`: there is none of RL.
+      state: `started`: there is no checkpoint yet; `sft finished`: there is none of RL; `not started`: there is no
+        folder.
       over: the run ended before its last planned step, because its data or a callback ended it.
     """
 
@@ -30,6 +31,8 @@ class RunState(NamedTuple):
     step: int
     total: int | None
     over: bool = False
+    of_sft: bool = False
+    """Whether `step` and `total` are those of SFT, because there is no checkpoint of RL."""
 
 
 def run_state(folder: Path) -> RunState:
@@ -46,7 +49,7 @@ def run_state(folder: Path) -> RunState:
         state = "running"
     elif over or (total is not None and step >= total):
         state = "sft finished" if of_sft else "finished"
-    return RunState(state, step, total, over)
+    return RunState(state, step, total, over, of_sft and step > 0)
 
 
 def _is_owned(lock: Path) -> bool:

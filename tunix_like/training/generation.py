@@ -10,17 +10,18 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from tunix_like.config.argument_names import hint
 from tunix_like.config.schema import RolloutConfig
 from tunix_like.data.stream import Prompt, render
 from tunix_like.data.tokenizer import Tokenizer
-from tunix_like.errors import UserError, nearest
+from tunix_like.errors import UserError
 from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.loading import check_fit
 from tunix_like.rollout.requests import collect
 from tunix_like.rollout.rollouts import completion_texts
 from tunix_like.training.engine import make_engine
 from tunix_like.training.memory import CriticWork, TeacherWork
-from tunix_like.types import Engine, Request, SamplingParams
+from tunix_like.types import Completions, Engine, Request, SamplingParams
 
 
 def generate(
@@ -57,7 +58,7 @@ def with_rollout(config: RolloutConfig, changes: Mapping[str, Any]) -> RolloutCo
     """Returns `config` with other values of some fields. Raises UserError for unknown names and wrong values."""
     names = [field.name for field in dataclasses.fields(config)]
     if unknown := [name for name in changes if name not in names]:
-        raise UserError(f"generate: unknown argument '{unknown[0]}'. {nearest(unknown[0], names)}")
+        raise UserError(f"generate: unknown argument '{unknown[0]}'. {hint(unknown[0], names)}")
     return dataclasses.replace(config, **changes)
 
 
@@ -86,6 +87,13 @@ def generate_texts(
 def complete(
     engine: Engine, params: Any, tokenizer: Tokenizer, prompts: Sequence[Any], sampling: SamplingParams, seed: int
 ) -> list[str]:
+    """Samples one completion of each prompt with an engine. Returns the texts. Errors are those of `completed`."""
+    return completion_texts(completed(engine, params, tokenizer, prompts, sampling, seed), tokenizer) if prompts else []
+
+
+def completed(
+    engine: Engine, params: Any, tokenizer: Tokenizer, prompts: Sequence[Any], sampling: SamplingParams, seed: int
+) -> Completions:
     """Samples one completion of each prompt with an engine. Raises UserError for a prompt without tokens or with too
     many."""
     requests = []
@@ -95,10 +103,7 @@ def complete(
         except UserError as error:
             raise error if len(prompts) == 1 else UserError(f"prompts[{number}]: {error}") from None
         requests.append(Request(tokens, number=number, samples=1))
-    if not requests:
-        return []
-    samples = engine.generate(engine.place(params), requests, jax.random.key(seed), sampling)
-    return completion_texts(collect(samples, requests), tokenizer)
+    return collect(engine.generate(engine.place(params), requests, jax.random.key(seed), sampling), requests)
 
 
 def rendered(prompt: Any, tokenizer: Tokenizer, limit: int) -> Prompt:

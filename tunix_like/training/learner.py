@@ -21,6 +21,7 @@ from jaxtyping import Float
 
 from tunix_like.algorithms.objective import Objective, build_objective, check_accepts_negative, trace_user_functions
 from tunix_like.algorithms.ppo import PPO
+from tunix_like.config.argument_names import named_arguments
 from tunix_like.config.load import as_dict
 from tunix_like.config.schema import (
     AlgorithmConfig,
@@ -33,7 +34,7 @@ from tunix_like.config.schema import (
     TeacherConfig,
 )
 from tunix_like.data.curriculum import Curriculum, CurriculumBatches, check_curriculum
-from tunix_like.data.shared import warn_shared
+from tunix_like.data.shared import warn_shared, warn_text_prompts
 from tunix_like.data.stream import check_prompts, refusing
 from tunix_like.environments.arguments import check_reward_names, check_turns, make_player
 from tunix_like.errors import EngineLost, UserError, check_type
@@ -45,7 +46,7 @@ from tunix_like.rewards import close_pools
 from tunix_like.rollout.collection import Collector, training_batch
 from tunix_like.rollout.engines.registry import check_engine
 from tunix_like.rollout.files import FirstFailure, RolloutFiles, saved_on_failure
-from tunix_like.rollout.rollouts import Rollout, Task, WeightedReward, weighted_rewards
+from tunix_like.rollout.rollouts import Rollout, Task, WeightedReward, warn_cut, weighted_rewards
 from tunix_like.rollout.samples import pick_samples
 from tunix_like.runtime import progress
 from tunix_like.runtime.processes import by_first
@@ -258,6 +259,7 @@ class Learner(Trainer):
         """The settings of sampling and scoring."""
         return Task(self.algo, self.rollout_config, self._rewards, self.success_threshold)
 
+    @named_arguments
     def train(
         self,
         train_ds: Any,
@@ -385,6 +387,7 @@ class Learner(Trainer):
         forever = training.max_steps is not None
         batches = refusing(self._open_stream(train_ds, batch_size, shuffle, forever, curriculum=drawn_by), overlong)
         warn_shared(train_ds, eval_ds)
+        warn_text_prompts(train_ds, self.tokenizer)
         judged = bool(self.rewards) or self.player is not None
         evaluator = self.evaluator(eval_ds, overlong) if eval_ds is not None and len(eval_ds) and judged else None
         check_best_metric(training, evaluator)
@@ -489,6 +492,8 @@ class Learner(Trainer):
         """Writes completions and picks samples at the configured steps, and warns if there is no training signal."""
         if number == 1 or number % self.training.log_rollouts_every_n_steps == 0:
             call.files.write(number, rollout, batch, advantages)
+        if number == 1 and call.evaluator is None:  # which has warned before the first step
+            warn_cut(f"step {number}", rollout.completions.finished)
         if call.updates.objective.reads_rewards:
             call.signal_watch(number, rollout, batch, advantages)
         every = self.training.log_samples_every_n_steps

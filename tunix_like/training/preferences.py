@@ -15,9 +15,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tunix_like.algorithms.preferences import CHOSEN, REJECTED, PairObjective, over_pairs
+from tunix_like.config.argument_names import named_arguments
 from tunix_like.config.load import as_dict
 from tunix_like.config.schema import OptimizerConfig, PreferenceConfig, RLTrainingConfig, RolloutConfig
-from tunix_like.data.shared import warn_shared
+from tunix_like.data.shared import warn_shared, warn_text_prompts
 from tunix_like.data.source import MappedRows, with_prompt
 from tunix_like.data.stream import Prompt, check_prompts, refusing, render, usable
 from tunix_like.environments.history import Demonstration
@@ -132,6 +133,7 @@ class DPOLearner(Trainer):
     def _described(self) -> list[str]:
         return [f"the loss '{self.preference.loss}'"]
 
+    @named_arguments
     def train(
         self,
         train_ds: Sequence[Mapping[str, Any]],
@@ -200,6 +202,7 @@ class DPOLearner(Trainer):
             self._several_turns |= self._answers.check(part, COLUMNS, self._who, what)
             _check_differ(part, what)
         warn_shared(rows, held_out)
+        warn_text_prompts(rows, tokenizer)
         prompts = (render(held_out[i], tokenizer, limit) for i in range(len(held_out)))
         self._held_out = [prompt for prompt in prompts if usable(prompt, limit)]
         self._check_best_metric()

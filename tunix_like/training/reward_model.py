@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 from tunix_like.config.schema import RLTrainingConfig
 from tunix_like.config.urls import plain_hub_id
 from tunix_like.errors import UserError
-from tunix_like.models.loading import default_dtype, load_config, load_model
+from tunix_like.models.loading import default_dtype
+from tunix_like.models.opening import load_config, load_model
 from tunix_like.models.sharding import fetch, place_replicated, prompt_parts, scope
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.training.arguments import likelihood_options

@@ -18,8 +18,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix_like.algorithms.losses import Rows, TokenInputs, Tokens, aggregation_weights
+from tunix_like.config.argument_names import named_arguments
 from tunix_like.config.load import as_dict
 from tunix_like.config.schema import RLTrainingConfig, RolloutConfig, SFTConfig
+from tunix_like.data.shared import warn_text_prompts
 from tunix_like.data.source import MappedRows, with_prompt
 from tunix_like.data.stream import Prompt, check_prompts
 from tunix_like.environments.history import Demonstration
@@ -112,6 +114,7 @@ class SFTTrainer(Trainer):
         self.watch = SkipWatch("the loss", self.training.max_skipped_updates)
         self._arguments = frozenset(inspect.signature(SFTTrainer).parameters)
 
+    @named_arguments
     def train(
         self,
         rows: Sequence[Mapping[str, Any]],
@@ -151,6 +154,7 @@ class SFTTrainer(Trainer):
         rows = self._rows
         tokenizer = with_tools(self.tokenizer, rows, "SFT")
         check_prompts(rows, tokenizer, limit, "skip", "training").warn("training")
+        warn_text_prompts(rows, tokenizer)
         if "answer" not in rows[0]:
             columns = ", ".join(map(str, rows[0]))
             raise UserError(

@@ -28,7 +28,7 @@ from tunix_like.algorithms.ppo import PPO
 from tunix_like.config.schema import SELF, Config, OptimizerConfig, RLTrainingConfig, RolloutConfig, TeacherConfig
 from tunix_like.errors import UserError
 from tunix_like.models.counts import Share, parameter_shapes, share_of
-from tunix_like.models.loading import load_config
+from tunix_like.models.opening import load_config
 from tunix_like.models.sharding import (
     check_experts,
     check_model,

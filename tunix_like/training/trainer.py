@@ -18,6 +18,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from tunix_like.config.argument_names import NamedArguments
 from tunix_like.config.schema import OptimizerConfig, RLTrainingConfig, RolloutConfig
 from tunix_like.data.curriculum import Curriculum, CurriculumBatches
 from tunix_like.data.stream import Prompt, Resumable, SharedBatches, prompt_batches
@@ -159,7 +160,7 @@ _STATE = frozenset(
 """The public attributes of a trainer that change while it trains."""
 
 
-class Trainer(ModelInTraining, abc.ABC):
+class Trainer(NamedArguments, ModelInTraining, abc.ABC):
     """Base of `Learner` and `SFTTrainer`. A subclass implements `step`, which `loop.run` calls.
 
     Attributes:
