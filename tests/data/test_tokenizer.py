@@ -148,8 +148,10 @@ def test_rendered_chat_equals_transformers(tmp_path, name, chat):
         text = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=generate)
         assert ours.render(chat, add_generation_prompt=generate) == text
     text, ids = ours.encode_prompt(chat, apply_chat_template=True)
-    assert ids == theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    assert text == ours.render(chat)
+    continued = chat[-1]["role"] == "assistant"
+    how = {"add_generation_prompt": not continued, "continue_final_message": continued}
+    assert ids == theirs.apply_chat_template(chat, return_dict=False, **how)
+    assert text == theirs.apply_chat_template(chat, tokenize=False, **how)
 
 
 def test_template_variables_and_default_among_several(tmp_path):
