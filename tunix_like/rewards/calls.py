@@ -154,6 +154,20 @@ def call(
     return results
 
 
+def given_text(value: Any, column: str, prompt: Any) -> str:
+    """Returns the correct answer of a row as text.
+
+    Raises:
+      UserError: it is missing (None, NaN or an empty text). The message names the column and the prompt of the row.
+    """
+    missing = value is None or value != value or (isinstance(value, str) and not value.strip())
+    if missing:
+        raise UserError(
+            f"column '{column}' is empty in the row with the prompt {prompt!r:.200}; write the correct answer there."
+        )
+    return str(value)
+
+
 def result_of(value: Any) -> Any:
     """Returns the result of an awaitable, which runs in an event loop of its own; any other value unchanged.
 
