@@ -45,6 +45,6 @@ def by_source(
         results = call(name, function, arguments, len(rows))
         if results.failures:
             raise UserError(next(iter(results.failures.values())).reason)
-        for i, value in zip(rows, results.rewards.tolist(), strict=True):
+        for i, value in zip(rows, results.values(), strict=True):
             out[i] = value
     return out
