@@ -232,6 +232,9 @@ _MULTIMODAL = {
 """Maps multimodal families to the families of their `text_config`, first the default. The weights of their other parts
 are not read."""
 
+MULTIMODAL = "_multimodal"
+"""Field of `DecoderConfig.source` that is True for the decoder of a multimodal model."""
+
 _TEXT_DEFAULTS = {
     "gemma3_text": {
         "vocab_size": 262208,
@@ -274,9 +277,10 @@ tokenizer_class id2label label2id problem_type return_dict output_attentions out
 is_llama_config transformers.js_config _attn_implementation _attn_implementation_autoset attn_implementation
 unsloth_version unsloth_fixed
 """
-_KNOWN = frozenset(HF_NAMES.values()) | ROPE_FIELDS | frozenset(_FIXED) | set(_HARMLESS.split()) | {"layer_types"}
+_KNOWN = frozenset(HF_NAMES.values()) | ROPE_FIELDS | frozenset(_FIXED) | set(_HARMLESS.split())
+_KNOWN |= {"layer_types", MULTIMODAL}
 _SPECIAL = frozenset().union(*(family.fields for family in FAMILIES.values())) - {"cache_implementation"}
-_REWRITTEN = {"layer_types", "torch_dtype", "dtype", "hidden_act", "quantization_config"}
+_REWRITTEN = {MULTIMODAL, "layer_types", "torch_dtype", "dtype", "hidden_act", "quantization_config"}
 NOT_COPIED = frozenset(HF_NAMES.values()) | ROPE_FIELDS | _SPECIAL | _REWRITTEN
 """HF fields in `DecoderConfig.source` that an export does not copy. Some of these fields are written from the fields of
 `DecoderConfig` instead; the other fields may be outdated."""
@@ -284,7 +288,8 @@ NOT_COPIED = frozenset(HF_NAMES.values()) | ROPE_FIELDS | _SPECIAL | _REWRITTEN
 
 def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config.json fields of the text decoder: all fields, or for a multimodal model those of its
-    `text_config`, with defaults for absent fields and with some outer fields (such as the ids of special tokens)."""
+    `text_config`, with defaults for absent fields, with some outer fields (such as the ids of special tokens) and with
+    `MULTIMODAL`."""
     allowed = _MULTIMODAL.get(str(fields.get("model_type")))
     if allowed is None:
         return dict(fields)
@@ -296,7 +301,7 @@ def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         known = " or ".join(map(repr, allowed))
         raise UserError(f"text_config: model_type {inner!r} is not supported; only {known} is.")
     outside = {name: fields[name] for name in _FROM_OUTSIDE if fields.get(name) is not None}
-    return _TEXT_DEFAULTS.get(inner, {}) | dict(text) | outside | {"model_type": inner}
+    return _TEXT_DEFAULTS.get(inner, {}) | dict(text) | outside | {"model_type": inner, MULTIMODAL: True}
 
 
 def numbers(fields: Mapping[str, Any]) -> dict[str, Any]:

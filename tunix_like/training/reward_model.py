@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,8 +57,9 @@ class RewardModel:
             raise UserError(f"{PREFIX}{folder}: reward models are supported in runs of one process only.")
         self.folder, self._mesh = folder, mesh
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float | None]:
-        """Returns the score of each completion. Consecutive completions of the same prompt form a group."""
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        """Returns the score of each completion, NaN for one without a score. Consecutive completions of the same prompt
+        form a group."""
         _, _, tokenizer, _ = self._loaded
         most = self.config.max_positions
         runs = [list(run) for _, run in itertools.groupby(range(len(prompts)), key=lambda i: prompts[i])]
@@ -71,10 +73,10 @@ class RewardModel:
             for context, group in zip(contexts, answers, strict=True)
         ]
         scores = self._scores(contexts, answers, fits, size)
-        out: list[float | None] = [None] * len(prompts)
+        out = [math.nan] * len(prompts)  # None would mean that the other functions score the completion
         for row, group in enumerate(groups):
             for column, i in enumerate(group):
-                out[i] = float(scores[row, column]) if fits[row][column] else None
+                out[i] = float(scores[row, column]) if fits[row][column] else math.nan
         return out
 
     @functools.cached_property
