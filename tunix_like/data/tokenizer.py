@@ -166,14 +166,29 @@ class Tokenizer:
         rendering."""
         return self._copy(template_variables={**self._template_variables, **variables})
 
-    def _copy(self, **changed: Any) -> Tokenizer:
+    def with_own_pad(self, most: int) -> Tokenizer:
+        """Returns a tokenizer whose pad token ends no completion, with at most `most` ids: this one if its pad token is
+        such a token; else a copy with another special token or a new token as its pad token, or without one."""
+        ends = {*self.eos_ids, self.bos_id}
+        if self._named["pad_token"] is not None and self.pad_id not in ends:
+            return self
+        added = self._backend.get_added_tokens_decoder().items()
+        free = [token.content for i, token in added if token.special and i not in ends and i < most]
+        pad = min(free, key=lambda token: ("pad" not in token.lower(), token), default=None)
+        if pad is not None or self.vocab_size >= most:
+            return self._copy(pad_token=pad)
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.add_special_tokens([tokenizers.AddedToken("<|pad|>", special=True, normalized=False)])
+        return self._copy(backend, pad_token="<|pad|>")
+
+    def _copy(self, backend: tokenizers.Tokenizer | None = None, **changed: Any) -> Tokenizer:
         same: dict[str, Any] = {
             **self._named,
             "chat_template": self.chat_template,
             "eos_ids": self.eos_ids,
             "template_variables": self._template_variables,
         }
-        return Tokenizer(self._backend, **(same | changed))
+        return Tokenizer(backend or self._backend, **(same | changed))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encodes `text`; special tokens that are written in the text become their ids, as in transformers."""

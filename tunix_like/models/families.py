@@ -92,7 +92,7 @@ OLMO3_THETA = 5e5
 _MTP_FIELDS = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
 """Fields of the layers that predict several tokens. As in transformers, these layers are not read."""
 _QWEN35 = {"qk_norm": True, "norm_offset": True, "output_gate": True}
-_QWEN35_OPTIONS = frozenset({"rotary_width", "delta_rule", "recurrent_layers"})
+_QWEN35_OPTIONS = frozenset({"rope_scaling", "rotary_width", "delta_rule", "recurrent_layers"})
 _QWEN35_FIELDS = PARTIAL_ROPE_FIELDS | {*DELTA_NAMES.values(), "full_attention_interval"} | _MTP_FIELDS
 _QWEN35_FIXED = {"attn_output_gate": (True,), "mlp_only_layers": ([],), "mamba_ssm_dtype": ("float32",)}
 
@@ -430,10 +430,11 @@ def family_fields(
     rope: tuple[float, Scaling | None],
     local_theta: float,
     query_scaling: float | None,
+    no_window: int,
 ) -> dict[str, Any]:
     """Returns the HF fields that are specific to a family; `windows`, `rotary`, `with_experts` and the layers of
-    `recurrent` must have an entry for every layer. Raises UserError if the family cannot represent the windows or the
-    experts."""
+    `recurrent` must have an entry for every layer. `no_window` is the number for a decoder without windows of a family
+    with windows. Raises UserError if the family cannot represent the windows or the experts."""
     family = FAMILIES[name]
     gelu = family.adds.get("activation") == "gelu_tanh"
     result: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"} if gelu else {"hidden_act": "silu"}
@@ -455,6 +456,8 @@ def family_fields(
             )
         result["sliding_window"] = next(iter(sizes), None)
         if _WINDOWED[name]:
+            # transformers needs a number, also if no layer has a window
+            result["sliding_window"] = next(iter(sizes), no_window)
             result["layer_types"] = ["full_attention" if size is None else "sliding_attention" for size in windows]
     if "rotary" in family.options:
         result |= nope_fields(rotary)

@@ -36,7 +36,8 @@ class RewardModel:
     completions.
 
     The score is that of the last token of the text: the prompt as the policy received it, the completion, and an
-    end-of-sequence token. A text with more tokens than the model has positions has no score. The weights are read at
+    end-of-sequence token. If this is also the pad token in config.json, the score is that of the token before it, which
+    transformers reads. A text with more tokens than the model has positions has no score. The weights are read at
     the first call, in the compute dtype of the device.
 
     Args:
@@ -66,8 +67,9 @@ class RewardModel:
         size = statistics.mode(map(len, runs))  # a prompt may occur in two consecutive groups
         groups = [run[i : i + size] for run in runs for i in range(0, len(run), size)]
         end = tokenizer.eos_ids[0] if tokenizer.eos_id is None else tokenizer.eos_id
+        ends = [] if (self.config.source or {}).get("pad_token_id") == end else [end]
         contexts = [tokenizer.encode_prompt(prompts[group[0]], False, most)[1] for group in groups]
-        answers = [[[*tokenizer.encode_data(completions[i], most), end] for i in group] for group in groups]
+        answers = [[[*tokenizer.encode_data(completions[i], most), *ends] for i in group] for group in groups]
         fits = [
             [0 < len(context) <= most - len(answer) for answer in group]
             for context, group in zip(contexts, answers, strict=True)
