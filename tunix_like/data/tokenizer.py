@@ -21,6 +21,7 @@ from tunix_like.data.tokenizer_files import (
     NAMED_TOKENS,
     add_declared_tokens,
     content,
+    drop_additions,
     find_chat_template,
     read_fields,
     write_files,
@@ -115,7 +116,7 @@ class Tokenizer:
     def from_folder(cls, path: str | Path) -> Tokenizer:
         """Reads the tokenizer of a Hugging Face model folder. Only tokenizer.json decides whether a
         beginning-of-sequence token is added: as in transformers 5, `add_bos_token` of tokenizer_config.json is
-        ignored."""
+        ignored, and a tokenizer of the class of GPT-NeoX adds none."""
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -127,6 +128,7 @@ class Tokenizer:
             raise UserError(f"{file} is not a readable tokenizer.json: {error}") from error
         config = read_fields(folder / "special_tokens_map.json") | read_fields(folder / "tokenizer_config.json")
         names = {name: content(config.get(name)) for name in NAMED_TOKENS}
+        drop_additions(backend, config)
         add_declared_tokens(backend, config, [token for token in names.values() if token is not None])
         return cls(
             backend,
