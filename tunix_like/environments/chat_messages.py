@@ -8,9 +8,9 @@ from typing import Any
 
 from tunix_like.errors import UserError
 from tunix_like.runtime.conversations import chat_messages
-from tunix_like.runtime.tool_calls import tool_calls
+from tunix_like.runtime.tool_calls import tool_calls, without_calls
 
-CALL, THOUGHT = "<tool_call>", "</think>"
+THOUGHT = "</think>"
 
 MOST_MESSAGES, MOST_TOOLS = 4096, 512
 
@@ -49,7 +49,8 @@ def checked_tools(given: Any) -> list[dict[str, Any]]:
 
 
 def parsed_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """Splits the text of an answer into the content before the tool calls and the tool calls in the format of OpenAI.
+    """Splits the text of an answer into the content outside of the tool calls and the tool calls in the format of
+    OpenAI.
 
     If a call is malformed, the whole text is the content and the list of calls is empty.
     """
@@ -57,8 +58,7 @@ def parsed_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     if not calls or any(call.error is not None for call in calls):
         return text, []
     thought, end, answer = text.rpartition(THOUGHT)
-    first = answer.find(CALL)
-    content = f"{thought}{end}{answer[: max(first, 0)]}".rstrip()
+    content = f"{thought}{end}{without_calls(answer)}".rstrip()
     return content, [
         {
             "id": f"call_{secrets.token_hex(12)}",
