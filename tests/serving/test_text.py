@@ -102,7 +102,7 @@ ANSWERS = {
     "text around calls": (f"One {CALL} two\n\n{CALL}{CALL} three \n", 3),
     "text right after a call": (f"{CALL}Done", 1),
     "text that looks like JSON": ("{x} is a set", 0),
-    "call with a tag in it": (f"a {CALL.replace('"<tool"', '"<|python_tag|>"')}", 1),
+    "call with a tag in it": ("a " + CALL.replace('"<tool"', '"<|python_tag|>"'), 1),
     "tag before a call": (f"a <|python_tag|> b {CALL} c", 1),
     "json": ('{"answer": 4}', 0),
     "thought": (f"<think>\nI could {CALL}\n</think>\n\nNo.", 0),
