@@ -267,6 +267,11 @@ NEAR_MISSES = [
     # the last answer is cut
     ("5", "\\boxed{5} and then \\boxed{6"),
     ("5", "\\boxed{5} then \\boxed {"),
+    ("5", "\\boxed{5} then \\boxed"),
+    ("5", "#### 5 Mio"),
+    ("5", "#### 5\u2062x"),
+    ("5", "#### 5 apples × 2"),
+    ("5", "#### 5 ᵏ"),
     ("5", "<answer>5</answer> no: <answer>6"),
     ("5", "#### 5\nor \\boxed{\\frac{1}{2}"),
     ("5", "\\boxed{5} <answer>"),

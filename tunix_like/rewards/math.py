@@ -121,7 +121,7 @@ def final_answer(completion: str) -> str | None:
     if opened > close:
         marks.append((opened, ""))
     # Each attempt scans up to the length limit. Their number is bounded, as a text may have thousands of empty boxes.
-    for match in list(re.finditer(r"\\boxed\s*\{", completion))[: -1 - _BOXES : -1]:
+    for match in list(re.finditer(r"\\boxed\s*(?:\{|\Z)", completion))[: -1 - _BOXES : -1]:
         boxed = _braced(completion, match.end())
         if boxed != "":
             marks.append((match.start(), boxed or ""))

@@ -34,7 +34,7 @@ _PART = re.compile(r"half|halves|quarters?|thirds?|fourths?|(?:fif|six|seven|eig
 _CHANGING = re.compile(
     # multiples
     r"(?:hundred|thousand|million|billion|trillion|dozen|milliard|tausend|hundert|millon|dutzend|docena).*"
-    r"|gross|grand|lakhs?|crores?|mil|milles?|тысяч.?|тыс|миллион.*|млн|миллиард.*|млрд|twice|thrice"
+    r"|gross|grand|lakhs?|crores?|mil|milles?|mio|mrd|mln|тысяч.?|тыс|миллион.*|млн|миллиард.*|млрд|twice|thrice"
     # operations, functions, constants and the names of letters
     r"|squared|cubed|doubled|tripled|halved|sqrt|factorial|mod|modulo|negative|choose|base|imaginary|aleph|nan|null"
     r"|a?(?:sin|cos|tan|cot|sec|csc)h?|arc.*|log|exp|lim|max|gcd|lcm|det|inf|infinit.*|undefined"
