@@ -14,6 +14,7 @@ from tunix_like.errors import UserError
 from tunix_like.rewards import REWARDS, close_pools, pooled, register_reward_fn, resolve, score, verl_compatible
 from tunix_like.rewards.built_in import by_source
 from tunix_like.rewards.services import waiting
+from tunix_like.rollout.episodes import Episode, with_environment
 
 THREE = ["a", "bb", "ccc"]
 
@@ -82,6 +83,14 @@ def test_functions_that_do_not_apply_leave_the_others(workers):
 def test_totals_of_functions_that_do_not_apply(values, expected):
     functions = [(f"f{i}", constant(each), weight) for i, (each, weight) in enumerate(values)]
     np.testing.assert_array_equal(score(functions, ["p"] * 2, ["a", "b"], {}, 2).total, expected)
+
+
+def test_an_environment_is_a_function_that_applies():
+    scores = score([("one", one_or_none, 1.0)], ["p"] * 4, ["a", "two", "nan", "a"], {}, 2)
+    episodes = [Episode([], 1, False, 0, reward, {}, None) for reward in (0.5, 0.5, 0.5, NAN)]
+    got = with_environment(scores, episodes)
+    np.testing.assert_array_equal(got.total, [1.5, 0.5, NAN, NAN])
+    assert got.failed.tolist() == [False, False, True, True]
 
 
 def test_nested_functions_keep_none(monkeypatch):
