@@ -309,7 +309,7 @@ same name.
 
 
 RewardFunction = Callable[..., Sequence[float | None]]
-"""`f(prompts, completions, **columns) -> one number per completion (None: could not be scored)`.
+"""`f(prompts, completions, **columns) -> one number per completion (None: does not apply; NaN: cannot be scored)`.
 
 The function is called once with all completions of a rollout batch or, in a worker, once per group. If the call fails,
 it is called again with fewer completions. Each column is a list of the same length as `completions`.

@@ -72,7 +72,7 @@ def estimate(
     """
     count, size = rewards.shape
     if find_estimator(name).by_function:
-        rewards = sum_of_normalised(rewards[None], [1.0])
+        rewards = sum_of_normalised(rewards[None], [1.0], ~np.isnan(rewards))
     assert count <= rows or name not in ("reinforce_pp", "gdpo"), "it looks at the whole batch"
     padded, sizes = np.full((-(-count // rows) * rows, size), NAN), np.zeros((-(-count // rows) * rows, size), np.int32)
     padded[:count], sizes[:count] = rewards, 1 if lengths is None else lengths

@@ -306,32 +306,34 @@ def test_permutation_shift_and_scale_of_rewards(name, params, batch, seed, shift
 
 def trl_normalise_then_sum(rewards, weights):
     """Implements `multi_objective_aggregation="normalize_then_sum"` of `grpo_trainer.py` in TRL in NumPy, with 1e-6 in
-    place of 1e-4, and for rewards `[R, P, G]`."""
+    place of 1e-4, and for rewards `[R, P, G]`. NaN is the reward of a function that does not apply."""
     mean, deviation = (f(rewards, axis=2, keepdims=True, **k) for f, k in ((np.nanmean, {}), (np.nanstd, {"ddof": 1})))
-    total = np.tensordot(weights, (rewards - mean) / (deviation + 1e-6), axes=1)
+    total = np.nansum(np.reshape(weights, (-1, 1, 1)) * (rewards - mean) / (deviation + 1e-6), axis=0)
+    total[np.isnan(rewards).all(axis=0)] = np.nan
     return (total - np.nanmean(total)) / (np.nanstd(total, ddof=1) + 1e-6)
 
 
 def test_gdpo_of_several_reward_functions_equals_that_of_trl():
-    """Small and huge rewards count by their weights alone, and constant groups get 0. In TRL a completion is unscored
-    if no function scored it, here if one of them did not."""
+    """Small and huge rewards count by their weights alone, constant groups get 0, a function that does not apply to a
+    completion adds nothing to it, and a completion to which none applies is unscored."""
     rng = np.random.default_rng(0)
     rewards = np.stack([rng.normal(size=(5, 4)), 1e6 * rng.integers(0, 2, (5, 4)), 0.1 * rng.integers(0, 3, (5, 4))])
     rewards[:, 2], rewards[:, 1, 3] = np.array([0.1, 1e6, 0.3])[:, None], np.nan
-    weights = [1.0, 0.5, -2.0]
+    rewards[0, 0, 1] = rewards[1, 3, :2] = rewards[2, 4, 0] = np.nan
+    weights, scored = [1.0, 0.5, -2.0], ~np.isnan(rewards).all(axis=0)
     expected = np.nan_to_num(trl_normalise_then_sum(rewards, weights))
-    for missing in (slice(None), 1):
-        some = np.where(np.isnan(rewards), 7.0, rewards)
-        some[missing, 1, 3] = np.nan
-        sums = sum_of_normalised(some, weights)
-        assert np.argwhere(np.isnan(sums)).tolist() == [[1, 3]] and (sums[2] == 0).all()
-        found = gdpo(
-            jnp.asarray(np.nan_to_num(sums), jnp.float32),
-            scored=jnp.asarray(~np.isnan(sums)),
-            lengths=jnp.ones((5, 4), int),
-        )
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-        assert (np.asarray(found)[2] == 0).all() and np.abs(expected).max() > 1
+    sums = sum_of_normalised(rewards, weights, scored)
+    assert np.argwhere(np.isnan(sums)).tolist() == [[1, 3]] and (sums[2] == 0).all()
+    found = gdpo(
+        jnp.asarray(np.nan_to_num(sums), jnp.float32), scored=jnp.asarray(scored), lengths=jnp.ones((5, 4), int)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert (np.asarray(found)[2] == 0).all() and np.abs(expected).max() > 1
+    failed = scored & (np.arange(4) != 2)  # a completion for which a function failed counts in no statistic
+    np.testing.assert_array_equal(
+        sum_of_normalised(rewards, weights, failed),
+        sum_of_normalised(np.where(failed, rewards, np.nan), weights, failed),
+    )
 
 
 @pytest.mark.parametrize("name", ["maxrl", "pkpo", "passk"])
@@ -340,6 +342,36 @@ def test_estimators_that_a_shift_of_rewards_changes(name):
     params = {"maxrl": {}, "pkpo": {"k": 1}, "passk": {"k": 1}}[name]
     rewards = np.array([[0.0, 1.0, 1.0, 0.0, 1.0]])
     assert np.abs(estimate(rewards + 2, name, **params) - estimate(rewards, name, **params)).max() > 0.1
+
+
+@every
+def test_offsets_cost_no_digits(name, params):
+    """Rewards near 1e6 and 1e12, and differences of 2e-6, give the advantages of the same rewards without the offset.
+    For the other estimators the rewards are rounded to float32 before."""
+    free = find_estimator(name).offset_free(params)
+    rng = np.random.default_rng(0)
+    for offset, rewards in ((1e6, rng.normal(size=(5, 6))), (0.5, rng.integers(0, 2, (5, 6)) * 2e-6), (1e12, EYES)):
+        rewards = np.round(rewards, 3 if offset == 1e12 else 8)
+        rewards[0, 2] = np.nan
+        shifted = rewards + offset
+        exact = shifted - np.nanmax(shifted, axis=1, keepdims=True)
+        if free:
+            found = compute_advantages(shifted, name, **params)
+            expected = definition(name, params, exact, np.ones(exact.shape, int))
+            np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-7)
+            assert np.abs(found).max() > 0
+    assert free == (name not in ("passk", "gdpo") and (name, params) not in READS_OFFSET)
+
+
+EYES = 4.0 * (np.arange(6) > np.arange(1, 6)[:, None])
+READS_OFFSET = (("maxrl", {}), ("pkpo", {"k": 1}))
+
+
+def test_sums_of_equal_weights_are_equal():
+    """Sums that float64 rounds differently are no signal."""
+    rewards = np.array([[0.1 + 0.2, 0.3, 0.7 - 0.4, 0.3], [1e6 + 0.1 + 0.2, 1e6 + 0.3, 1e6 + 0.3, np.nan]])
+    for name in ("grpo", "rloo", "maxrl"):
+        assert not compute_advantages(rewards, name).any()
 
 
 @every
@@ -384,7 +416,7 @@ def test_unscored_completions_do_not_change_the_other_advantages(name, params):
     assert not values[found < least].any()
     assert values[found == least + (name == "passk" and params["k"] > 1)].any()  # n = k: kept, one subset
     if name == "gdpo":  # the input of its function
-        groups = sum_of_normalised(groups[None], [1.0])
+        groups = sum_of_normalised(groups[None], [1.0], patterns)
     for other in (7e14, -1e15, math.inf, NAN):
         filled = np.where(patterns, groups, other)
         again = find_estimator(name).function(

@@ -48,7 +48,7 @@ def test_rows_that_fail_are_errors():
     rows[4] = {"question": "no prompt"}
     rows[5]["prompt"] = [{"content": "no role"}]
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-    errors = {3: "bad one", 4: "needs a 'prompt' column", 5: "must have 'role'", 6: "lone surrogate"}
+    errors = {3: "bad one", 4: "needs a 'prompt' column", 5: "it must be an object with a role", 6: "lone surrogate"}
     tokenizer = bpe(template)
     for number, row in enumerate(rows):
         if number in errors:
@@ -99,6 +99,6 @@ def test_prompts_of_30_megabytes_are_encoded_only_in_part(monkeypatch):
 
 
 def test_text_that_the_template_drops_does_not_count_as_prompt_length():
-    last = "{{ messages[0].content[-5:] }}"
-    prompt = [{"role": "user", "content": "0123456789" * 10_000 + "END>>"}]
-    assert bpe(last).encode_prompt(prompt, True, most=20)[0] == "END>>"
+    last = "{{ messages[0].content[-9:] }}"
+    prompt = [{"role": "user", "content": "0123456789" * 10_000 + "TheEND>>>"}]
+    assert bpe(last).encode_prompt(prompt, True, most=20)[0] == "TheEND>>>"

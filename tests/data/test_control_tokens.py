@@ -165,9 +165,11 @@ def served(tokenizer, text, **more):
     call = {"id": text, "type": "function", "function": {"name": text, "arguments": {text: text}}}
     messages = [
         user([{"type": "text", "text": text}, {"type": "text", "text": text}], name=text),
-        {"role": "assistant", "content": text, "tool_calls": [call], "note": text},
+        {"role": "assistant", "content": text, "note": text},
         user(text, note=text),
     ]
+    if "tool_calls" in tokenizer.chat_template:
+        messages[1]["tool_calls"] = [call]
     settings = Settings("m", "1", tokenizer.vocab_size, 1 << 20, 1)
     body = {"messages": messages, "chat_template_kwargs": {"prefix": text, "enable_thinking": text}, **more}
     (job,) = chat_request(json.dumps(body).encode(), settings, tokenizer).jobs

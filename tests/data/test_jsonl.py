@@ -90,7 +90,7 @@ def test_a_folder_has_a_file_per_split(tmp_path):
         (b'{"prompt": "a"}\n\xff\n', r"a.jsonl:2: byte 1 of the line \(0xff\) is not UTF-8; convert"),
         (b'{"prompt": "a"}\n{"text": "b"}\n', r"a.jsonl:2: .* needs column 'prompt'; the row has: text"),
         (b'{"prompt": 3}\n', r"a.jsonl:1: column 'prompt' must be text"),
-        (b'{"prompt": [{"role": "user"}]}\n', r"a.jsonl:1: .*'role' and 'content'"),
+        (b'{"prompt": [{"role": "user"}]}\n', r"a.jsonl:1: .*content: it must be a text"),
         (b"\n\n", r"a.jsonl is empty"),
     ],
 )

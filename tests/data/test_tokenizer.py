@@ -7,6 +7,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from tests.parameters import others_slow
+from tests.tiny_model import backend_in
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.runtime.untrusted import fill
@@ -148,8 +149,30 @@ def test_rendered_chat_equals_transformers(tmp_path, name, chat):
         text = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=generate)
         assert ours.render(chat, add_generation_prompt=generate) == text
     text, ids = ours.encode_prompt(chat, apply_chat_template=True)
-    assert ids == theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    assert text == ours.render(chat)
+    continued = chat[-1]["role"] == "assistant"
+    how = {"add_generation_prompt": not continued, "continue_final_message": continued}
+    assert ids == theirs.apply_chat_template(chat, return_dict=False, **how)
+    assert text == theirs.apply_chat_template(chat, tokenize=False, **how)
+
+
+@pytest.mark.parametrize("kind", ["GPTNeoXTokenizerFast", "GPTNeoXTokenizer", "GPT2Tokenizer", None])
+@pytest.mark.parametrize("single", ["<|im_start|> $A <|im_end|>", "$A <|im_end|>", "<|im_start|> $A"])
+@pytest.mark.parametrize("flags", [{}, {"add_eos_token": True, "add_bos_token": False}])
+def test_tokens_around_a_text_are_those_of_transformers_before_and_after_an_export(tmp_path, kind, single, flags):
+    """The class of GPT-NeoX ignores those that tokenizer.json adds."""
+    bpe().save(tmp_path)
+    backend = backend_in(tmp_path)
+    ends = [(token, backend.token_to_id(token)) for token in ("<|im_start|>", "<|im_end|>")]
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=ends)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"} | flags
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | ({"tokenizer_class": kind} if kind else {})))
+    expected = auto(tmp_path)(TEXTS[1])["input_ids"]
+    ours = Tokenizer.from_folder(tmp_path)
+    assert ours.encode(TEXTS[1]) == expected
+    ours.save(tmp_path / "export")
+    assert auto(tmp_path / "export")(TEXTS[1])["input_ids"] == expected
+    assert Tokenizer.from_folder(tmp_path / "export").encode(TEXTS[1]) == expected
 
 
 def test_template_variables_and_default_among_several(tmp_path):

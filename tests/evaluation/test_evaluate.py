@@ -154,7 +154,7 @@ def test_the_metrics_of_a_step_by_source():
         lengths = np.ones((4, 3), np.int32)
         drawn = Completions(lengths[..., None], lengths, np.zeros((4, 3, 1), np.float32), lengths > 0)
         flat, none = rewards.reshape(-1), np.zeros(12, bool)
-        scores = Scores(flat, {"r": flat}, none, none, None)
+        scores = Scores(flat, {"r": flat}, none, none, none, None)
         return rollout_metrics(Rollout(problems, [""] * 12, drawn, scores), 1.0)
 
     plain = metrics([None] * 4)

@@ -3,6 +3,7 @@ save and load, and errors."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -231,10 +232,114 @@ def test_experts_do_not_support_adapters():
         add_lora(model, LoraConfig(rank=2, targets=["q_proj", "up_proj"]))
 
 
+def multimodal(name, text):
+    """Returns a tiny model for images and texts of transformers, with random weights."""
+    import torch
+    import transformers
+
+    vision = {
+        "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14, "head_dim": 4, "depth": 1, "num_heads": 2, "out_hidden_size": 32,
+    }  # fmt: skip
+    if name == "Mistral3":
+        vision["model_type"] = "pixtral"
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "kind"),
+    [
+        ("Gemma3", "gemma3", "gemma3_text"),
+        pytest.param("Mistral3", "ministral3", "ministral3", marks=pytest.mark.slow),
+        pytest.param("Qwen3_5", "qwen3.5", "qwen3_5_text", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_of_a_multimodal_model_in_both_directions(name, family, kind, tmp_path):
+    """PEFT loads an adapter of this package onto the multimodal class, and this package one that PEFT wrote for it, or
+    one with the names of earlier versions of transformers."""
+    import peft
+    import torch
+
+    text = SMALL | FAMILIES[family][1] | {"model_type": kind, "final_logit_softcapping": None}
+    reference = multimodal(name, text)
+    reference.save_pretrained(tmp_path / "base")
+    base, _ = load_model(tmp_path / "base")
+    before = logits(base)
+    np.testing.assert_allclose(torch_logits(reference), before, atol=1e-4)
+    model = trained(add_lora(base, LoraConfig(rank=2, alpha=4, targets=["q_proj", "down_proj"])))
+    save_adapter(model, tmp_path / "adapter")
+    beside = peft.PeftModel.from_pretrained(reference, tmp_path / "adapter")
+    expected = torch_logits(beside)
+    assert np.abs(expected - before).max() > 0.05
+    np.testing.assert_allclose(logits(model), expected, atol=1e-4)
+    np.testing.assert_array_equal(logits(load_adapter(base, tmp_path / "adapter")), logits(model))
+    torch.manual_seed(1)
+    pattern = r".*language_model.*\.(q_proj|down_proj)"
+    config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=pattern, init_lora_weights=False)
+    theirs = peft.get_peft_model(beside.unload(), config)
+    theirs.save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    assert all(".language_model." in tensor for tensor in tensors)
+    for prefix in ("model.language_model.", "language_model.model."):
+        renamed = {key.replace("model.language_model.", prefix): tensor for key, tensor in tensors.items()}
+        save_file(renamed, file)
+        np.testing.assert_allclose(logits(load_adapter(base, tmp_path / "theirs")), torch_logits(theirs), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "variant", ["pissa", "pissa_niter_2", "olora", "dora", "rslora", "alora", "bias", "embeddings"]
+)
+def test_variants_of_peft_are_refused(variant, place, tmp_path):
+    """An adapter that PEFT has made, trained and saved as a variant gives other outputs as plain LoRA."""
+    import peft
+    import torch
+
+    reference, folder = place
+    given = {
+        "dora": {"use_dora": True}, "rslora": {"use_rslora": True}, "alora": {"alora_invocation_tokens": [3, 4]},
+        "bias": {"bias": "lora_only"}, "embeddings": {"trainable_token_indices": [1, 2]},
+    }.get(variant, {"init_lora_weights": variant})  # fmt: skip
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "down_proj"], **given)
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(copy.deepcopy(reference), config)
+    adapted.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"adapter_config.json: \w+ = .* is not supported"):
+        load_adapter(load_model(folder)[0], tmp_path)
+
+
+@pytest.mark.parametrize("start", [False, "gaussian", "orthogonal"])
+def test_other_starts_that_leave_the_base_unchanged_are_read(start, place, tmp_path):
+    import peft
+    import torch
+
+    reference, folder = place
+    config = peft.LoraConfig(r=4, lora_alpha=5, target_modules=["q_proj", "down_proj"], init_lora_weights=start)
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(copy.deepcopy(reference), config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            parameter += 0.1 * torch.randn_like(parameter) * ("lora_" in name)
+    adapted.save_pretrained(tmp_path)
+    found = load_adapter(load_model(folder)[0], tmp_path)
+    np.testing.assert_allclose(logits(found), torch_logits(adapted), atol=1e-4)
+
+
 CHANGES = {
     "use_dora": (True, "use_dora = True is not supported"),
     "rank_pattern": ({"q_proj": 3}, "rank_pattern"),
     "bias": ("all", "bias = 'all' is not supported"),
+    "init_lora_weights": ("corda", "init_lora_weights = 'corda' is not supported"),
+    "layer_replication": ([[0, 1]], "layer_replication"),
+    "target_parameters": (["mlp.experts.down_proj"], "target_parameters"),
+    "use_qalora": (True, "use_qalora"),
+    "a_field_of_next_year": (0.5, "a_field_of_next_year"),
     "peft_type": ("LOHA", "not the config of a LoRA adapter"),
     "r": (0, "r = 0 must be a positive number"),
     "lora_alpha": ("2", "lora_alpha = '2' must be"),

@@ -1,6 +1,7 @@
 """Tests that logits agree with transformers on tiny random models of every family, in both directions, and that the
 decoder is causal and ignores padding."""
 
+import dataclasses
 import json
 import shutil
 
@@ -585,10 +586,56 @@ def test_text_part_of_mistral3(tmp_path):
     np.testing.assert_allclose(hf_logits(again, mask)[mask], hf_logits(hf, mask)[mask], rtol=0, atol=1e-5)
 
 
+def scaled(name, **scaling):
+    """Returns the fields of a family with scaled rotary positions."""
+    fields = FAMILIES[name][1]
+    plain = {"rope_theta": 10000.0, **(fields.get("rope_parameters") or {})}
+    return name, {"rope_parameters": plain | scaling}
+
+
+def without_windows(name, **more):
+    """Returns the fields of a family whose layers all have full attention, although it has a size of windows."""
+    return name, {"layer_types": ["full_attention"] * (SMALL | FAMILIES[name][1])["num_hidden_layers"], **more}
+
+
+VARIANTS = {
+    "qwen3.5 yarn": scaled("qwen3.5", rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+    "qwen3.5 linear": scaled("qwen3.5", rope_type="linear", factor=3.0),
+    "qwen3.5-moe yarn": scaled("qwen3.5-moe", rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+    **{f"{name} full": without_windows(name) for name in ("olmo3", "gemma2", "gemma3", "gemma4", "gpt-oss")},
+    "gemma4 equal heads": ("gemma4", {"global_head_dim": FAMILIES["gemma4"][1]["head_dim"]}),
+    "gemma4 full equal heads": without_windows("gemma4", global_head_dim=FAMILIES["gemma4"][1]["head_dim"]),
+    "gemma4-moe equal heads": ("gemma4-moe", {"global_head_dim": FAMILIES["gemma4-moe"][1]["head_dim"]}),
+}
+
+
+@pytest.mark.parametrize("variant", others_slow(VARIANTS, "qwen3.5 yarn", "gemma2 full", "gemma4 equal heads"))
+def test_variants_load_and_are_exported(variant, tmp_path):
+    """The logits are those of transformers, before and after an export."""
+    import torch
+    import transformers
+
+    family, fields = VARIANTS[variant]
+    name, extra = FAMILIES[family]
+    torch.manual_seed(0)
+    made = getattr(transformers, f"{name}ForCausalLM")
+    config = made.config_class(**SMALL | extra | fields)
+    config._attn_implementation = "eager"
+    hf = made(config).float().eval()
+    hf.save_pretrained(tmp_path / "theirs")
+    ours, _ = load_model(tmp_path / "theirs")
+    mask = MASKS["right"]
+    np.testing.assert_allclose(our_logits(ours, mask)[mask], hf_logits(hf, mask)[mask], rtol=0, atol=1e-5)
+    for source in (ours.config.source, None):
+        folder = tmp_path / str(source is None)
+        save_model(params_of(ours), dataclasses.replace(ours.config, source=source), None, folder)
+        again = made.from_pretrained(folder, attn_implementation="eager").float().eval()
+        np.testing.assert_allclose(hf_logits(again, mask)[mask], hf_logits(hf, mask)[mask], rtol=0, atol=1e-6)
+        assert load_model(folder)[0].config == ours.config
+
+
 def test_export_without_a_source_config(reference, tmp_path):
     """transformers also loads a decoder that was created from numbers only."""
-    import dataclasses
-
     import transformers
 
     hf, folder = reference

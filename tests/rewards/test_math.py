@@ -1,12 +1,14 @@
 """Tests the grading of numbers: a table of answers in the notations of models with their rewards, in this process and
 in a worker."""
 
+import json
 import random
 import re
 import threading
 import time
 import unicodedata
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -70,7 +72,6 @@ RIGHT = [
     ("5", "#### 4\nno, #### 5"),
     ("5", "#### 4 \\boxed{5}"),
     ("5", "\\boxed{4} <answer>5</answer>"),
-    ("5", "\\boxed{5} and then \\boxed{6"),  # the last one is truncated
     ("5", "#### 5\n####\n"),  # the last one is empty
     ("5", "Step 1: \\boxed{2}. Step 2: \\boxed{3}. In all \\boxed{5}"),
     ("5", "junk " * 2000 + "#### 5"),  # ten thousand characters before the answer
@@ -217,6 +218,120 @@ WRONG = [
 ]
 
 
+NEAR_MISSES = [
+    # a letter, a function or a mark after the number
+    *(("5", f"\\boxed{{{text}}}") for text in (
+        "5x", "5i", "5!", "5!!", "5k", "5K", "5M", "5B", "5e", "5 x", "5 k", "5n + 0", "5\\pi", "5π", "5θ", "5a",
+        "5xy", "5 xy",
+        "5 abc", "5m", "5\\text{x}", "5\\,y", "5\\sqrt{x}", "5_x", "5 < x", "5 > y", "5|x", "5~n", "5'x", "5(x)",
+        "5(x+1)", "5[k]",
+        "5 \\mod p", "5%x", "5𝑥", "5ℵ", "5°x", "5^x", "5 & x", "5?", "5x apples", "5!\\text{ ways}", "5.x", "5:x",
+        "5/x", "$5k$",
+    )),
+    *(("3", f"#### {text}") for text in ("n = 3k", "n = 3k, k an integer", "x = 3y", "3 mod m", "x ≡ 3k",
+    "f(n) = 3n", "3+i")),
+    # a word that changes the number
+    *(("5", f"#### {text}") for text in (
+        "5 thousand", "$5 million", "5 Billion", "5 dozen", "5 dozens of eggs", "5 hundred thousand", "5 hundredths",
+        "5 gross",
+        "5 and a half", "5 and a half hours", "5 hours and a half", "5 and three quarters", "5 halves",
+        "5 thirds of x", "5 tenths",
+        "5 plus x", "5 apples plus tax", "5 minus one", "5 times x", "5 over x", "5 more than x", "5 less than y",
+        "5 squared",
+        "5 cubed", "5 factorial", "5 mod seven", "5 theta", "5 pi", "5 or six", "5 or more", "5 to one", "5 (six)",
+        "5 is wrong",
+        "5 is not it", "5 isn't it", "5 hours and ten minutes", "5 choose two", "5 base six", "5 if x", "5 lakh",
+        "5万", "5 百個",
+        "5 Millionen", "5 тысяч", "5 per x", "5 for all x", "5 sin", "5 null",
+    )),
+    # an equation as the gold answer
+    ("x^2+y^2=25", "\\boxed{a+b=25}"),
+    ("x^2+y^2=25", "\\boxed{x^2-y^2=25}"),
+    ("x^2+y^2=25", "#### 25"),
+    ("x^2+y^2=25", "\\boxed{x+y=25}"),
+    ("2x+3y=6", "\\boxed{2x-3y=6}"),
+    ("x+y=0", "\\boxed{0}"),
+    ("y=2x+1", "\\boxed{y=2x-1}"),
+    ("n=3k", "\\boxed{n=3}"),
+    ("n=3k", "\\boxed{n=2k}"),
+    ("f(x)=5x", "\\boxed{f(x)=5}"),
+    # formulas that rounding makes equal
+    ("10^{-30}", "\\boxed{10^{-20}}"),
+    ("10^{-30}", "\\boxed{0}"),
+    ("x+10^{-20}", "\\boxed{x+10^{-30}}"),
+    ("e^{-40}", "\\boxed{2e^{-40}}"),
+    ("x=10^{-30}", "\\boxed{x=10^{-20}}"),
+    ("\\frac{1}{10^{12}}", "\\boxed{\\frac{1}{10^{13}}}"),
+    ("\\sqrt{2}", "\\boxed{1.414214}"),
+    ("\\pi^{-50}", "\\boxed{\\pi^{-60}}"),
+    # the last answer is cut
+    ("5", "\\boxed{5} and then \\boxed{6"),
+    ("5", "\\boxed{5} then \\boxed {"),
+    ("5", "\\boxed{5} then \\boxed"),
+    ("5", "#### 5 Mio"),
+    ("5", "#### 5\u2062x"),
+    ("5", "#### 5 apples × 2"),
+    ("5", "#### 5 ᵏ"),
+    ("5", "<answer>5</answer> no: <answer>6"),
+    ("5", "#### 5\nor \\boxed{\\frac{1}{2}"),
+    ("5", "\\boxed{5} <answer>"),
+    ("5", "<answer>5</answer> \\boxed{" + "6" * 500 + "}"),
+]  # fmt: skip
+"""Answers that differ from the gold answer by what stands after the number, or by what a comparison could overlook."""
+
+
+@pytest.mark.parametrize("gold, completion", NEAR_MISSES, ids=lambda text: text[:40])
+def test_near_misses_get_no_reward(gold, completion):
+    assert grade(completion, gold) == 0.0 == grade(completion, gold, lenient=True)
+
+
+WITH_UNITS = [
+    "5 m", "5 cm", "5cm", "5 kg", "5kg", "5km/h", "5 km / h", "5 m^2", "5\\text{ cm}^3", "5 ft", "5 mph", "5 L",
+    "5 mL", "5 hrs",
+    "5 min", "5 lbs", "5 USD", "5€", "5 €", "5°", "5°C", "5 degrees", "5th", "5 apples!", "5 apples.", "5 a day",
+    "5 (apples)",
+    "5 dollars per hour", "5 dollars/hour.", "5 more than Ann", "5 times a week", "5 of them",
+    "5 hours in two weeks", "5 CDs",
+    "5 students in class C", "5 people did not come", "5 square feet", "5 cubic meters", "5 (five)", "5个苹果", "5 元",
+    "5 Äpfel",
+    "5 рублей", "5</s>", "5<|eot_id|>", "5 🍎", "5 left", "5 total, as computed", "5 pairs of shoes, for two people",
+    "5 for two days",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", WITH_UNITS)
+def test_units_and_words_leave_the_number(text):
+    assert grade(f"\\boxed{{{text}}}", "5") == 1.0 == grade(f"<answer>{text}</answer>", "5")
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("x^2+y^2=25", "y^2+x^2=25"), ("x^2+y^2=25", "x^2+y^2-25=0"), ("y=2x+1", "2x+1"), ("y=2x+1",
+        "y=1+2x"), ("n=3k", "3k"),
+        ("x=5", "5"), ("x=5", "x=5"), ("2*9=18", "18"), ("0.1x", "\\frac{x}{10}"), ("10^{-30}", "\\frac{1}{10^{30}}"),
+        ("\\sqrt{2}+\\sqrt{3}", "\\sqrt{5+2\\sqrt{6}}"),
+    ],
+)  # fmt: skip
+def test_equal_formulas_get_the_reward(gold, answer):
+    assert grade(f"\\boxed{{{answer}}}", gold) == 1.0
+
+
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="needs the files of GSM8K")
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_the_solutions_of_gsm8k_get_the_reward(split):
+    """Each solution answers its own question, and not a question with another answer."""
+    rows = [json.loads(line)["answer"] for line in (GSM8K / f"{split}.jsonl").read_text().splitlines()]
+    gold = [row.rpartition("#### ")[2] for row in rows]
+    for row, right in zip(rows, gold, strict=True):
+        assert grade(row, right) == 1.0, row
+    wrong = [right for right in gold if parse_number(right).value != parse_number(gold[0]).value]
+    assert {grade(rows[0], other) for other in wrong} == {0.0}
+
+
 @pytest.mark.parametrize("gold, completion", RIGHT, ids=lambda text: text[:40])
 def test_correct_answers_get_reward_1(gold, completion):
     assert grade(completion, gold) == 1.0
@@ -359,5 +474,6 @@ def test_gsm8k_reward_function():
     reward = REWARDS["gsm8k"]
     assert reward(["p", "p"], ["#### 8", "#### 9"], gold=["8", "8"], question=["q", "q"]) == [1.0, 0.0]
     assert reward(["p"], ["#### 8"], gold=[8]) == [1.0]
-    with pytest.raises(UserError, match="column 'gold' is empty"):
-        reward(["p"], ["#### 8"], gold=[" "])
+    for missing in (" ", "", None, float("nan")):
+        with pytest.raises(UserError, match="column 'gold' is empty"):
+            reward(["p"], ["#### None"], gold=[missing])

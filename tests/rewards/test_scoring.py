@@ -12,6 +12,9 @@ import pytest
 from tests.rewards import misbehaving
 from tunix_like.errors import UserError
 from tunix_like.rewards import REWARDS, close_pools, pooled, register_reward_fn, resolve, score, verl_compatible
+from tunix_like.rewards.built_in import by_source
+from tunix_like.rewards.services import waiting
+from tunix_like.rollout.episodes import Episode, with_environment
 
 THREE = ["a", "bb", "ccc"]
 
@@ -32,12 +35,75 @@ def test_weighted_sum_by_hand():
     assert got.by_function["f0"].tolist() == [1, 0, 2.5] and got.by_function["f1"].tolist() == [-1, 4, 0]
 
 
-def test_unscored_if_any_is_none_or_nan():
-    got = run((constant([1, None, 1]), 1.0), (constant([1, 1, float("nan")]), 0.0))
-    assert got.scored.tolist() == [True, False, False]
-    assert np.isnan(got.total).tolist() == [False, True, True] and got.total[0] == 1
-    assert np.isnan(got.by_function["f0"]).tolist() == [False, True, False]
-    assert np.isnan(got.by_function["f1"]).tolist() == [False, False, True]
+NAN = float("nan")
+
+
+def abstaining(workers):
+    """Returns functions that give 1 or 4 to each completion, except those whose text says that they do not apply."""
+    functions = {"one": one_or_none, "four": four_or_none}
+    pool = pooled(functions, workers=1) if workers else functions
+    return [("one", pool["one"], 1.0), ("four", pool["four"], 0.5)]
+
+
+def one_or_none(completions):
+    return [None if text in ("two", "none") else NAN if text == "nan" else 1.0 for text in completions]
+
+
+def four_or_none(completions):
+    return [None if text in ("one", "none") else "x" if text == "fails" else 4.0 for text in completions]
+
+
+@pytest.mark.parametrize("workers", [False, True])
+def test_functions_that_do_not_apply_leave_the_others(workers):
+    """None means that a function does not apply to a completion, NaN and failures that it cannot be scored."""
+    texts = ["both", "one", "two", "none", "nan", "fails"]
+    functions = abstaining(workers)
+    got = score(functions, ["p"] * 6, texts, {}, 3)
+    close_pools(function for _, function, _ in functions)
+    np.testing.assert_array_equal(got.total, [3, 1, 2, NAN, NAN, NAN])
+    assert got.failed.tolist() == [False] * 4 + [True, True] and got.errors.tolist() == [False] * 5 + [True]
+    np.testing.assert_array_equal(got.by_function["one"], [1, 1, NAN, NAN, NAN, 1])
+    joined = got.join(got.pick(np.array([0, 3])))
+    assert joined.scored.tolist() == [True] * 3 + [False] * 3 + [True, False] and joined.failed.sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([([1, 2], 1.0), ([None, None], 0.0)], [1, 2]),
+        ([([None, 2], 1.0), ([3, None], 1.0)], [3, 2]),
+        ([([None, None], 1.0)], [NAN, NAN]),
+        ([([1, 2], 1.0), ([NAN, None], 0.0)], [NAN, 2]),
+        ([([1, 2], 1.0), (["x", None], 0.0)], [NAN, 2]),
+        ([([1, 2], 1.0), (np.array([np.nan, 1]), 1.0)], [NAN, 3]),
+        ([([None, -2], 2.0), ([None, None], 1.0), ([None, 1], -1.0)], [NAN, -5]),
+        ([(np.array([None, 5], object), 1.0), ([1, 1], 1.0)], [1, 6]),
+    ],
+)
+def test_totals_of_functions_that_do_not_apply(values, expected):
+    functions = [(f"f{i}", constant(each), weight) for i, (each, weight) in enumerate(values)]
+    np.testing.assert_array_equal(score(functions, ["p"] * 2, ["a", "b"], {}, 2).total, expected)
+
+
+def test_an_environment_is_a_function_that_applies():
+    scores = score([("one", one_or_none, 1.0)], ["p"] * 4, ["a", "two", "nan", "a"], {}, 2)
+    episodes = [Episode([], 1, False, 0, reward, {}, None) for reward in (0.5, 0.5, 0.5, NAN)]
+    got = with_environment(scores, episodes)
+    np.testing.assert_array_equal(got.total, [1.5, 0.5, NAN, NAN])
+    assert got.failed.tolist() == [False, False, True, True]
+
+
+def test_nested_functions_keep_none(monkeypatch):
+    """`by_source`, and an object of this library that is called directly, return None where a function does."""
+    monkeypatch.setitem(REWARDS, "some", lambda completions, **_: [None, NAN])
+    given = {"prompts": ["p"] * 2, "completions": ["a", "b"]}
+    found = by_source(**given, source_reward=["some"] * 2)
+    assert found[0] is None and found[1] != found[1]
+
+    async def one(completion):
+        return {"a": None, "b": 2.0}[completion]
+
+    assert waiting(one)(**given) == [None, 2.0]
 
 
 @pytest.mark.parametrize(

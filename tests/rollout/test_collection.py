@@ -61,7 +61,7 @@ def test_shaped_rewards_equal_those_of_a_loop(shaping, completions, high):
     )
     expected = [slow_shape(reward, length, algo, threshold) for reward, length in completions]
     found = shape_rewards(total, lengths, algo, LIMIT, threshold)
-    np.testing.assert_array_equal(found[0], np.float32(expected))
+    np.testing.assert_array_equal(found[0], expected)
     assert np.array_equal(total[0], [reward for reward, _ in completions], equal_nan=True), "its argument stays"
 
 
@@ -190,7 +190,7 @@ def test_dynamic_sampling_equals_a_loop_over_groups(kinds, batch_size, cap, name
         np.testing.assert_array_equal(batch.completion_lengths, own.lengths)
         rewards = np.array([GROUPS[kinds[n]] for n in expected], float)
         np.testing.assert_array_equal(batch.scored, ~np.isnan(rewards))
-        np.testing.assert_array_equal(batch.rewards, np.nan_to_num(rewards).astype(np.float32))
+        np.testing.assert_array_equal(batch.rewards, np.nan_to_num(rewards))
         np.testing.assert_array_equal(rollout.scores.total.reshape(rewards.shape), rewards)
         assert len(rollout.texts) == len(expected) * SIZE
         everything = np.array([GROUPS[kinds[n]] for n in drawn], float)
@@ -215,7 +215,7 @@ def test_joined_rollouts_keep_segments(segmented):
         out = FakeEngine().completions([number, number + 1], SIZE)
         starts = np.where(np.arange(LIMIT) > 0, 1, 0) * np.ones_like(out.tokens)
         out = out._replace(segment_start=starts if segments else None)
-        scores = Scores(np.zeros(2 * SIZE), {}, np.zeros(2 * SIZE, bool), np.zeros(2 * SIZE, bool), None)
+        scores = Scores(np.zeros(2 * SIZE), {}, *[np.zeros(2 * SIZE, bool)] * 3, None)
         return Rollout([Prompt("", [1], {})] * 2, [""] * 2 * SIZE, out, scores)
 
     sides = [rollout(3 * i, segments) for i, segments in enumerate(segmented)]

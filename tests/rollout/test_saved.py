@@ -23,7 +23,9 @@ def test_groups_are_restored_exactly():
         np.moveaxis(random.random((5, 3, 2)) < 0.5, 0, 2).swapaxes(0, 1),  # not contiguous
     )
     flags = random.random(6) < 0.5
-    scores = Scores(np.array([np.nan, *random.normal(size=5)]), {"f": random.normal(size=6)}, flags, ~flags, "why")
+    scores = Scores(
+        np.array([np.nan, *random.normal(size=5)]), {"f": random.normal(size=6)}, flags, flags, ~flags, "why"
+    )
     episodes = [Episode([{"role": "user", "content": "ä"}], 2, True, 0, np.float64(0.1), {"x": np.nan}, None)] * 6
     problems = [Problem(7, "ab", [3, 4], {"answer": object()}, "ab"), Problem(9, "c", [5], {}, None)]
     metrics = {"a": np.float32(0.1), "pass_rate/drawn": [0.0, 1.0], "b": float("nan")}

@@ -217,7 +217,7 @@ def test_an_answer_comes_back_as_the_message_of_chat_completions(text, sizes, da
             deltas = [event["delta"] for event in events if event["type"] == "response.reasoning_text.delta"]
             deltas += [e["delta"].get("thinking", "") for e in events if e["type"] == "content_block_delta"]
             assert "".join(deltas) == thought
-        found = [(c["function"]["name"], c["function"]["arguments"]) for c in back.get("tool_calls", [])]
+        found = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in back.get("tool_calls", [])]
         assert found == [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls]
         if content.lstrip().startswith(THINK) and content.count("</think>") == 1:
             assert "</think>" not in shown

@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 from tests.process import ROOT
-from tests.serving import served
+from tests.serving import conversations, served
 from tunix_like.environments.chat_messages import RequestError
 from tunix_like.rollout.requests import collect
 from tunix_like.rollout.sampler import Sampler
@@ -455,7 +455,7 @@ def test_unexpected_error_is_answered_in_the_format_of_openai(address, monkeypat
 @pytest.fixture(scope="module")
 def caller():
     """Yields a client of a model that calls a tool in every answer, and its tokenizer."""
-    weights, tokenizer = served.speaker(CALL)
+    weights, tokenizer = served.speaker(CALL, conversations.template())
     with served.running(weights, tokenizer, longest=2000, max_tokens=40) as (url, _):
         yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), tokenizer
 

@@ -83,12 +83,27 @@ def test_stop_strings_are_found_wherever_the_parts_are_cut(text, stops, cuts):
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "<tool"}}\n</tool_call>'
+LLAMA = '{"name": "f", "parameters": {"a": 1}}'
 ANSWERS = {
     "plain": ("just text < tool_call", 0),
     "call": (f"Wait.\n\n{CALL}", 1),
     "two": (f"{CALL}\n{CALL}", 2),
     "llama": ('{"name": "f", "parameters": {"a": 1}}', 1),
     "tag": ('<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', 2),
+    "text and tag": ('I add.\n<|python_tag|>{"name": "f", "parameters": {"a": 1}}', 1),
+    "text and two calls after a tag": (f"Now: <|python_tag|>{LLAMA}; {LLAMA}\n", 2),
+    "two tags": (f"<|python_tag|>{LLAMA} or <|python_tag|>{LLAMA}", 1),
+    "tag and malformed": ('I add. <|python_tag|>{"name": ', 0),
+    "tag and text": (f"I add. <|python_tag|>{LLAMA} and so on", 0),
+    "beginning of a tag": ("I add <|python", 0),
+    "thought, text and tag": (f"hm</think>So: <|python_tag|>{LLAMA}", 1),
+    "tag in a thought": (f"I could <|python_tag|>{LLAMA}</think>\n\nNo.", 0),
+    "text after a call": (f"Wait. {CALL}\nDone.", 1),
+    "text around calls": (f"One {CALL} two\n\n{CALL}{CALL} three \n", 3),
+    "text right after a call": (f"{CALL}Done", 1),
+    "text that looks like JSON": ("{x} is a set", 0),
+    "call with a tag in it": ("a " + CALL.replace('"<tool"', '"<|python_tag|>"'), 1),
+    "tag before a call": (f"a <|python_tag|> b {CALL} c", 1),
     "json": ('{"answer": 4}', 0),
     "thought": (f"<think>\nI could {CALL}\n</think>\n\nNo.", 0),
     "thought and call": (f"<think>hm</think>\nSo: {CALL}", 1),
@@ -110,6 +125,21 @@ def test_streamed_answer_equals_the_parsed_whole_answer(name, size):
     rest, streamed = stream.finish()
     assert "".join(parts) + rest == content
     assert [call["function"] for call in streamed] == [call["function"] for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("text and tag", "I add."),
+        ("text and two calls after a tag", "Now:"),
+        ("thought, text and tag", "hm</think>So:"),
+        ("text after a call", "Wait. \nDone."),
+        ("text around calls", "One  two\n\n three"),
+        ("text right after a call", "Done"),
+    ],
+)
+def test_text_around_calls_is_the_content(name, content):
+    assert parsed_calls(ANSWERS[name][0])[0] == content
 
 
 def test_each_token_of_a_stream_is_decoded_once_for_its_logprob(monkeypatch):

@@ -46,7 +46,7 @@ def made(rewards, texts="no", lengths=5, finished=True, trained=None, late=0, fa
     out = Completions(tokens, lengths, tokens.astype(np.float32), np.broadcast_to(finished, shape).copy())
     flat = rewards.reshape(-1)
     marks = np.arange(flat.size)
-    scores = Scores(flat, {"mine": flat}, marks < late, (marks >= late) & (marks < late + failed), None)
+    scores = Scores(flat, {"mine": flat}, np.isnan(flat), marks < late, (marks >= late) & (marks < late + failed), None)
     problems = [Problem(i, f"prompt {i}\x1b[2J", [1, 2], {"answer": str(40 + i)}) for i in range(shape[0])]
     rollout = Rollout(problems, texts, out, scores)
     batch = training_batch(rollout, task_of(), OBJECTIVE)

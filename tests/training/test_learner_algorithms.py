@@ -117,6 +117,32 @@ def test_gdpo_gets_the_rewards_of_each_function():
     assert np.abs(summed - found[0]).max() > 0.05, "which the total reward does not give"
 
 
+@pytest.mark.parametrize("name", ["grpo", "gdpo"])
+def test_rewards_far_from_zero_of_functions_that_apply_in_turn(name):
+    """Each completion is scored by one of two functions, as in TRL's multi-task rewards, and by a third that never
+    applies. The rewards differ by parts of an offset of 1e6."""
+    total, found = [], []
+
+    def of_task(task):
+        def score(prompts, completions, answer):
+            rewards = [1e6 + 1e-3 * reward for reward in long_or_short(prompts, completions, answer)]
+            total.append(rewards)
+            return [reward if i // 4 % 2 == task else None for i, reward in enumerate(rewards)]
+
+        return score
+
+    learner = make(
+        LEARNERS[name].config_class(num_generations=4), learner=LEARNERS[name], max_steps=1,
+        reward={"one": of_task(0), "two": of_task(1), "never": lambda completions: [None] * len(completions)},
+        metric_fns=[watch_advantages(found)],
+    )  # fmt: skip
+    row = collect(learner)[0]
+    assert row["train/reward/unscored_frac"] == 0 and row["train/rewards/one"] == pytest.approx(1e6, rel=1e-3)
+    exact = np.reshape(total[0], (4, 4)) - 1e6
+    assert exact.std() > 0
+    np.testing.assert_allclose(found[0], tunix_like.compute_advantages(exact, name), rtol=1e-3, atol=1e-4)
+
+
 def naive_loss(name, rewards, lengths, logprobs):
     """Returns the loss of one step of ratio 1 by loops, with each learner's sum over tokens as in its row of the
     table."""

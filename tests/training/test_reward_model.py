@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,10 @@ import optax
 import pytest
 import torch
 from flax import nnx
-from transformers import AutoModelForSequenceClassification
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import tunix_like
 from tests.tiny_model import HF
@@ -20,6 +24,7 @@ from tests.training.test_preferences import make as make_pairs
 from tunix_like import LoraConfig, PreferenceConfig, RewardModel, RewardModelLearner, UserError, add_scalar_head
 from tunix_like.cli.main import main
 from tunix_like.config.schema import MeshConfig
+from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.models.lora import add_lora
 from tunix_like.models.sharding import build_mesh
 
@@ -94,18 +99,68 @@ def test_scores_are_those_of_transformers(trained):
     assert np.std(expected) > 0.1
 
 
+@pytest.mark.parametrize(
+    ("pad", "more", "rows", "own"),
+    [
+        ("<eos>", ["<|im_start|>", "<my_pad>"], 0, "<my_pad>"),
+        (None, ["<|im_start|>"], 0, "<|im_start|>"),
+        (None, [], 4, "<|pad|>"),
+        ("<eos>", [], 1, "<|pad|>"),
+        ("<eos>", [], 0, None),
+    ],
+)
+def test_exported_model_has_a_pad_token_that_ends_no_text(trained, tmp_path, pad, more, rows, own):
+    """transformers takes the score of the last token that is no pad token."""
+    backend = Backend(WordLevel({letter: i for i, letter in enumerate("abcd>?")}, unk_token="?"))
+    backend.pre_tokenizer = Split("", "isolated")
+    backend.add_special_tokens(["<eos>", *more])
+    tokenizer = Tokenizer(backend, eos_token="<eos>", pad_token=pad)
+    model = make_model(vocab_size=tokenizer.vocab_size + rows)
+    tunix_like.export_model(model, tokenizer, tmp_path / "model")
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    read = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert read.pad_token == own and theirs.config.pad_token_id == read.pad_token_id
+    texts = ["ab", "abcd", "c"]
+    rows = [read(f"ab>{text}<eos>")["input_ids"] for text in texts]
+    with torch.no_grad():
+        if own is None:
+            expected = [theirs(torch.tensor([row])).logits.item() for row in rows]
+        else:
+            width = max(map(len, rows))
+            padded = torch.tensor([row + [read.pad_token_id] * (width - len(row)) for row in rows])
+            expected = theirs(padded, attention_mask=padded != read.pad_token_id).logits[:, 0].tolist()
+    for tokens, score in zip(rows, expected, strict=True):
+        assert float(last_hidden(model, tokens) @ model.score.kernel[...][:, 0]) == pytest.approx(score, abs=1e-5)
+    assert RewardModel(tmp_path / "model")(["ab>"] * 3, texts) == pytest.approx(expected, abs=1e-5)
+
+
+def test_foreign_model_whose_pad_token_ends_a_text_has_the_score_of_transformers(trained, tmp_path):
+    _, folder = trained
+    shutil.copytree(folder, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps(fields | {"pad_token_id": TOKENIZER.eos_id}))
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    texts, prompt = ["ba", "a", "", "dcb"], TOKENIZER.encode_prompt("ab>", False)[1]
+    rows = [[*prompt, *TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_id] for text in texts]
+    with torch.no_grad():
+        expected = [theirs(torch.tensor([row])).logits.item() for row in rows]
+    assert RewardModel(tmp_path / "model")(["ab>"] * 4, texts) == pytest.approx(expected, abs=1e-5)
+    assert RewardModel(folder)(["ab>"] * 4, texts) != pytest.approx(expected, abs=1e-3)
+
+
 def test_groups_of_unequal_sizes_and_texts_that_do_not_fit(trained):
     _, folder = trained
     prompts = ["ab>", "ab>", "cd>", "ab>", "ab>", "ab>", "ab>", "c" * 70 + ">", "d>"]
     completions = ["ba", "a", "dc", "b", "ba", "c", "a", "c", "d" * 70]
     got = RewardModel(folder)(prompts, completions)
     assert got[4] == pytest.approx(got[0], abs=1e-6) and got[6] == pytest.approx(got[1], abs=1e-6)
-    assert got[-2:] == [None, None] and None not in got[:-2]
+    assert np.isnan(got).tolist() == [False] * (len(got) - 2) + [True] * 2
     alone = [
         RewardModel(folder)([prompt], [text])[0] for prompt, text in zip(prompts[:4], completions[:4], strict=True)
     ]
     assert got[:4] == pytest.approx(alone, abs=1e-5)
-    assert RewardModel(folder)(prompts[-2:], completions[-2:]) == [None, None]
+    assert np.isnan(RewardModel(folder)(prompts[-2:], completions[-2:])).all()
 
 
 def test_scores_on_a_mesh(trained):

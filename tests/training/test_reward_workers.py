@@ -119,7 +119,7 @@ def test_later_exception_of_a_reward_is_counted(tmp_path):
 
 
 def failed(text):
-    return Scores(np.array([np.nan]), {}, np.array([False]), np.array([True]), text)
+    return Scores(np.array([np.nan]), {}, np.array([True]), np.array([False]), np.array([True]), text)
 
 
 def test_failure_with_undecodable_bytes_is_shown(tmp_path, caplog):

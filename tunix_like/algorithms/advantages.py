@@ -38,6 +38,7 @@ from tunix_like.algorithms.registry import (
     Params,
     check_parameters,
     check_rewards,
+    estimator_rewards,
     find_estimator,
     is_number,
     register_advantage_estimator,
@@ -66,7 +67,7 @@ def _centred(rewards: Rewards, scored: Scored) -> tuple[Array, Array, Array, Arr
     return centred, mean, group.scored, group.signal
 
 
-@register_advantage_estimator("grpo", zero_when_constant=True)
+@register_advantage_estimator("grpo", zero_when_constant=True, offset_free=True)
 def grpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, ddof: int = 1) -> Rewards:
     """Standardises rewards per group: `(r_i - m) / (std + 1e-6)` (GRPO, arXiv 2402.03300).
 
@@ -83,7 +84,7 @@ def grpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, ddof: int = 1) -
     return jnp.where(signal, centred / (deviation + 1e-6), 0.0)
 
 
-@register_advantage_estimator("drgrpo", zero_when_constant=True)
+@register_advantage_estimator("drgrpo", zero_when_constant=True, offset_free=True)
 def drgrpo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     """Centres rewards per group: `r_i - m` (Dr. GRPO, arXiv 2503.20783).
 
@@ -93,7 +94,7 @@ def drgrpo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     return _centred(rewards, scored)[0]
 
 
-@register_advantage_estimator("rloo", zero_when_constant=True)
+@register_advantage_estimator("rloo", zero_when_constant=True, offset_free=True)
 def rloo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     """Subtracts a leave-one-out baseline: `r_i - mean_{j != i} r_j` (RLOO, arXiv 2402.14740).
 
@@ -113,6 +114,7 @@ def _maxrl_table(size: int, *, truncation_order: int) -> Table:
     takes=lambda params: "non-negative" if params.get("truncation_order") is None else "any",
     headroom={"truncation_order": 1},
     table=_maxrl_table,
+    offset_free=lambda params: params.get("truncation_order") is not None,
 )
 def maxrl(
     rewards: Rewards,
@@ -149,7 +151,13 @@ def _maxpo_table(size: int, *, k: int) -> Table:
 
 
 @register_advantage_estimator(
-    "maxpo", zero_when_constant=True, headroom={"k": 1}, scored_beyond_k=1, sparse=True, table=_maxpo_table
+    "maxpo",
+    zero_when_constant=True,
+    headroom={"k": 1},
+    scored_beyond_k=1,
+    sparse=True,
+    table=_maxpo_table,
+    offset_free=True,
 )
 def maxpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int, table: GivenTable | None = None) -> Rewards:
     """Computes the Leave-Two-Out advantage times k: `k L_k,i` with `L_k,i = q_i - V_k(-i)` (MaxPO, arXiv 2606.06080).
@@ -169,7 +177,12 @@ def _pkpo_table(size: int, *, k: int) -> Table:
 
 
 @register_advantage_estimator(
-    "pkpo", zero_when_constant=lambda params: params["k"] > 1, headroom={"k": 0}, sparse=True, table=_pkpo_table
+    "pkpo",
+    zero_when_constant=lambda params: params["k"] > 1,
+    headroom={"k": 0},
+    sparse=True,
+    table=_pkpo_table,
+    offset_free=lambda params: params["k"] > 1,
 )
 def pkpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, k: int, table: GivenTable | None = None) -> Rewards:
     """Computes the marginal contribution to max@k, `k (q_i - V_{k-1}(-i))` (PKPO, arXiv 2505.15201).
@@ -240,6 +253,7 @@ def _scored_by_coefficients(params: Params) -> int:
     table=_maxk_mix_table,
     check=_check_maxk_mix,
     least_scored=_scored_by_coefficients,
+    offset_free=True,
 )
 def maxk_mix(
     rewards: Rewards,
@@ -299,6 +313,7 @@ def _order_statistic_table(
     sparse=True,
     table=_order_statistic_table,
     check=_check_order_statistic,
+    offset_free=True,
 )
 def order_statistic(
     rewards: Rewards,
@@ -330,7 +345,7 @@ def _check_numbers(name: str, values: Any) -> None:
         raise UserError(f"{name}: got {values!r}; the largest magnitude is {LARGEST_REWARD:g}.")
 
 
-@register_advantage_estimator("opo", zero_when_constant=True)
+@register_advantage_estimator("opo", zero_when_constant=True, offset_free=True)
 def opo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     """Subtracts a length-weighted baseline: `r_i - sum_j l_j r_j / sum_j l_j` (OPO, arXiv 2505.23585).
 
@@ -349,7 +364,7 @@ def opo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     return jnp.where(scored & group.signal, shifted - baseline, 0.0)
 
 
-@register_advantage_estimator("reinforce_pp")
+@register_advantage_estimator("reinforce_pp", offset_free=True)
 def reinforce_pp(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     """Subtracts the group's mean reward, then whitens over the batch (REINFORCE++ with group baseline, arXiv
     2501.03262).
@@ -388,20 +403,23 @@ def gdpo(rewards: Rewards, *, scored: Scored, lengths: Lengths) -> Rewards:
     return unit / (jnp.sqrt((unit**2).sum() / jnp.maximum(count - 1, 1)) + 1e-6 / scale)
 
 
-def sum_of_normalised(rewards: Float[np.ndarray, "R P G"], weights: Sequence[float]) -> Float[np.ndarray, "P G"]:
+def sum_of_normalised(
+    rewards: Float[np.ndarray, "R P G"], weights: Sequence[float], scored: Bool[np.ndarray, "P G"]
+) -> Float[np.ndarray, "P G"]:
     """Standardises the rewards of each of `R` reward functions per group, `(r_i - m) / (std + 1e-6)`, and adds them up,
     multiplied by `weights` (GDPO, arXiv 2601.05242).
 
-    `m` and `std` (divided by `n - 1`) are those of the group's `n` scored completions. NaN marks the reward of an
-    unscored completion; if one of its rewards is NaN, the sum is NaN and none of its rewards counts.
+    `m` and `std` (divided by `n - 1`) are those of the `n` scored completions of the group to which the function
+    applies. A function that does not apply to a scored completion (NaN) adds nothing to its sum. The sum of an unscored
+    completion is NaN, and none of its rewards counts.
     """
-    scored = ~np.isnan(rewards).any(axis=0)
-    count = scored.sum(axis=-1, keepdims=True)
     total = np.where(scored, 0.0, np.nan)
     for values, weight in zip(rewards.astype(np.float64), weights, strict=True):
-        top = np.where(scored, values, -np.inf).max(axis=-1, keepdims=True)
-        width = top - np.where(scored, values, np.inf).min(axis=-1, keepdims=True)
-        varied = scored & (width > 0)
+        known = scored & ~np.isnan(values)
+        count = known.sum(axis=-1, keepdims=True)
+        top = np.where(known, values, -np.inf).max(axis=-1, keepdims=True)
+        width = top - np.where(known, values, np.inf).min(axis=-1, keepdims=True)
+        varied = known & (width > 0)
         # Values from -1 to 0: large rewards cannot overflow, and equal rewards of any size give exactly 0.
         unit = np.where(varied, values - np.where(varied, top, 0.0), 0.0) / np.where(width > 0, width, 1.0)
         unit = np.where(varied, unit - unit.sum(axis=-1, keepdims=True) / np.maximum(count, 1), 0.0)
@@ -440,9 +458,9 @@ def compute_advantages(rewards: Any, advantage_estimator: str, *, lengths: Any =
     scored = ~np.isnan(groups)
     check_rewards(advantage_estimator, checked, groups, scored)
     sizes = _token_counts(values.shape, lengths)
-    groups = sum_of_normalised(groups[None], [1.0]) if registered.by_function else groups
+    groups = sum_of_normalised(groups[None], [1.0], scored) if registered.by_function else groups
     out = jax.jit(functools.partial(estimator, **checked))(
-        jnp.asarray(np.where(scored, groups, 0.0), jnp.float32),
+        jnp.asarray(estimator_rewards(groups, scored, registered.offset_free(checked))),
         scored=jnp.asarray(scored),
         lengths=jnp.asarray(np.atleast_2d(sizes)),
     )

@@ -28,7 +28,7 @@ from tunix_like.algorithms.losses import (
 )
 from tunix_like.algorithms.off_policy import check_correction, kept_by_mask, sampler_correction
 from tunix_like.algorithms.ppo import PPO
-from tunix_like.algorithms.registry import ESTIMATOR_KEYS, Estimator, find_estimator, with_schedules
+from tunix_like.algorithms.registry import ESTIMATOR_KEYS, Estimator, estimator_rewards, find_estimator, with_schedules
 from tunix_like.algorithms.token_baseline import TOKEN_BASELINE
 from tunix_like.config.schedules import Schedule
 from tunix_like.config.schema import AlgorithmConfig, TeacherConfig
@@ -213,6 +213,13 @@ class Objective:
     def estimator_ids(self, sources: Sequence[Any]) -> Int[np.ndarray, "P"]:
         """Returns the index in `estimators` of each group's estimator, given the prompts' `sources` (None: unknown)."""
         return np.array([self.sources.get(source, 0) if isinstance(source, str) else 0 for source in sources], np.int32)
+
+    def inputs(
+        self, rewards: Float[np.ndarray, "P G"], scored: Bool[np.ndarray, "P G"], ids: Int[np.ndarray, "P"]
+    ) -> Float[np.ndarray, "P G"]:
+        """Returns the rewards as the estimators get them (see `estimator_rewards`)."""
+        free = np.array([estimator.registered.offset_free(estimator.params) for estimator in self.estimators])
+        return estimator_rewards(rewards, scored, free[ids])
 
     def kept_groups(self, scored: Bool[np.ndarray, "P G"], ids: Int[np.ndarray, "P"]) -> Bool[np.ndarray, "P"]:
         """Returns which groups have enough scored completions for their estimator. Other groups are not trained on."""

@@ -47,6 +47,8 @@ class Estimator:
       check: given the estimator's parameters and the group size, raises UserError for a wrong value. The message begins
         with the name of the parameter.
       least: the minimum number of scored completions of a group, apart from `k`; may depend on the parameters.
+      offset_free: given the estimator's parameters, returns whether a number that is added to all rewards of a group
+        changes no advantage.
     """
 
     function: AdvantageEstimator
@@ -59,6 +61,7 @@ class Estimator:
     table: Callable[..., Any] | None = None
     check: Callable[[Params, int], None] | None = None
     least: int | Callable[[Params], int] = 2
+    offset_free: Callable[[Params], bool] = lambda params: False
 
     def parameters(self) -> dict[str, Any]:
         """Returns the names of the estimator's own parameters, with their defaults."""
@@ -87,6 +90,7 @@ def register_advantage_estimator(
     table: Callable[..., Any] | None = None,
     check: Callable[[Params, int], None] | None = None,
     least_scored: int | Callable[[Params], int] = 2,
+    offset_free: bool | Callable[[Params], bool] = False,
 ) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
     """Registers an advantage estimator under `name`. The estimator is traced into the compiled training step, like a
     built-in estimator.
@@ -113,6 +117,8 @@ def register_advantage_estimator(
         parameter.
       least_scored: a group with fewer scored completions is dropped. Also the smallest `algorithm.num_generations`. A
         number, or a function of the parameters.
+      offset_free: whether a number that is added to all rewards of a group changes no advantage. If True, the estimator
+        gets the rewards minus the largest one of the group, which lose fewer digits as float32.
 
     Raises:
       UserError: the name is taken, or contains `.` or `:`.
@@ -133,6 +139,7 @@ def register_advantage_estimator(
             table,
             check,
             least_scored,
+            offset_free if callable(offset_free) else lambda params: bool(offset_free),
         )
         return function
 
@@ -310,3 +317,21 @@ def check_rewards(
     if kind == "binary":
         bad = scored & (values != 0) & (values != 1)
         refuse(bad, f"is not 0 or 1, which the estimator '{name}' requires. Set algorithm.binarize=true.")
+
+
+def estimator_rewards(
+    rewards: Float[np.ndarray, "P G"], scored: Bool[np.ndarray, "P G"], offset_free: bool | Bool[np.ndarray, "P"]
+) -> Float[np.ndarray, "P G"]:
+    """Returns the rewards as the estimators get them, in float32; 0 for unscored completions.
+
+    Where `offset_free` is True, the largest reward of the group is first subtracted, because float32 keeps 7 digits:
+    of 1000000.25 it loses the last two. Before that, the rewards are rounded to 15 digits, so that sums of the same
+    weights in another order are equal.
+    """
+    size = np.abs(np.where(scored, rewards, 0.0).astype(np.float64))
+    digits = 14 - np.floor(np.log10(np.where(size > 0, size, 1.0)))
+    factor = 10.0 ** np.clip(digits, -300, 300)
+    rounded = np.where(scored, np.round(rewards * factor) / factor, 0.0)
+    top = np.where(scored, rounded, -np.inf).max(axis=-1, keepdims=True)
+    shift = np.reshape(offset_free, (-1, 1)) & scored.any(axis=-1, keepdims=True)
+    return np.where(scored, rounded - np.where(shift, top, 0.0), 0.0).astype(np.float32)

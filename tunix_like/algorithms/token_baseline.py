@@ -12,7 +12,7 @@ TOKEN_BASELINE = "otb"
 """Name of the estimator whose advantages are per token and come from the group's rewards and score norms."""
 
 
-@register_advantage_estimator(TOKEN_BASELINE, zero_when_constant=True)
+@register_advantage_estimator(TOKEN_BASELINE, zero_when_constant=True, offset_free=True)
 def otb(rewards: Float[Array, "P G"], *, scored: Bool[Array, "P G"], lengths: Int[Array, "P G"]) -> Float[Array, "P G"]:
     """Returns zeros: the advantages of tokens come from `token_baseline_advantages`."""
     return jnp.zeros_like(rewards)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from tunix_like.errors import UserError
-from tunix_like.runtime.tool_calls import arguments_of
+from tunix_like.runtime.conversations import chat_messages
 from tunix_like.runtime.untrusted import Filled, fill
 
 if TYPE_CHECKING:
@@ -61,9 +61,6 @@ class DataSource:
     parts: Mapping[str, DataSource] = dataclasses.field(default_factory=dict)
 
 
-_ROLES = ("system", "user", "assistant", "tool")
-
-
 def with_prompt(row: Record) -> Record:
     """Returns the row with `prompt` and `answer` from the column `messages` (the format of OpenAI and TRL), if it has
     this column and no prompt: the answer begins at the first message of the assistant. Messages in the columns `chosen`
@@ -98,23 +95,10 @@ def is_conversation(value: Any) -> bool:
 
 
 def conversation(value: Any, column: str) -> list[dict[str, Any]]:
-    """Checks a list of messages, and returns it as chat templates take it: without fields that are None, with a content
-    in each message, and with the arguments of tool calls as objects (OpenAI writes them as JSON text)."""
+    """Checks the messages in a column, and returns them in one form (see `chat_messages`)."""
     if not is_conversation(value):
         raise UserError(f"column '{column}' must be a list of messages, got {value!r:.80}.")
-    out = []
-    for number, message in enumerate(value):
-        where = f"column '{column}', message {number}"
-        if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
-            raise UserError(f"{where}: a message needs a role ({', '.join(_ROLES)}), got {message!r:.80}.")
-        turn = {name: field for name, field in message.items() if field is not None}
-        if "tool_calls" in turn:
-            turn["tool_calls"] = [_tool_call(call, where) for call in turn["tool_calls"]]
-            turn.setdefault("content", "")
-        if not isinstance(turn.get("content"), str):
-            raise UserError(f"{where}: 'content' must be text, got {turn.get('content')!r:.80}.")
-        out.append(turn)
-    return out
+    return chat_messages(value, f"column '{column}'")
 
 
 def chat_answer(value: Any, column: str = "answer") -> list[dict[str, Any]]:
@@ -123,18 +107,6 @@ def chat_answer(value: Any, column: str = "answer") -> list[dict[str, Any]]:
     if not messages[0]["role"] == messages[-1]["role"] == "assistant":
         raise UserError(f"column '{column}': the answer must begin and end with a message of the assistant.")
     return messages
-
-
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UserError(f"{where}: a tool call needs the 'name' of a function, got {call!r:.80}.")
-    try:
-        arguments = arguments_of(function.get("arguments") or {})
-    except ValueError:
-        raise UserError(f"{where}: the arguments of {function['name']} must be an object or its JSON text.") from None
-    known = {name: field for name, field in call.items() if field is not None and name not in ("name", "arguments")}
-    return {"type": "function"} | known | {"function": {"name": function["name"], "arguments": arguments}}
 
 
 class Rows(Sequence[Any]):
@@ -223,16 +195,12 @@ class PromptFormat:
         # SFT encodes the whole answer as data, so control tokens in the answer template become ordinary text.
         return result if self.answer is None else result | {"answer": str(_filled(self.answer, row, "answer_template"))}
 
-    def _prompt(self, row: Record) -> str | list[Mapping[str, str]]:
+    def _prompt(self, row: Record) -> str | list[dict[str, Any]]:
         value = row["prompt"] if self.template is None else _filled(self.template, row, "prompt_template")
         if not isinstance(value, str | list):
             raise UserError(f"column 'prompt' must be text or a list of messages, not {type(value).__name__}.")
         if isinstance(value, list):
-            if (
-                any(not isinstance(turn, Mapping) or not {"role", "content"} <= turn.keys() for turn in value)
-                or not value
-            ):
-                raise UserError("column 'prompt' is a list, but not a list of messages with 'role' and 'content'.")
+            value = conversation(value, "prompt")
             if self.chat is False:
                 raise UserError("data.apply_chat_template=false, but column 'prompt' contains messages; unset it.")
             if self.system_prompt is not None and value[0]["role"] == "system":

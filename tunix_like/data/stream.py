@@ -20,6 +20,7 @@ import jax
 from tunix_like.config.schema import OVERLONG
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, nearest
+from tunix_like.runtime.conversations import chat_messages
 from tunix_like.runtime.processes import spread
 
 logger = logging.getLogger("tunix_like")
@@ -112,6 +113,8 @@ def render(row: Any, tokenizer: Tokenizer, most: int | None = None) -> Prompt:
     prompt = row["prompt"]
     if not isinstance(prompt, str) and not (isinstance(prompt, Sequence) and prompt):
         raise UserError(f"a data row's 'prompt' must be text or a list of messages, got {prompt!r:.80}.")
+    if not isinstance(prompt, str):
+        prompt = chat_messages(prompt, "prompt")
     columns = {name: value for name, value in row.items() if name != "prompt"}
     return Prompt(*tokenizer.encode_prompt(prompt, False, most), columns, prompt)
 

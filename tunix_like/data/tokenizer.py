@@ -21,13 +21,15 @@ from tunix_like.data.tokenizer_files import (
     NAMED_TOKENS,
     add_declared_tokens,
     content,
+    drop_additions,
     find_chat_template,
     read_fields,
     write_files,
 )
 from tunix_like.errors import UserError
 from tunix_like.runtime import chat_templates
-from tunix_like.runtime.chat_templates import plain_messages, template_error
+from tunix_like.runtime.chat_templates import template_error
+from tunix_like.runtime.conversations import chat_messages, template_messages
 from tunix_like.runtime.untrusted import beginnings, parts, refer, refer_deep, texts
 
 if TYPE_CHECKING:
@@ -94,6 +96,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder().items()
         control = {i: token.content for i, token in added if token.content and (token.special or i in named)}
         self._control, self._control_ids = tuple(control.values()), frozenset(control)
+        self._written: set[tuple[Any, ...]] = set()  # the forms of conversations that the template writes completely
 
     def __repr__(self) -> str:
         template = "no chat template" if self.chat_template is None else "a chat template"
@@ -113,7 +116,7 @@ class Tokenizer:
     def from_folder(cls, path: str | Path) -> Tokenizer:
         """Reads the tokenizer of a Hugging Face model folder. Only tokenizer.json decides whether a
         beginning-of-sequence token is added: as in transformers 5, `add_bos_token` of tokenizer_config.json is
-        ignored."""
+        ignored, and a tokenizer of the class of GPT-NeoX adds none."""
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -125,6 +128,7 @@ class Tokenizer:
             raise UserError(f"{file} is not a readable tokenizer.json: {error}") from error
         config = read_fields(folder / "special_tokens_map.json") | read_fields(folder / "tokenizer_config.json")
         names = {name: content(config.get(name)) for name in NAMED_TOKENS}
+        drop_additions(backend, config)
         add_declared_tokens(backend, config, [token for token in names.values() if token is not None])
         return cls(
             backend,
@@ -164,14 +168,29 @@ class Tokenizer:
         rendering."""
         return self._copy(template_variables={**self._template_variables, **variables})
 
-    def _copy(self, **changed: Any) -> Tokenizer:
+    def with_own_pad(self, most: int) -> Tokenizer:
+        """Returns a tokenizer whose pad token ends no completion, with at most `most` ids: this one if its pad token is
+        such a token; else a copy with another special token or a new token as its pad token, or without one."""
+        ends = {*self.eos_ids, self.bos_id}
+        if self._named["pad_token"] is not None and self.pad_id not in ends:
+            return self
+        added = self._backend.get_added_tokens_decoder().items()
+        free = [token.content for i, token in added if token.special and i not in ends and i < most]
+        pad = min(free, key=lambda token: ("pad" not in token.lower(), token), default=None)
+        if pad is not None or self.vocab_size >= most:
+            return self._copy(pad_token=pad)
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.add_special_tokens([tokenizers.AddedToken("<|pad|>", special=True, normalized=False)])
+        return self._copy(backend, pad_token="<|pad|>")
+
+    def _copy(self, backend: tokenizers.Tokenizer | None = None, **changed: Any) -> Tokenizer:
         same: dict[str, Any] = {
             **self._named,
             "chat_template": self.chat_template,
             "eos_ids": self.eos_ids,
             "template_variables": self._template_variables,
         }
-        return Tokenizer(self._backend, **(same | changed))
+        return Tokenizer(backend or self._backend, **(same | changed))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encodes `text`; special tokens that are written in the text become their ids, as in transformers."""
@@ -207,11 +226,11 @@ class Tokenizer:
           **template_variables: further variables of the template (`enable_thinking=False`).
 
         Raises:
-          UserError: there is no chat template, a message lacks role or content, or the template raises an exception or
-            renders too much text.
+          UserError: there is no chat template, a message is invalid (see `conversations.chat_messages`), or the
+            template raises an exception or renders too much text.
         """
         variables = {**self._template_variables, **template_variables}
-        return self._rendered(plain_messages(messages), add_generation_prompt, variables)
+        return self._rendered(template_messages(messages), add_generation_prompt, variables)
 
     def render_guarded(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, /, **template_variables: Any
@@ -219,9 +238,63 @@ class Tokenizer:
         """Renders a conversation as `render` does, but all texts of the messages and of the template variables (such as
         `tools`) count as data: control tokens in them are replaced by placeholders, which `encode_guarded` encodes as
         plain text. All control tokens in the result therefore come from the template."""
-        turns = [refer_deep(message, self._control) for message in plain_messages(messages)]
+        turns = [refer_deep(message, self._control) for message in template_messages(messages)]
         given = {name: refer_deep(value, self._control) for name, value in template_variables.items()}
         return self._rendered(turns, add_generation_prompt, {**self._own_variables, **given})
+
+    def render_prompt(self, messages: Sequence[Message], /, **template_variables: Any) -> str:
+        """Renders a conversation as `render_guarded` does, up to where a completion begins: after the start of an
+        assistant's turn or, if the last message is the assistant's, after its text, which the completion continues (as
+        with `continue_final_message` of transformers).
+
+        Raises:
+          UserError: see `render`; the template drops a text or a tool call; or the last message is one of the assistant
+            that has tool calls, no text, or another text in the template.
+        """
+        turns = chat_messages(messages)
+        continued = turns[-1]["role"] == "assistant"
+        text = self.render_guarded(turns, not continued, **template_variables)
+        self.check_written(turns, **template_variables)
+        if not continued:
+            return text
+        last = refer_deep(turns[-1]["content"], self._control)
+        kept = last.strip()
+        begin = text.rfind(kept)
+        if not kept or begin < 0 or "tool_calls" in turns[-1]:
+            raise UserError(
+                "a prompt that ends with a message of the assistant is continued, but its last message has tool calls, "
+                "no text, or a text that the chat template changes; let the prompt end with another message."
+            )
+        end, spaces = begin + len(kept), last[len(last.rstrip()) :]
+        return text[:end] + (spaces if text.startswith(spaces, end) else "")
+
+    def check_written(self, messages: Sequence[Message], /, **template_variables: Any) -> None:
+        """Raises UserError if the chat template drops the text or a tool call of a message. Texts and names are
+        replaced by words to find them, because a template may trim, escape or shorten a text."""
+        turns = template_messages(messages)
+        shape = (*((turn["role"], bool(turn["content"].strip()), len(turn.get("tool_calls", ()))) for turn in turns),)
+        known = (shape, *sorted(template_variables))
+        if known in self._written:
+            return
+        words: list[tuple[str, str]] = []
+
+        def word(what: str) -> str:
+            words.append((f"word{len(words)}end", what))
+            return words[-1][0]
+
+        for place, turn in enumerate(turns):
+            if turn["content"].strip():
+                turn["content"] = word(f"the text of message {place} (role '{turn['role']}')")
+            for call in turn.get("tool_calls", ()):
+                call["function"]["name"] = word(f"the tool calls of message {place}")
+        text = self._rendered(turns, False, {**self._template_variables, **template_variables})
+        if dropped := next((what for word, what in words if word not in text), None):
+            raise UserError(
+                f"the chat template drops {dropped}, which the model would not see; use a template that writes all "
+                "messages, or put the text into a message of another role."
+            )
+        if len(turns) <= 16 and len(self._written) < 1000:  # clients of a server choose the forms
+            self._written.add(known)
 
     def encode_guarded(self, text: str, most: int) -> list[int]:
         """Encodes a text of `render_guarded`, or a part of it, without special tokens. If it has more than `most` ids,
@@ -248,10 +321,11 @@ class Tokenizer:
     ) -> tuple[str, list[int]]:
         """Returns the text and the token ids of a prompt, as the model receives them.
 
-        A list of messages is always rendered. If `apply_chat_template` is True, a string is wrapped as a user message
-        and rendered. Otherwise, a string is encoded unchanged. Rendered text already contains its special tokens, so
-        none are added to it. The ids begin with at most one beginning-of-sequence token. End-of-sequence tokens that
-        the tokenizer appends to every text are removed, since the completion follows the prompt.
+        A list of messages is always rendered (see `render_prompt`). If `apply_chat_template` is True, a string is
+        wrapped as a user message and rendered. Otherwise, a string is encoded unchanged. Rendered text already contains
+        its special tokens, so none are added to it. The ids begin with at most one beginning-of-sequence token.
+        End-of-sequence tokens that the tokenizer appends to every text are removed, since the completion follows the
+        prompt.
 
         Control tokens that are written in a field of a message, in a template variable, or in a column that a prompt
         template inserted, are encoded as plain text. In a string that is the whole prompt, control tokens are encoded
@@ -275,12 +349,12 @@ class Tokenizer:
         beginning = messages if most is None else self._enough(messages, most)
         if beginning is not messages:
             with contextlib.suppress(UserError):
-                text, ids = self._encode_guarded(self.render_guarded(beginning), False, most)
+                text, ids = self._encode_guarded(self.render_prompt(beginning), False, most)
                 if most is not None and len(ids) > most:
                     return text, ids
             # A template may drop long texts, so the whole prompt may fit.
             most = None
-        return self._encode_guarded(self.render_guarded(messages), False, most)
+        return self._encode_guarded(self.render_prompt(messages), False, most)
 
     def _enough(self, prompt: Any, most: int) -> Any:
         """Truncates the texts of a prompt, but the longest to more than `2 * most` tokens. This bounds the time:

@@ -87,6 +87,13 @@ def add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
             (backend.add_special_tokens if token.special else backend.add_tokens)([token])
 
 
+def drop_additions(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Removes the tokens that tokenizer.json adds to every text, if transformers ignores them: its class for GPT-NeoX
+    builds this part of the tokenizer anew."""
+    if str(config.get("tokenizer_class")).removesuffix("Fast") == "GPTNeoXTokenizer":
+        backend.post_processor = tokenizers.processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1")
+
+
 def find_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """Returns the template in chat_template.jinja or else the (default) one in tokenizer_config.json."""
     file = folder / "chat_template.jinja"

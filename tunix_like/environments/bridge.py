@@ -61,7 +61,7 @@ class TemplateDifference:
         self._tokenizer, self._tools = tokenizer, tools
         self._checked: set[str | None] = set()
         if tools:
-            check_tools(tokenizer)
+            check_tools(tokenizer, "environment")
         ends = {tokenizer.decode([i], skip_special_tokens=False): i for i in eos_ids}
         self._closing = ""
         self.end, self._before_addition = self._end_of_turn([end for end in ends if end])
@@ -158,12 +158,12 @@ class TemplateDifference:
         return after[len(self._before_addition) :]
 
 
-def check_tools(tokenizer: Tokenizer) -> None:
+def check_tools(tokenizer: Tokenizer, what: str) -> None:
     """Raises UserError if the chat template fails, or renders the same prompt with and without the tools that are in
-    the template variables of the tokenizer."""
+    the template variables of the tokenizer. `what` begins the message."""
     if tokenizer.render([QUESTION]) == tokenizer.render([QUESTION], tools=None):
         raise UserError(
-            "environment: the chat template ignores tools, so the model would not know them; write one that renders "
+            f"{what}: the chat template ignores tools, so the model would not know them; write one that renders "
             "`tools` to chat_template.jinja in the model's folder."
         )
 

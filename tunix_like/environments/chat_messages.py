@@ -7,12 +7,10 @@ import secrets
 from typing import Any
 
 from tunix_like.errors import UserError
-from tunix_like.runtime.tool_calls import arguments_of, tool_calls
+from tunix_like.runtime.conversations import chat_messages
+from tunix_like.runtime.tool_calls import tool_calls, without_calls
 
-CALL, THOUGHT = "<tool_call>", "</think>"
-
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
-"""Valid roles. Some templates write `<|ROLE|>`, so another role could form any control token, such as `<|end|>`."""
+THOUGHT = "</think>"
 
 MOST_MESSAGES, MOST_TOOLS = 4096, 512
 
@@ -32,52 +30,10 @@ def wrong(field: str, reason: str) -> RequestError:
 
 
 def checked_messages(given: Any) -> list[dict[str, Any]]:
-    """Checks messages and converts them for the chat template: the content of a message becomes a text, and the
-    arguments of a tool call become an object. All other fields and their order stay as they are."""
+    """Checks messages and converts them for the chat template (see `chat_messages`)."""
     if not isinstance(given, list) or not 0 < len(given) <= MOST_MESSAGES:
         raise wrong("messages", f"it must be a list of 1 to {MOST_MESSAGES} messages")
-    return [_checked_message(f"messages[{place}]", message) for place, message in enumerate(given)]
-
-
-def _checked_message(name: str, message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise wrong(name, "it must be an object with a role")
-    if message["role"] not in _ROLES:
-        raise wrong(f"{name}.role", f"got {message['role'][:24]!r}; valid: {', '.join(_ROLES)}")
-    content = message.get("content")
-    if isinstance(content, list):
-        texts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(text, str) for text in texts):
-            raise wrong(f"{name}.content", "only parts of type text are supported")
-        content = "".join(map(str, texts))
-    calls = message.get("tool_calls")
-    if content is None and calls:
-        content = ""
-    if not isinstance(content, str):
-        raise wrong(f"{name}.content", "it must be a text or a list of parts")
-    found = {key: value for key, value in message.items() if value is not None} | {"content": content}
-    if calls is not None:
-        found["tool_calls"] = _checked_calls(f"{name}.tool_calls", calls)
-    return found
-
-
-def _checked_calls(name: str, calls: Any) -> list[dict[str, Any]]:
-    """Checks tool calls and parses their arguments, which chat templates write as JSON themselves."""
-    if not isinstance(calls, list):
-        raise wrong(name, "it must be a list")
-    found = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise wrong(name, "each call must have a function with a name")
-        try:
-            arguments = arguments_of(function.get("arguments"))
-        except ValueError:
-            raise wrong(name, f"the arguments of {function['name']!r} are not a JSON object") from None
-        found.append({**call, "function": {**function, "arguments": arguments}})
-    return found
+    return chat_messages(given, "messages", wrong)
 
 
 def checked_tools(given: Any) -> list[dict[str, Any]]:
@@ -93,7 +49,8 @@ def checked_tools(given: Any) -> list[dict[str, Any]]:
 
 
 def parsed_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """Splits the text of an answer into the content before the tool calls and the tool calls in the format of OpenAI.
+    """Splits the text of an answer into the content outside of the tool calls and the tool calls in the format of
+    OpenAI.
 
     If a call is malformed, the whole text is the content and the list of calls is empty.
     """
@@ -101,8 +58,7 @@ def parsed_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     if not calls or any(call.error is not None for call in calls):
         return text, []
     thought, end, answer = text.rpartition(THOUGHT)
-    first = answer.find(CALL)
-    content = f"{thought}{end}{answer[: max(first, 0)]}".rstrip()
+    content = f"{thought}{end}{without_calls(answer)}".rstrip()
     return content, [
         {
             "id": f"call_{secrets.token_hex(12)}",

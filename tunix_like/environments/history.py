@@ -77,6 +77,7 @@ class History:
 
     def __post_init__(self) -> None:
         self._append(())
+        self._continued = bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
     @property
     def opening(self) -> list[int]:
@@ -87,6 +88,8 @@ class History:
         return History([*self.messages], [*self.tokens], self.prompt, whole=self.whole)
 
     def add_turn(self, text: str, tokens: Sequence[int]) -> None:
+        if self._continued:  # the turn continues the last message of the prompt
+            text, self._continued = self.messages.pop()["content"] + text, False
         self.messages.append({"role": "assistant", "content": text})
         self._append(tokens)
         self.restarted = self.rewritten
@@ -240,9 +243,7 @@ class Demonstrations:
                 raise UserError("an answer has tool calls, but its prompt is text; give the prompt as messages.")
             return self._tokenizer.encode_data(turn["content"], most)
         text = self._bridge.difference.turn(turn)
-        for call in turn.get("tool_calls", ()):
-            if call["function"]["name"] not in text:
-                raise UserError("the chat template does not write tool calls; use one that does.")
+        self._tokenizer.check_written([QUESTION, turn])
         return self._tokenizer.encode_guarded(text, most)
 
 

@@ -181,12 +181,13 @@ def field_of(name: str, item: Mapping[str, Any], key: str) -> str:
 
 
 def call_of(name: str, id: str, function: str, arguments: Any) -> dict[str, Any]:
-    """Returns a tool call of a chat message, whose arguments are an object."""
+    """Returns a tool call of a chat message, with the JSON text of its arguments."""
     try:
         found = arguments_of(arguments)
     except ValueError:
         raise wrong(name, f"the arguments of {function!r} are not a JSON object") from None
-    return {"id": id, "type": "function", "function": {"name": function, "arguments": found}}
+    text = json.dumps(found, ensure_ascii=False)  # of an object, the values that are None would be left out
+    return {"id": id, "type": "function", "function": {"name": function, "arguments": text}}
 
 
 def tool_of(name: str, tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:

@@ -319,6 +319,7 @@ class DecoderConfig:
             rope=(self.rope_theta, self.rope_scaling),
             local_theta=self.rope_theta if self.local_rope_theta is None else self.local_rope_theta,
             query_scaling=self.query_scaling,
+            no_window=source.get("sliding_window") or self.max_positions,
         )
         if self.rotary_width is not None:
             share = self.rotary_width / self.head_dim

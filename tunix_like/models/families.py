@@ -92,7 +92,7 @@ OLMO3_THETA = 5e5
 _MTP_FIELDS = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"})
 """Fields of the layers that predict several tokens. As in transformers, these layers are not read."""
 _QWEN35 = {"qk_norm": True, "norm_offset": True, "output_gate": True}
-_QWEN35_OPTIONS = frozenset({"rotary_width", "delta_rule", "recurrent_layers"})
+_QWEN35_OPTIONS = frozenset({"rope_scaling", "rotary_width", "delta_rule", "recurrent_layers"})
 _QWEN35_FIELDS = PARTIAL_ROPE_FIELDS | {*DELTA_NAMES.values(), "full_attention_interval"} | _MTP_FIELDS
 _QWEN35_FIXED = {"attn_output_gate": (True,), "mlp_only_layers": ([],), "mamba_ssm_dtype": ("float32",)}
 
@@ -232,6 +232,9 @@ _MULTIMODAL = {
 """Maps multimodal families to the families of their `text_config`, first the default. The weights of their other parts
 are not read."""
 
+MULTIMODAL = "_multimodal"
+"""Field of `DecoderConfig.source` that is True for the decoder of a multimodal model."""
+
 _TEXT_DEFAULTS = {
     "gemma3_text": {
         "vocab_size": 262208,
@@ -274,9 +277,10 @@ tokenizer_class id2label label2id problem_type return_dict output_attentions out
 is_llama_config transformers.js_config _attn_implementation _attn_implementation_autoset attn_implementation
 unsloth_version unsloth_fixed _model_name_or_path unk_token_id auto_map trust_remote_code
 """
-_KNOWN = frozenset(HF_NAMES.values()) | ROPE_FIELDS | frozenset(_FIXED) | set(_HARMLESS.split()) | {"layer_types"}
+_KNOWN = frozenset(HF_NAMES.values()) | ROPE_FIELDS | frozenset(_FIXED) | set(_HARMLESS.split())
+_KNOWN |= {"layer_types", MULTIMODAL}
 _SPECIAL = frozenset().union(*(family.fields for family in FAMILIES.values())) - {"cache_implementation"}
-_REWRITTEN = {"layer_types", "torch_dtype", "dtype", "hidden_act", "quantization_config"}
+_REWRITTEN = {MULTIMODAL, "layer_types", "torch_dtype", "dtype", "hidden_act", "quantization_config"}
 _NOT_OF_AN_EXPORT = {"auto_map", "trust_remote_code"}
 NOT_COPIED = frozenset(HF_NAMES.values()) | ROPE_FIELDS | _SPECIAL | _REWRITTEN | _NOT_OF_AN_EXPORT
 """HF fields in `DecoderConfig.source` that an export does not copy. Some of these fields are written from the fields of
@@ -285,7 +289,8 @@ NOT_COPIED = frozenset(HF_NAMES.values()) | ROPE_FIELDS | _SPECIAL | _REWRITTEN 
 
 def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config.json fields of the text decoder: all fields, or for a multimodal model those of its
-    `text_config`, with defaults for absent fields and with some outer fields (such as the ids of special tokens)."""
+    `text_config`, with defaults for absent fields, with some outer fields (such as the ids of special tokens) and with
+    `MULTIMODAL`."""
     allowed = _MULTIMODAL.get(str(fields.get("model_type")))
     if allowed is None:
         return dict(fields)
@@ -297,7 +302,7 @@ def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         known = " or ".join(map(repr, allowed))
         raise UserError(f"text_config: model_type {inner!r} is not supported; only {known} is.")
     outside = {name: fields[name] for name in _FROM_OUTSIDE if fields.get(name) is not None}
-    return _TEXT_DEFAULTS.get(inner, {}) | dict(text) | outside | {"model_type": inner}
+    return _TEXT_DEFAULTS.get(inner, {}) | dict(text) | outside | {"model_type": inner, MULTIMODAL: True}
 
 
 def numbers(fields: Mapping[str, Any], only_known: bool) -> dict[str, Any]:
@@ -429,10 +434,11 @@ def family_fields(
     rope: tuple[float, Scaling | None],
     local_theta: float,
     query_scaling: float | None,
+    no_window: int,
 ) -> dict[str, Any]:
     """Returns the HF fields that are specific to a family; `windows`, `rotary`, `with_experts` and the layers of
-    `recurrent` must have an entry for every layer. Raises UserError if the family cannot represent the windows or the
-    experts."""
+    `recurrent` must have an entry for every layer. `no_window` is the number for a decoder without windows of a family
+    with windows. Raises UserError if the family cannot represent the windows or the experts."""
     family = FAMILIES[name]
     gelu = family.adds.get("activation") == "gelu_tanh"
     result: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"} if gelu else {"hidden_act": "silu"}
@@ -454,6 +460,8 @@ def family_fields(
             )
         result["sliding_window"] = next(iter(sizes), None)
         if _WINDOWED[name]:
+            # transformers needs a number, also if no layer has a window
+            result["sliding_window"] = next(iter(sizes), no_window)
             result["layer_types"] = ["full_attention" if size is None else "sliding_attention" for size in windows]
     if "rotary" in family.options:
         result |= nope_fields(rotary)

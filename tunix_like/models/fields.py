@@ -540,9 +540,12 @@ def layer_kinds_of(fields: Mapping[str, Any], windows: Sequence[int | None]) -> 
         if given.keys() & {"full_head_dim", "full_kv_heads"}:
             raise UserError("per_layer_config and global_head_dim (or num_global_key_value_heads): keep one of them.")
         full = {str(layer) for layer, window in enumerate(windows) if window is None}
-        entries = list(per_layer.values()) if isinstance(per_layer, Mapping) else []
+        if not isinstance(per_layer, Mapping):
+            raise UserError(f"per_layer_config must be a mapping, not {per_layer!r}.")
+        entries = list(per_layer.values())
         one = entries[0] if entries and isinstance(entries[0], Mapping) else {}
-        if {str(key) for key in per_layer} != full or any(entry != one for entry in entries):
+        # without an entry, all layers have the width and the number of the others
+        if {str(key) for key in per_layer} not in (full, set()) or any(entry != one for entry in entries):
             raise UserError("per_layer_config must have equal mappings for all 'full_attention' layers and no others.")
         if unknown := sorted(map(str, one.keys() - {"head_dim", "num_key_value_heads"})):
             raise UserError(f"per_layer_config: {', '.join(unknown)} is not supported.")

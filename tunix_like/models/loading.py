@@ -154,8 +154,13 @@ def save_description(config: DecoderConfig, tokenizer: Tokenizer | None, folder:
     """Writes all files of a Hugging Face folder except the weights; `dtype` is the dtype of the weights."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if config.scalar_head and tokenizer is not None:
+        # transformers reads the score of the last token that is not the pad token
+        tokenizer = tokenizer.with_own_pad(config.vocab_size)
     ids = (tokenizer.eos_ids, tokenizer.bos_id, tokenizer.pad_id) if tokenizer is not None else ()
     fields = config.to_hf(*ids)
+    if config.scalar_head and tokenizer is not None and tokenizer.pad_id in tokenizer.eos_ids:
+        fields["pad_token_id"] = None  # it has no other token; transformers then takes one text at a time
     # transformers casts weights to the dtype in config.json, so this must be the dtype of the written weights
     fields["torch_dtype"] = dtype
     generation = {name: fields[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from tunix_like.config.schema import (
 from tunix_like.errors import UserError
 from tunix_like.models.config import Adapters, DecoderConfig
 from tunix_like.models.decoder import Decoder, check_decoder
+from tunix_like.models.families import MULTIMODAL
 from tunix_like.models.layers import Linear
 from tunix_like.models.quantization import LEAVES as QUANTIZED
 from tunix_like.models.quantization import dequantize
@@ -49,17 +51,21 @@ are trained."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _PEFT_NAMES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
-_PEFT_PREFIX = "base_model.model.model."
-_NOT_READ = (
-    "use_dora",
-    "use_rslora",
-    "rank_pattern",
-    "alpha_pattern",
-    "lora_bias",
-    "fan_in_fan_out",
-    "modules_to_save",
-)
-"""Fields of a PEFT config that change the computation of an adapter. They are not supported."""
+_PEFT_PREFIX, _PEFT_PREFIX_MULTIMODAL = "base_model.model.model.", "base_model.model.model.language_model."
+_PREFIXES = re.compile(r"base_model\.model\.(?:model\.language_model|language_model\.model|model)\.")
+"""Beginnings of the names of tensors, also those of other versions of transformers."""
+
+_IGNORED = """
+r lora_alpha peft_type bias init_lora_weights target_modules base_model_name_or_path revision task_type inference_mode
+lora_dropout auto_mapping peft_version exclude_modules layers_to_transform layers_pattern megatron_core loftq_config
+eva_config corda_config lora_ga_config qalora_group_size runtime_config ensure_weight_tying
+"""
+"""Fields of a PEFT config that are read, or that do not change the computation of an adapter. Any other field must be
+empty: it belongs to a variant of LoRA."""
+
+_ADDED_TO_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the weights of the base model unchanged. Others (PiSSA, OLoRA, LoftQ, CorDA,
+LoRA-GA) subtract the initial adapter from them."""
 
 
 @named_arguments
@@ -264,7 +270,8 @@ def save_adapter(
     model: Decoder, folder: str | Path, *, overwrite: bool = False, further: Mapping[str, bytes] | None = None
 ) -> None:
     """Writes the adapters in the PEFT format: `adapter_config.json` and `adapter_model.safetensors`, which
-    `peft.PeftModel.from_pretrained(base, folder)` loads. The folder is created atomically.
+    `peft.PeftModel.from_pretrained(base, folder)` loads. If the weights are those of a multimodal model, the names are
+    those in the multimodal class of transformers (`...ForConditionalGeneration`). The folder is created atomically.
 
     Args:
       overwrite: whether the folder of an earlier export is replaced, with all its files.
@@ -279,8 +286,10 @@ def save_adapter(
     with written_whole(folder, overwrite, source_of(model.config)) as part:
         write_files(part, further)
         save_adapter_config(model, part)
+        multimodal = (model.config.source or {}).get(MULTIMODAL)
+        prefix = _PEFT_PREFIX_MULTIMODAL if multimodal else _PEFT_PREFIX
         tensors = {
-            f"{_PEFT_PREFIX}{name}.{_PEFT_NAMES[leaf]}": np.ascontiguousarray(np.asarray(getattr(linear, leaf)[...]).T)
+            f"{prefix}{name}.{_PEFT_NAMES[leaf]}": np.ascontiguousarray(np.asarray(getattr(linear, leaf)[...]).T)
             for name, linear in _adapted(model).items()
             for leaf in LEAVES
         }
@@ -324,7 +333,7 @@ def load_adapter(model: Decoder, folder: str | Path) -> Decoder:
     if problem := file_problem(file):
         raise UserError(f"{file} {problem}. Save the adapter with PEFT again.")
     try:
-        tensors = load_file(file)
+        tensors = {_PREFIXES.sub(_PEFT_PREFIX, name, count=1): tensor for name, tensor in load_file(file).items()}
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"{file}: cannot be read as safetensors ({error}). Save the adapter with PEFT again.") from None
     # `target_modules` may be a pattern, so the targets are taken from the tensor names
@@ -363,11 +372,13 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
         raise UserError(f"{file}: cannot be read as JSON ({error}). Pass the folder of an adapter.") from None
     if not isinstance(fields, dict) or fields.get("peft_type") != "LORA":
         raise UserError(f"{file}: not the config of a LoRA adapter (peft_type = LORA).")
-    for name in _NOT_READ:
-        if fields.get(name):
-            raise UserError(f"{file}: {name} = {fields[name]!r} is not supported; merge the adapter with PEFT instead.")
-    if fields.get("bias", "none") != "none":
-        raise UserError(f"{file}: bias = {fields['bias']!r} is not supported; merge the adapter with PEFT instead.")
+    wrong = [name for name in fields if name not in _IGNORED.split() and fields[name]]
+    wrong += ["bias"] if fields.get("bias", "none") != "none" else []
+    wrong += ["init_lora_weights"] if fields.get("init_lora_weights", True) not in _ADDED_TO_THE_BASE else []
+    if wrong:
+        raise UserError(
+            f"{file}: {wrong[0]} = {fields[wrong[0]]!r} is not supported; merge the adapter with PEFT instead."
+        )
     for name, kind in (("r", int), ("lora_alpha", int | float)):
         if isinstance(fields.get(name), bool) or not isinstance(fields.get(name), kind) or not fields[name] > 0:
             raise UserError(f"{file}: {name} = {fields.get(name)!r} must be a positive number.")

@@ -112,7 +112,9 @@ def _norms(
     """Computes the gradient norm of each prompt; 0 if none of its completions has a gradient. The loss of a completion
     has the weight that it has in an update with all prompts of the batch."""
     assert batch.estimator_ids is not None
-    live = objective.live_rows(batch.rewards, batch.scored, batch.estimator_ids)
+    ids = batch.estimator_ids
+    batch = batch._replace(rewards=objective.inputs(batch.rewards, batch.scored, ids))
+    live = objective.live_rows(batch.rewards, batch.scored, ids)
     if batch.trained is not None:
         live = live & batch.trained
     norms = np.zeros(len(live))

@@ -81,9 +81,11 @@ def replay(skipped: SkippedUpdate, trained: Trained, on_progress: Callable[[int]
         masks.append(np.zeros_like(live))
         masks[-1][index] = True
     logprobs = skipped.old_logprobs, skipped.ref_logprobs
-    program = program_of(trained, objective)
+    program, batch = program_of(trained, objective), skipped.batch
+    assert batch.estimator_ids is not None
+    batch = batch._replace(rewards=objective.inputs(batch.rewards, batch.scored, batch.estimator_ids))
     (loss, norm), *alone = norms_of(
-        trained, program, skipped.batch, skipped.in_update, masks, logprobs, on_progress=on_progress
+        trained, program, batch, skipped.in_update, masks, logprobs, on_progress=on_progress
     )
     return Losses(loss, norm, [(*index, *numbers) for index, numbers in zip(indices, alone, strict=True)])
 

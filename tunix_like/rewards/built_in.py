@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from tunix_like.errors import UserError
-from tunix_like.rewards.calls import arguments_of, call
+from tunix_like.rewards.calls import arguments_of, call, given_text
 from tunix_like.rewards.registry import REWARDS
 
 
 def exact_match(prompts: list[str], completions: list[str], answer: list[Any], **_: Any) -> list[float]:
-    """Returns 1 for each completion that equals its `answer`, else 0. White space at both ends is ignored."""
-    return [
-        float(completion.strip() == str(right).strip()) for completion, right in zip(completions, answer, strict=True)
-    ]
+    """Returns 1 for each completion that equals its `answer`, else 0. White space at both ends is ignored.
+
+    Raises:
+      UserError: an answer is missing or empty.
+    """
+    rows = zip(prompts, completions, answer, strict=True)
+    return [float(text.strip() == given_text(right, "answer", prompt).strip()) for prompt, text, right in rows]
 
 
 def by_source(
@@ -42,6 +45,6 @@ def by_source(
         results = call(name, function, arguments, len(rows))
         if results.failures:
             raise UserError(next(iter(results.failures.values())).reason)
-        for i, value in zip(rows, results.rewards.tolist(), strict=True):
+        for i, value in zip(rows, results.values(), strict=True):
             out[i] = value
     return out

@@ -35,10 +35,29 @@ class FunctionRewards(NamedTuple):
       rewards: [n]; NaN where the function returned None or NaN, or failed.
       failures: the failures by index of the completion. A completion for which the function returned None or NaN has
         the reward NaN but no entry here.
+      abstained: [n]; True where the function returned None: it does not apply to this completion.
     """
 
     rewards: NDArray[np.float64]
     failures: dict[int, Failure]
+    abstained: NDArray[np.bool_]
+
+    @staticmethod
+    def empty(count: int) -> FunctionRewards:
+        """Returns the results for `count` completions that have no reward yet."""
+        return FunctionRewards(np.full(count, np.nan), {}, np.zeros(count, bool))
+
+    def set(self, i: int, value: Any, what: str) -> None:
+        """Sets the reward of a completion to a value that a function returned. `what` begins the message about a wrong
+        value."""
+        self.rewards[i], problem = number_of(value)
+        self.abstained[i] = value is None
+        if problem is not None:
+            self.failures[i] = Failure("error", f"{what} {problem}.")
+
+    def values(self) -> list[float | None]:
+        """Returns the rewards as a function returns them: None where it abstained."""
+        return [None if none else x for none, x in zip(self.abstained, self.rewards.tolist(), strict=True)]
 
 
 class GroupFunction(abc.ABC):
@@ -70,11 +89,14 @@ class GroupFunction(abc.ABC):
     def close(self) -> None:  # noqa: B027
         """Frees processes and connections. A later call makes new ones."""
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[float]:
-        """Returns the rewards of the completions of one group; NaN for a completion for which the function fails."""
+    def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]
+    ) -> list[float | None]:
+        """Returns the rewards of the completions of one group; None for a completion to which the function does not
+        apply, NaN for one for which it fails."""
         given, count = {"prompts": prompts, "completions": completions, **columns}, len(completions)
         arguments = {key: given[key] for key in arguments_of(self.__name__, self, given)}
-        return list(self.score_groups(self.__name__, arguments, count, max(count, 1)).rewards.tolist())
+        return self.score_groups(self.__name__, arguments, count, max(count, 1)).values()
 
 
 def check_form(name: str, function: Any) -> None:
@@ -128,7 +150,8 @@ def call(
 ) -> FunctionRewards:
     """Calls a reward function once for `count` completions. The function gets a copy of each list, and can be async.
 
-    A returned None or NaN means "no reward". Any other value must be a number with an absolute value of at most 1e15;
+    A returned None means that the function does not apply to the completion, NaN that the completion cannot be scored.
+    Any other value must be a number with an absolute value of at most 1e15;
     otherwise a failure is recorded for its completion.
 
     Raises:
@@ -144,14 +167,24 @@ def call(
         )
     if len(values) != count:
         raise WrongCount(f"Reward function '{name}' returned {len(values)} values for {count} completions.")
-    results = FunctionRewards(np.full(count, np.nan), {})
+    results = FunctionRewards.empty(count)
     for i, value in enumerate(values):
-        reward, problem = number_of(value)
-        results.rewards[i] = reward
-        if problem is not None:
-            reason = f"Reward function '{name}': value {i}, {_show(value)}, {problem}."
-            results.failures[i] = Failure("error", reason)
+        results.set(i, value, f"Reward function '{name}': value {i}, {_show(value)},")
     return results
+
+
+def given_text(value: Any, column: str, prompt: Any) -> str:
+    """Returns the correct answer of a row as text.
+
+    Raises:
+      UserError: it is missing (None, NaN or an empty text). The message names the column and the prompt of the row.
+    """
+    missing = value is None or value != value or (isinstance(value, str) and not value.strip())
+    if missing:
+        raise UserError(
+            f"column '{column}' is empty in the row with the prompt {prompt!r:.200}; write the correct answer there."
+        )
+    return str(value)
 
 
 def result_of(value: Any) -> Any:
@@ -202,7 +235,7 @@ def call_in_process(
     of their own stay unscored. If the function returns a wrong number of values for a group, the whole group stays
     unscored.
     """
-    results = FunctionRewards(np.full(count, np.nan), {})
+    results = FunctionRewards.empty(count)
 
     def attempt(rows: range) -> None:
         try:
@@ -225,6 +258,7 @@ def call_in_process(
 def copy_rewards(results: FunctionRewards, rows: range, part: FunctionRewards) -> None:
     """Copies the results `part`, which are those of the completions with the indices `rows`, into `results`."""
     results.rewards[rows.start : rows.stop] = part.rewards
+    results.abstained[rows.start : rows.stop] = part.abstained
     results.failures.update({rows[i]: failure for i, failure in part.failures.items()})
 
 

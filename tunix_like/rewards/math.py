@@ -6,50 +6,68 @@ which is imported when first needed.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from fractions import Fraction
 from typing import Any
 
-from tunix_like.errors import UserError
-from tunix_like.rewards.numbers import LONGEST, Number, has_neighbours, has_odd_digits, parse_number, written_out
+from tunix_like.rewards.calls import given_text
+from tunix_like.rewards.numbers import (
+    LONGEST,
+    Number,
+    has_neighbours,
+    has_odd_digits,
+    parse_number,
+    plain,
+    written_out,
+)
 
 SECONDS = 2
 """Time limit of each call of math-verify in seconds. It is an integer, because math-verify uses `signal.alarm`."""
 
 _NUMBERS = re.compile(r"(?:(?<![\w.])-)?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", re.ASCII)
 
-_BOXES = 16  # number of boxes, from the last one backwards, that are searched for a closing brace
+_BOXES = 16  # number of boxes, from the last one backwards, that are searched for a text
+_DIGITS = 60  # of formulas that are compared; by default math-verify rounds to 6 decimals, so that 1e-20 equals 1e-30
+_EQUALITY = re.compile(r"(?<![!<>])=")
+_NAME = re.compile(r"\s*[^\W\d]\w*\s*(?:\(\s*[^\W\d]\w*\s*\)\s*)?")
+_ONE_NUMBER = re.compile(r"[^\d+*/^\\{}()!×÷·⋅√±=-]*\d[\d.,]*[^\d+*/^\\{}()!×÷·⋅√±=-]*")
 
 
-def gsm8k(prompts: list[str], completions: list[str], gold: list[Any], **_: Any) -> list[float | None]:
+def gsm8k(prompts: list[str], completions: list[str], gold: list[Any], **_: Any) -> list[float]:
     """Returns 1 for each completion whose final answer equals its entry of the column `gold`, else 0.
 
     The final answer is the text after the last `#### `, or inside the last `\\boxed{}` or `<answer></answer>`,
     whichever comes last. A completion without such a text has no answer and gets 0. If `gold` is a plain number, the
     answer must be a plain number too: unevaluated arithmetic (`2*9`, `36/2`, `5²`) gets 0. If `gold` is a formula,
-    math-verify compares the answer with the formula. If math-verify fails or times out, the reward is None.
+    math-verify compares the answer with the formula, without rounding. If math-verify fails or times out, the reward is
+    NaN.
 
     Raises:
-      UserError: a gold answer is empty.
+      UserError: a gold answer is missing or empty.
     """
-    return [grade(completion, str(right)) for completion, right in zip(completions, gold, strict=True)]
+    return _graded(prompts, completions, gold, lenient=False)
 
 
-def gsm8k_lenient(prompts: list[str], completions: list[str], gold: list[Any], **_: Any) -> list[float | None]:
+def gsm8k_lenient(prompts: list[str], completions: list[str], gold: list[Any], **_: Any) -> list[float]:
     """Returns 1 for each completion whose final answer is correct, else 0. Scores like `gsm8k`, but also accepts an
     answer that math-verify evaluates to the number in `gold` (`2*9` for 18)."""
-    return [grade(completion, str(right), lenient=True) for completion, right in zip(completions, gold, strict=True)]
+    return _graded(prompts, completions, gold, lenient=True)
+
+
+def _graded(prompts: list[str], completions: list[str], gold: list[Any], lenient: bool) -> list[float]:
+    rows = zip(prompts, completions, gold, strict=True)
+    rewards = [grade(text, given_text(right, "gold", prompt), lenient) for prompt, text, right in rows]
+    return [math.nan if reward is None else reward for reward in rewards]  # None would mean that gsm8k does not apply
 
 
 def last_number(prompts: list[str], completions: list[str], gold: list[Any], **_: Any) -> list[float]:
     """Returns 1 for each completion whose last number equals its entry of the column `gold`, else 0. Unlike `gsm8k`, it
     needs no mark before the answer, so a completion that ends with an unrelated number gets 0, and a number that is
     right by accident gets 1."""
-    pairs = zip(completions, gold, strict=True)
-    return [
-        float((found := last_number_of(text)) is not None and found == Fraction(str(right))) for text, right in pairs
-    ]
+    rights = [Fraction(given_text(right, "gold", prompt)) for prompt, right in zip(prompts, gold, strict=True)]
+    return [float(last_number_of(text) == right) for text, right in zip(completions, rights, strict=True)]
 
 
 def last_number_of(completion: str) -> Fraction | None:
@@ -65,26 +83,31 @@ def grade(completion: str, gold: str, lenient: bool = False) -> float | None:
     Args:
       lenient: applies if `gold` is a plain number and the answer is a formula. True: the formula is evaluated, and gets
         0 if it cannot be evaluated. False: the formula gets 0.
-
-    Raises:
-      UserError: `gold` is empty.
     """
-    if not gold.strip():
-        raise UserError("Reward gsm8k: a row's column 'gold' is empty; it must contain the correct answer.")
     answer = final_answer(completion)
     if answer is None or len(answer) > LONGEST:
         return 0.0
     if answer == gold.strip():
         return 1.0
-    ours, right = parse_number(answer), parse_number(gold)
+    ours, right = parse_number(answer), None if _is_equation(gold) else parse_number(gold)
     if ours is not None and right is not None:
         return float((lenient or not ours.quotient) and not _readings(ours).isdisjoint(_readings(right)))
     if right is not None and not (lenient and any(character.isdigit() for character in answer)):
         return 0.0  # includes words, which math-verify would parse as products of letters
+    if right is not None and _ONE_NUMBER.fullmatch(plain(answer)):
+        return 0.0  # nothing to evaluate; math-verify would ignore some letters as units
+    if _is_equation(gold) and not _EQUALITY.search(answer):
+        return 0.0  # math-verify would compare the answer with a side of the equation
     if has_neighbours(answer) or has_odd_digits(written_out(answer)):
         return 0.0  # math-verify would add or join adjacent numbers
     verdict = _math_verify(answer, gold)
     return 0.0 if verdict is None and right is not None else verdict
+
+
+def _is_equation(gold: str) -> bool:
+    """Returns whether a gold answer is an equation that no number can replace. `x = 5` and `2*9 = 18` are numbers."""
+    *others, _ = _EQUALITY.split(plain(gold))
+    return any(re.search("[^\\W\\d_]", other) and not _NAME.fullmatch(other) for other in others)
 
 
 def _readings(number: Number) -> set[Fraction]:
@@ -95,7 +118,8 @@ def _readings(number: Number) -> set[Fraction]:
 
 def final_answer(completion: str) -> str | None:
     """Returns the text of the last answer that is marked with `####`, `\\boxed{}` or `<answer></answer>` and is not
-    empty; None if there is no such answer."""
+    empty; None if there is no such answer. A box or `<answer>` that comes last and is not closed is a cut answer, in
+    place of which no earlier one counts."""
     marks: list[tuple[int, str]] = []
     hashes = completion.rfind("####")
     while hashes >= 0:
@@ -109,14 +133,16 @@ def final_answer(completion: str) -> str | None:
     start = completion.rfind("<answer>", 0, max(close, 0))
     if close >= 0 and start >= 0 and completion[start + 8 : close].strip():
         marks.append((start, completion[start + 8 : close].strip()))
-    # Each attempt scans up to the length limit. The number of attempts is bounded, because degenerate text may open
-    # thousands of boxes and close none.
-    for match in list(re.finditer(r"\\boxed\s*\{", completion))[: -1 - _BOXES : -1]:
+    opened = completion.rfind("<answer>")
+    if opened > close:
+        marks.append((opened, ""))
+    # Each attempt scans up to the length limit. Their number is bounded, as a text may have thousands of empty boxes.
+    for match in list(re.finditer(r"\\boxed\s*(?:\{|\Z)", completion))[: -1 - _BOXES : -1]:
         boxed = _braced(completion, match.end())
-        if boxed:
-            marks.append((match.start(), boxed))
+        if boxed != "":
+            marks.append((match.start(), boxed or ""))
             break
-    return max(marks)[1] if marks else None
+    return max(marks)[1] or None if marks else None
 
 
 def vote(completion: str) -> Fraction | str | None:
@@ -170,6 +196,8 @@ def _math_verify(answer: str, gold: str) -> float | None:
 
     try:
         # gold comes first: the comparison is not symmetric
-        return float(verify(read(gold), read(answer), timeout_seconds=SECONDS, raise_on_error=True))
+        right, ours = read(gold), read(answer)
+        limits = {"timeout_seconds": SECONDS, "raise_on_error": True}
+        return float(verify(right, ours, float_rounding=_DIGITS, numeric_precision=_DIGITS + 20, **limits))
     except (Exception, TimeoutException):  # the TimeoutException of math-verify is not an Exception
         return None

@@ -11,6 +11,8 @@ import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
+from tunix_like.rewards.units import keeps_value
+
 LONGEST = 200
 """Maximum number of characters of a number. Longer texts are not parsed, to limit the time for long completions."""
 
@@ -47,8 +49,8 @@ _NUMBER = re.compile(
     rf"(?P<sign>[+-]?)\s*(?:(?:(?P<whole>{_WHOLE})\s+)?(?P<top>{_WHOLE})\s*/\s*(?P<bottom>{_WHOLE})"
     r"|(?P<leading>[1-9](?:\.\d+)?)\s*(?:[×x*·⋅]|\\times\b|\\cdot\b)\s*10\s*\^\s*(?P<open>\{)?\s*(?P<power>[+-]?\d{1,3})"
     rf"(?(open)\s*\}})|(?P<decimal>(?:{_WHOLE}(?:\.\d*)?|\.\d+)(?:e[+-]?\d{{1,3}})?))"
-    r"\s*(?P<percent>%|percent\b)?[^\d=+*/^\\{}×÷·⋅√±-]*(?:/\s*[a-z]+)?",
-    re.IGNORECASE,
+    r"(?:\s*(?P<percent>%|percent\b))?(?P<tail>.*)",
+    re.IGNORECASE | re.DOTALL,
 )
 
 
@@ -70,7 +72,7 @@ def parse_number(text: str) -> Number | None:
     """Parses a text that is one plain number. Returns None for any other text and for a text of over 200 characters.
 
     If the text is an equation, the side after the last `=` or `≈` is parsed. A text with several equations is not a
-    number. Any words can follow the number as its unit. Two adjacent numbers are not a number.
+    number. Units and words can follow the number (see `keeps_value`). Two adjacent numbers are not a number.
     """
     if len(text) > LONGEST:
         return None
@@ -88,6 +90,8 @@ def parse_number(text: str) -> Number | None:
         value = Fraction(f"{match['leading']}e{match['power']}")
     else:
         value = Fraction(match["decimal"].replace(",", ""))
+    if not keeps_value(match["tail"], abs(value)):
+        return None
     return Number(sign * value, match["percent"] is not None, quotient)
 
 

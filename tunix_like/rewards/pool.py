@@ -146,7 +146,7 @@ class _Batch:
 
     def __init__(self, pool: Pool, place: str, name: str, arguments: Mapping[str, Sequence[Any]], count: int):
         self.pool, self.place, self.name, self.arguments = pool, place, name, arguments
-        self.results = FunctionRewards(np.full(count, np.nan), {})
+        self.results = FunctionRewards.empty(count)
         self.wasted = 0.0  # worker seconds spent in failed calls
         self.queue: deque[_Call] = deque()
 
@@ -209,7 +209,9 @@ class _Batch:
             self._failed(call, kind, reason, answer["of_all"])
         else:
             failures = {i: Failure(kind, reason) for i, kind, reason in answer["failures"]}
-            copy_rewards(self.results, call.rows, FunctionRewards(np.array(answer["rewards"], float), failures))
+            rewards = np.array(answer["rewards"], float)  # None becomes NaN
+            abstained = np.array([value is None for value in answer["rewards"]])
+            copy_rewards(self.results, call.rows, FunctionRewards(rewards, failures, abstained))
             self._trace(call, failed=False)
 
     def _failed(self, call: _Call, kind: FailureKind, reason: str, of_all: bool = False) -> None:

@@ -24,8 +24,11 @@ class Scores:
     """The rewards of n completions.
 
     Attributes:
-      total: [n] weighted sum over the reward functions; NaN if one of these returned None or NaN, or failed.
+      total: [n] weighted sum over the reward functions that apply to the completion (those that did not return None);
+        NaN if none of them applies, or one returned NaN or failed.
       by_function: function name -> [n] unweighted rewards; NaN where the function returned None or NaN, or failed.
+      failed: [n] True where a function returned NaN or failed. Other completions without a total have only functions
+        that do not apply.
       timeouts: [n] True where a function did not return in time.
       errors: [n] True where a function raised, returned an invalid reward, or crashed its worker.
       first_failure: reason, full prompt and full completion of the first failure; None if there was no failure.
@@ -33,19 +36,21 @@ class Scores:
 
     total: NDArray[np.float64]
     by_function: dict[str, NDArray[np.float64]]
+    failed: NDArray[np.bool_]
     timeouts: NDArray[np.bool_]
     errors: NDArray[np.bool_]
     first_failure: str | None
 
     @property
     def scored(self) -> NDArray[np.bool_]:
-        """Mask of shape [n]: False for completions for which a reward function returned None or NaN, or failed."""
+        """Mask of shape [n]: False for completions without a total."""
         return ~np.isnan(self.total)
 
     def pick(self, rows: NDArray[np.int_]) -> Scores:
         """Returns the scores of the completions with the indices `rows`, in the order of `rows`."""
         by_function = {name: values[rows] for name, values in self.by_function.items()}
-        return Scores(self.total[rows], by_function, self.timeouts[rows], self.errors[rows], self.first_failure)
+        masks = self.failed[rows], self.timeouts[rows], self.errors[rows]
+        return Scores(self.total[rows], by_function, *masks, self.first_failure)
 
     def join(self, other: Scores) -> Scores:
         """Returns these scores followed by the scores `other`, which must be from the same reward functions."""
@@ -55,6 +60,7 @@ class Scores:
         return Scores(
             np.concatenate([self.total, other.total]),
             by_function,
+            np.concatenate([self.failed, other.failed]),
             np.concatenate([self.timeouts, other.timeouts]),
             np.concatenate([self.errors, other.errors]),
             self.first_failure or other.first_failure,
@@ -87,7 +93,7 @@ def score(
     group_size: int = 1,
     sources: Sequence[Any] | None = None,
 ) -> Scores:
-    """Scores every completion with every function and returns the weighted sums.
+    """Scores every completion with every function and returns the weighted sums of the functions that apply to it.
 
     If a function fails, it is called again with fewer completions, down to one, to find the completions for which it
     fails. These completions stay unscored.
@@ -107,6 +113,7 @@ def score(
     check_arguments(functions, columns)
     given, count = {"prompts": prompts, "completions": completions, **columns}, len(completions)
     total, by_function = np.zeros(count), {}
+    abstained, failed = np.ones(count, bool), np.zeros(count, bool)
     timeouts, errors = np.zeros(count, bool), np.zeros(count, bool)
     first: str | None = None
     for name, function, weight in functions:
@@ -119,11 +126,14 @@ def score(
             else:
                 results = call_in_process(name, function, arguments, count, group_size)
         by_function[name] = results.rewards
-        total += weight * results.rewards
+        total += weight * np.where(results.abstained, 0.0, results.rewards)
+        abstained &= results.abstained
+        failed |= np.isnan(results.rewards) & ~results.abstained
         for i, failure in results.failures.items():
             (timeouts if failure.kind == "timeout" else errors)[i] = True
         if first is None and results.failures:
             i = min(results.failures)
             reason = visible(results.failures[i].reason)  # the reason may quote text that the model wrote
             first = f"{reason}\nPrompt: {prompts[i]!r}\nCompletion: {completions[i]!r}"
-    return Scores(total, by_function, timeouts, errors, first)
+    total[abstained] = np.nan
+    return Scores(total, by_function, failed, timeouts, errors, first)

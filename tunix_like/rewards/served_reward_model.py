@@ -52,7 +52,10 @@ class ServedRewardModel(ServedModel):
 
     async def _score(self, name: str, prompt: Any, completion: str) -> float | Failure:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        answer = {"role": "assistant", "content": without_control(completion)}
+        text = without_control(completion)
+        if messages[-1]["role"] == "assistant":  # the completion continues this message
+            messages, text = messages[:-1], messages[-1]["content"] + text
+        answer = {"role": "assistant", "content": text}
         found = (await self.ask("classify", [*messages, answer]))["data"][0]["probs"]
         if len(found) == 1:
             return float(found[0])

@@ -16,10 +16,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from tunix_like.errors import UserError
-from tunix_like.rewards.calls import FunctionRewards, GroupFunction, check_form, number_of
+from tunix_like.rewards.calls import FunctionRewards, GroupFunction, check_form
 from tunix_like.runtime import trace
 from tunix_like.workers.failures import Failure, explain
 
@@ -152,14 +150,12 @@ class PerCompletion(WaitingFunction):
 
 def as_rewards(name: str, values: Sequence[Any]) -> FunctionRewards:
     """Returns the rewards of values, one per completion; a value can be a `Failure`."""
-    results = FunctionRewards(np.full(len(values), np.nan), {})
+    results = FunctionRewards.empty(len(values))
     for i, value in enumerate(values):
         if isinstance(value, Failure):
             results.failures[i] = value
-            continue
-        results.rewards[i], problem = number_of(value)
-        if problem is not None:
-            results.failures[i] = Failure("error", f"Reward function '{name}': {value!r:.200} {problem}.")
+        else:
+            results.set(i, value, f"Reward function '{name}': {value!r:.200}")
     return results
 
 

@@ -37,7 +37,7 @@ def main(channel: socket.socket, places: list[str]) -> None:
         (arguments,) = pickle.load(stream)  # after the name, because this can fail
         results = call(name, found, arguments, count)
         failures = [[i, *failure] for i, failure in results.failures.items()]
-        return {"rewards": results.rewards.tolist(), "failures": failures}
+        return {"rewards": results.values(), "failures": failures}
 
     def failed(error: BaseException) -> Mapping[str, Any]:
         return {"failure": Failure("error", explain(name, error)), "of_all": isinstance(error, WrongCount)}

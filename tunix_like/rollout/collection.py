@@ -204,10 +204,9 @@ class Collector:
     def _has_signal(self, step: int, rollout: Rollout) -> Bool[np.ndarray, "P"]:
         """Returns for each prompt whether it has a training signal: the rewards of its completions differ, and it has
         as many scored completions as its advantage estimator needs."""
-        rewards = shaped_rewards(rollout, self.task, self.objective)
-        scored = ~np.isnan(rewards)
-        kept = self.objective.at(step).kept_groups(scored, estimator_ids(self.objective, rollout))
-        return mixed_groups(rewards, scored) & kept
+        rewards, ids = shaped_rewards(rollout, self.task, self.objective), estimator_ids(self.objective, rollout)
+        scored, objective = ~np.isnan(rewards), self.objective.at(step)
+        return mixed_groups(objective.inputs(rewards, scored, ids), scored) & objective.kept_groups(scored, ids)
 
     def _sample(self, params: Any, clock: Clock) -> _Sampled | None:
         """Samples completions for the next batch of prompts; None if there is none."""
@@ -311,7 +310,7 @@ def training_batch(rollout: Rollout, task: Task, objective: Objective) -> GroupB
 
 
 def shaped_rewards(rollout: Rollout, task: Task, objective: Objective) -> Float[np.ndarray, "P G"]:
-    """Returns the rewards that the advantage estimators get; NaN for an unscored completion. They are the total rewards
+    """Returns the rewards for the advantage estimators; NaN for an unscored completion. They are the total rewards
     after `shape_rewards` or, for an estimator with `by_function`, the results of `sum_of_normalised`."""
     lengths = rollout.completions.lengths
     total, most = rollout.scores.total.reshape(lengths.shape), task.rollout_config.max_tokens_to_generate
@@ -321,7 +320,9 @@ def shaped_rewards(rollout: Rollout, task: Task, objective: Objective) -> Float[
     if groups.any():
         weights = {name: weight for name, _, weight in task.rewards}  # that of an environment is 1
         parts = {name: values.reshape(lengths.shape)[groups] for name, values in rollout.scores.by_function.items()}
-        rewards[groups] = sum_of_normalised(np.stack([*parts.values()]), [weights.get(name, 1.0) for name in parts])
+        scored = rollout.scores.scored.reshape(lengths.shape)[groups]
+        factors = [weights.get(name, 1.0) for name in parts]
+        rewards[groups] = sum_of_normalised(np.stack([*parts.values()]), factors, scored)
     return rewards
 
 
@@ -347,4 +348,4 @@ def shape_rewards(
         total = total - (1.0 if algo.overlong_penalty is None else algo.overlong_penalty) * over
     if algo.binarize:
         total = np.where(np.isnan(total), np.nan, succeeds(total, success_threshold).astype(np.float64))
-    return total.astype(np.float32)  # as in the estimator, so rewards that differ only in float64 are equal
+    return total

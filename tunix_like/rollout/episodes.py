@@ -62,8 +62,9 @@ def with_environment(scores: Scores, episodes: Sequence[Episode]) -> Scores:
         failure = f"{visible(first.failure[1])}\nTurns: {first.messages!r}"
     return dataclasses.replace(
         scores,
-        total=scores.total + rewards,
+        total=np.where(scores.scored, scores.total, np.where(scores.failed, np.nan, 0.0)) + rewards,
         by_function=scores.by_function | {REWARD: rewards},
+        failed=scores.failed | np.isnan(rewards),
         timeouts=scores.timeouts | np.array([kind == "timeout" for kind in kinds]),
         errors=scores.errors | np.array([kind not in (None, "timeout") for kind in kinds]),
         first_failure=failure,

@@ -231,14 +231,16 @@ def score_completions(
             values = {"environments": list(environments[own])} | values  # a column of this name goes first
         sources = [problem.source for problem in selected for _ in range(size)]
         scores = score(functions, prompts, list(texts[own]), values, size, sources)
-        rows = np.stack([scores.total, scores.timeouts, scores.errors, *(scores.by_function[name] for name in names)])
+        masks = scores.failed, scores.timeouts, scores.errors
+        rows = np.stack([scores.total, *masks, *(scores.by_function[name] for name in names)])
         parts = np.moveaxis(rows.reshape(len(rows), len(selected), size), 1, 0).tolist()
         return [(part, None if i else scores.first_failure) for i, part in enumerate(parts)]
 
     parts, failures = zip(*spread(range(len(problems)), share), strict=True)
-    total, timeouts, errors, *rewards = np.moveaxis(np.array(parts, np.float64), 1, 0).reshape(len(names) + 3, -1)
+    total, *rest = np.moveaxis(np.array(parts, np.float64), 1, 0).reshape(len(names) + 4, -1)
+    failed, timeouts, errors = (mask > 0 for mask in rest[:3])
     first = next(filter(None, failures), None)
-    return Scores(total, dict(zip(names, rewards, strict=True)), timeouts > 0, errors > 0, first)
+    return Scores(total, dict(zip(names, rest[3:], strict=True)), failed, timeouts, errors, first)
 
 
 def repeat_columns(

@@ -39,7 +39,7 @@ def _rollout(problems: Any, texts: Any, completions: Any, scores: Any, episodes:
         [Problem(number, text, tokens, {}) for number, text, tokens in problems],
         texts,
         Completions(*completions),
-        Scores(**scores),
+        Scores(**{"failed": np.isnan(scores["total"]), **scores}),  # checkpoints before this field lack it
         None if episodes is None else [Episode(*fields) for fields in episodes],
     )
 

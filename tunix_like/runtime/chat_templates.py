@@ -6,7 +6,7 @@ import datetime
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -14,9 +14,6 @@ import jinja2.nodes
 import jinja2.sandbox
 
 from tunix_like.errors import UserError
-
-if TYPE_CHECKING:
-    from tunix_like.types import Message
 
 MOST = 10_000_000
 """A rendered text may have at most `MOST` characters, plus `GROWTH` times the number of characters in the inserted
@@ -81,12 +78,3 @@ def template_error(turns: Sequence[Mapping[str, Any]], failure: Exception) -> Us
         f"The tokenizer's chat template failed on a conversation ({', '.join(roles)}): "
         f"{failure}.{cure if 'system' in roles else ''}"
     )
-
-
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Checks that each message has a role and a content. Returns the messages as plain dicts, because a template must
-    receive ordinary JSON values."""
-    for position, message in enumerate(messages):
-        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            raise UserError(f"Message {position} of a prompt must have 'role' and 'content'; it is {message!r}.")
-    return [dict(message) for message in messages]

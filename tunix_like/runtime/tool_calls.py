@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
-_LLAMA_TAG = "<|python_tag|>"
+LLAMA_TAG = "<|python_tag|>"
 _DECODER = json.JSONDecoder()
 
 MOST_CALLS = 32
@@ -46,6 +46,11 @@ def tool_calls(text: str) -> list[ToolCall]:
     return calls
 
 
+def without_calls(text: str) -> str:
+    """Returns the text of a turn, without its thoughts, outside of its tool calls, if it has any."""
+    return _HERMES.sub("", text) if _HERMES.search(text) else text.rpartition(LLAMA_TAG)[0]
+
+
 def _hermes_call(body: str) -> ToolCall:
     try:
         value = json.loads(body)
@@ -57,8 +62,8 @@ def _hermes_call(body: str) -> ToolCall:
 def _llama_calls(text: str) -> list[ToolCall]:
     """Returns the calls in the format of Llama 3. Text that looks like a call but cannot be read becomes a call with an
     error."""
-    marked = _LLAMA_TAG in text
-    text = text.rpartition(_LLAMA_TAG)[2].strip()
+    marked = LLAMA_TAG in text
+    text = text.rpartition(LLAMA_TAG)[2].strip()
     if not text.startswith("{"):
         return [ToolCall("", {}, "the tool call is not a JSON object")] if marked else []
     calls: list[ToolCall] = []

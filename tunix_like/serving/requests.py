@@ -404,7 +404,7 @@ def _chat_tokens(
     most: int,
     name: str = "messages",
 ) -> list[int]:
-    """Returns the token ids of a conversation, followed by those with which an answer begins.
+    """Returns the token ids of a conversation, up to where the answer begins (see `Tokenizer.render_prompt`).
 
     Control tokens that are written in messages are encoded as plain text. If a conversation has more than `most`
     tokens, the result may contain only its beginning.
@@ -415,8 +415,8 @@ def _chat_tokens(
         if key in variables:
             raise wrong(f"chat_template_kwargs.{key}", "it cannot be set")
     try:
-        text = tokenizer.render_guarded(messages, True, **variables, **({"tools": tools} if tools else {}))
-        if tools and text == tokenizer.render_guarded(messages, True, **variables):
+        text = tokenizer.render_prompt(messages, **variables, **({"tools": tools} if tools else {}))
+        if tools and text == tokenizer.render_prompt(messages, **variables):
             raise RequestError("the chat template of this model ignores tools; leave them out", "tools")
         tokens = tokenizer.encode_guarded(text, most)
     except UserError as error:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from tunix_like.environments.chat_messages import CALL, THOUGHT, parsed_calls
+from tunix_like.environments.chat_messages import THOUGHT, parsed_calls
+from tunix_like.runtime.tool_calls import LLAMA_TAG
 
-_STARTS_OF_ANSWER = ("{", "<|python_tag|>")
-"""An answer that begins with one of these texts may be a tool call in the format of Llama 3."""
+_STARTS_OF_CALLS = ("<tool_call>", LLAMA_TAG)
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -92,14 +92,21 @@ class CallStream:
         first = self._text.rfind(THOUGHT)
         first = 0 if first < 0 else first + len(THOUGHT)
         begun = self._text[first:].lstrip()
-        if any(begun.startswith(start) or start.startswith(begun) for start in _STARTS_OF_ANSWER):
+        if not begun or begun.startswith("{"):  # the whole answer may be a tool call in the format of Llama 3
             end = first
-        elif (end := self._text.find(CALL, first)) < 0:
-            sizes = range(min(len(CALL) - 1, len(self._text)), 0, -1)
-            end = len(self._text) - next((size for size in sizes if CALL.startswith(self._text[-size:])), 0)
+        else:
+            starts = [place for start in _STARTS_OF_CALLS if (place := self._text.find(start, first)) >= 0]
+            end = min(starts, default=len(self._text) - self._beginning())
         end = max(len(self._text[:end].rstrip()), self._sent)
         ready, self._sent = self._text[self._sent : end], end
         return ready
+
+    def _beginning(self) -> int:
+        """Returns the length of the longest suffix of the text that is the beginning of a tool call."""
+        longest = min(len(self._text), max(map(len, _STARTS_OF_CALLS)) - 1)
+        return next(
+            (n for n in range(longest, 0, -1) if any(s.startswith(self._text[-n:]) for s in _STARTS_OF_CALLS)), 0
+        )
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
         """Returns the content that `add` has not returned, and the tool calls in the format of OpenAI. No text may be

@@ -10,9 +10,11 @@ from tunix_like.config.schema import RolloutConfig
 from tunix_like.data.source import chat_answer, is_conversation
 from tunix_like.data.stream import SCANNED_ROWS
 from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.environments.bridge import check_tools
 from tunix_like.environments.history import Demonstration, Demonstrations
 from tunix_like.errors import UserError
 from tunix_like.runtime import progress
+from tunix_like.runtime.conversations import chat_tools
 
 
 class Answers:
@@ -79,8 +81,16 @@ def _check_text(row: Mapping[str, Any], column: str, number: int, who: str, what
 
 def with_tools(tokenizer: Tokenizer, rows: Sequence[Mapping[str, Any]], who: str) -> Tokenizer:
     """Passes the column `tools`, which must be the same in all rows, to the chat template."""
-    tools = rows[0].get("tools") if len(rows) and isinstance(rows[0], Mapping) else None
-    for number in range(len(rows) if tools else 0):
-        if rows[number].get("tools") != tools:
+    tools: list[dict[str, Any]] = []
+    for number in range(len(rows)):
+        row = rows[number]
+        tool_column = row.get("tools") if isinstance(row, Mapping) else None
+        given = chat_tools(tool_column, f"training row {number}: column 'tools'")
+        if number and given != tools:
             raise UserError(f"column 'tools': training row {number} has other tools than row 0; {who} needs one list.")
-    return tokenizer.with_template_variables({"tools": tools}) if tools else tokenizer
+        tools = given
+    if not tools:
+        return tokenizer
+    tokenizer = tokenizer.with_template_variables({"tools": tools})
+    check_tools(tokenizer, "column 'tools'")
+    return tokenizer

@@ -103,9 +103,9 @@ class Learner(Trainer):
         are donated to the compiled step; `train` writes them back to the model when it ends.
       tokenizer: a `tunix_like` tokenizer or a transformers fast tokenizer.
       reward_fns: one or several functions `f(prompts, completions, **columns) -> list of numbers`. A mapping gives
-        names to the functions. The (weighted) sum of their numbers is the reward. None, NaN or an exception means that
-        a completion could not be scored. Functions run in this process; functions made by `tunix_like.rewards.pooled`
-        run in worker processes, with a time limit.
+        names to the functions. The (weighted) sum of their numbers is the reward. None means that a function does not
+        apply to a completion, NaN or an exception that the completion cannot be scored. Functions run in this process;
+        functions made by `tunix_like.rewards.pooled` run in worker processes, with a time limit.
       algo_config: an instance of the learner's config class; defaults to `config_class()`.
       rollout_config: settings of sampling.
       training_config: settings of training.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +37,8 @@ class RewardModel:
     completions.
 
     The score is that of the last token of the text: the prompt as the policy received it, the completion, and an
-    end-of-sequence token. A text with more tokens than the model has positions has no score. The weights are read at
+    end-of-sequence token. If this is also the pad token in config.json, the score is that of the token before it, which
+    transformers reads. A text with more tokens than the model has positions has no score. The weights are read at
     the first call, in the compute dtype of the device.
 
     Args:
@@ -57,25 +59,27 @@ class RewardModel:
             raise UserError(f"{PREFIX}{folder}: reward models are supported in runs of one process only.")
         self.folder, self._mesh = folder, mesh
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float | None]:
-        """Returns the score of each completion. Consecutive completions of the same prompt form a group."""
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+        """Returns the score of each completion, NaN for one without a score. Consecutive completions of the same prompt
+        form a group."""
         _, _, tokenizer, _ = self._loaded
         most = self.config.max_positions
         runs = [list(run) for _, run in itertools.groupby(range(len(prompts)), key=lambda i: prompts[i])]
         size = statistics.mode(map(len, runs))  # a prompt may occur in two consecutive groups
         groups = [run[i : i + size] for run in runs for i in range(0, len(run), size)]
         end = tokenizer.eos_ids[0] if tokenizer.eos_id is None else tokenizer.eos_id
+        ends = [] if (self.config.source or {}).get("pad_token_id") == end else [end]
         contexts = [tokenizer.encode_prompt(prompts[group[0]], False, most)[1] for group in groups]
-        answers = [[[*tokenizer.encode_data(completions[i], most), end] for i in group] for group in groups]
+        answers = [[[*tokenizer.encode_data(completions[i], most), *ends] for i in group] for group in groups]
         fits = [
             [0 < len(context) <= most - len(answer) for answer in group]
             for context, group in zip(contexts, answers, strict=True)
         ]
         scores = self._scores(contexts, answers, fits, size)
-        out: list[float | None] = [None] * len(prompts)
+        out = [math.nan] * len(prompts)  # None would mean that the other functions score the completion
         for row, group in enumerate(groups):
             for column, i in enumerate(group):
-                out[i] = float(scores[row, column]) if fits[row][column] else None
+                out[i] = float(scores[row, column]) if fits[row][column] else math.nan
         return out
 
     @functools.cached_property

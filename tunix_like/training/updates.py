@@ -141,7 +141,7 @@ class Updates:
         policy = self._logprobs(self.trainer.graphdef, self.trainer.params, batch)
         tokens = kl_estimate(str(self.algo.kl_loss_mode), jnp.asarray(policy), jnp.asarray(ref), jnp.asarray(mask))
         kl = np.where(mask, np.asarray(tokens), 0.0)
-        rewards = (batch.rewards - self.algo.beta * kl.sum(-1)).astype(np.float32)
+        rewards = batch.rewards - self.algo.beta * kl.sum(-1)
         return batch._replace(rewards=rewards), ref, {"kl": float(kl.sum() / mask.sum())}
 
     def run(
@@ -165,6 +165,9 @@ class Updates:
             log-probabilities of sampler and trainer differ too much.
         """
         trainer, mesh, count = self.trainer, self.trainer.mesh, len(problems)
+        assert batch.estimator_ids is not None
+        rewards = self.objective.at(step).inputs(batch.rewards, batch.scored, batch.estimator_ids)
+        original, batch = batch, batch._replace(rewards=rewards)
         scheduled = self.objective.scheduled(step)
         live, metrics = self._live_rows(step, batch, scheduled)
         critic = self.critic
@@ -196,12 +199,14 @@ class Updates:
             inputs = step_inputs(placed, part, packed, old, ref, **given)
             trainer.state, row, advantages = trainer.programs.train_step(trainer.state, inputs, trainer.frozen)
             if not rows:
-                self._check_advantages(fetch(advantages, mesh), batch, problems)
+                self._check_advantages(fetch(advantages, mesh), original, problems)
             rows.append(row)
         rows, of_critic, advantages = fetch((rows, of_critic, advantages), mesh)
         for number in self.skip_watch(rows):
             if trainer.written_folder is not None:
-                save_skipped(trainer.written_folder, SkippedUpdate(step, number, batch, live, parts[number], old, ref))
+                save_skipped(
+                    trainer.written_folder, SkippedUpdate(step, number, original, live, parts[number], old, ref)
+                )
         self.critic_watch(of_critic)
         self.critic_watch.check()
         self.skip_watch.check()
