@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunix_like.cli.common import chosen_source, setup_jax
 from tunix_like.errors import UserError, one_line
+from tunix_like.storage.checkpoint_files import step_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -125,7 +126,7 @@ def _settings(arguments: argparse.Namespace, trained: Trained) -> Settings:
     step = Path(trained.origin).name
     return Settings(
         name=arguments.source,
-        version=step if step.isdigit() else "default",
+        version=step if step_of(step) is not None else "default",
         vocab_size=model.vocab_size,
         longest=longest,
         max_tokens=rollout.max_tokens_to_generate,

@@ -28,6 +28,7 @@ from tunix_like.report.listing import run_folders
 from tunix_like.report.reading import Run, Table, read_runs
 from tunix_like.report.rollouts import MOST_BYTES, read_kept
 from tunix_like.runtime import console, progress, trace
+from tunix_like.runtime.input_files import path_below
 from tunix_like.runtime.object_storage import download, is_remote, names_below, upload_file
 from tunix_like.runtime.visible import visible
 from tunix_like.storage.metrics import FILE
@@ -73,7 +74,7 @@ def _local(folder: str, with_checkpoint: bool) -> Iterator[Path]:
     if with_checkpoint:
         wanted += ["model/*", f"{latest(checkpoints_among(names_below(folder, 'report'))[0])}/*"]
     with tempfile.TemporaryDirectory() as temporary:
-        copy = Path(temporary).joinpath(*folder.rstrip("/").replace("://", "/").split("/"))  # runs are named by it
+        copy = path_below(Path(temporary), folder.rstrip("/").replace("://", "/"), "report")  # runs are named by it
         download(folder, "report", wanted, copy)
         yield copy
 

@@ -164,8 +164,9 @@ def open_trained(
             "Python), or export the whole model without --adapter."
         )
     step: int | None = None
-    if place.name.isdigit() and place.parent.name in ("checkpoints", "sft_checkpoints"):
-        step, steps_folder, place = int(place.name), place.parent, place.parent.parent
+    named = checkpoint_files.step_of(place.name)
+    if named is not None and place.parent.name in ("checkpoints", "sft_checkpoints"):
+        step, steps_folder, place = named, place.parent, place.parent.parent
     elif (place / "model" / "config.json").is_file():
         found = newest_checkpoints(place)
         if found is None:
@@ -206,7 +207,7 @@ def open_trained(
 def split_address(url: str) -> tuple[str, str | None]:
     """Splits the address of a checkpoint into that of its run and the rest, such as `checkpoints/10`; None without."""
     run, folder, step = url.rstrip("/").rsplit("/", 2)
-    if folder in ("checkpoints", "sft_checkpoints") and (step.isdigit() or step == BEST):
+    if folder in ("checkpoints", "sft_checkpoints") and (checkpoint_files.step_of(step) is not None or step == BEST):
         return run, f"{folder}/{step}"
     return url.rstrip("/"), None
 
