@@ -183,7 +183,7 @@ def _run(run: Run, most_bytes: int, folder: Path) -> dict[str, Any]:
     return {
         "name": run.name,
         "facts": contents.facts(run),
-        "config": {key: contents.shown(value) for key, value in run.config.items()},
+        "config": {key: contents.text_of(run, key) for key in run.config},
         "threshold": run.config.get("rewards.success_threshold", 1.0),
         "rl": _phase(run.rl),
         "sft": _phase(run.sft),

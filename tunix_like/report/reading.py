@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tunix_like.algorithms.pass_rates import PASS_RATES
-from tunix_like.config.load import flat, read_yaml
+from tunix_like.config.load import read_yaml
+from tunix_like.config.shown import given
 from tunix_like.errors import UserError
 from tunix_like.storage import metrics
 
@@ -35,8 +36,8 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The contents of a run folder. `config` has flat keys (`optimizer.learning_rate`). Without a file `config.yaml`,
-    `config` is empty."""
+    """The contents of a run folder. `config` has the known keys, flat (`optimizer.learning_rate`), with values that are
+    not to be shown (`contents.text_of`). Without a file `config.yaml`, `config` is empty."""
 
     name: str
     folder: Path
@@ -74,7 +75,7 @@ def _read_run(folder: Path, name: str) -> Run:
 
 
 def _config(file: Path) -> dict[str, Any]:
-    return dict(flat(read_yaml(file))) if file.is_file() else {}
+    return given(read_yaml(file)) if file.is_file() else {}
 
 
 def _table(rows: Sequence[Mapping[str, Any]], key: str, file: Path) -> Table:
