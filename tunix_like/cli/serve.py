@@ -159,15 +159,18 @@ def _server(arguments: argparse.Namespace, settings: Settings, trained: Trained)
 async def _run(app: ASGIApp, server: Server, listener: socket.socket) -> None:
     import uvicorn
 
+    from tunix_like.serving.connections import http_config
+
     class Stoppable(uvicorn.Server):
         """A server that finishes running requests after the first signal and exits at once after the second one."""
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             self.should_exit, self.force_exit = True, bool(self.should_exit)
 
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=SECONDS_TO_FINISH
-    )
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            listener.listen(BACKLOG)  # the event loop has set the number of connections that it accepts at once
+
     server.open()
-    await Stoppable(config).serve(sockets=[listener])
+    await Stoppable(http_config(app, timeout_graceful_shutdown=SECONDS_TO_FINISH)).serve(sockets=[listener])
     server.batcher.close()
