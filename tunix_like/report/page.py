@@ -31,7 +31,7 @@ from tunix_like.runtime import console, progress, trace
 from tunix_like.runtime.input_files import path_below
 from tunix_like.runtime.object_storage import download, is_remote, names_below, upload_file
 from tunix_like.runtime.visible import visible
-from tunix_like.storage.metrics import FILE
+from tunix_like.storage.metrics import FILE, is_number
 from tunix_like.storage.mirror import checkpoints_among, latest
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _run(run: Run, most_bytes: int, folder: Path) -> dict[str, Any]:
         "name": run.name,
         "facts": contents.facts(run),
         "config": {key: contents.text_of(run, key) for key in run.config},
-        "threshold": run.config.get("rewards.success_threshold", 1.0),
+        "threshold": threshold if is_number(threshold := run.config.get("rewards.success_threshold")) else 1.0,
         "rl": _phase(run.rl),
         "sft": _phase(run.sft),
         "histograms": run.rl.histograms,

@@ -12,7 +12,6 @@ import contextlib
 import importlib.metadata
 import json
 import logging
-import math
 import os
 import queue
 import re
@@ -33,7 +32,7 @@ from tunix_like.config.shown import shown_sections
 from tunix_like.errors import UserError, nearest
 from tunix_like.runtime.input_files import read_object
 from tunix_like.runtime.processes import is_first
-from tunix_like.storage.metrics import MetricsLog, rows
+from tunix_like.storage.metrics import MetricsLog, is_number, rows
 
 logger = logging.getLogger("tunix_like")
 
@@ -241,11 +240,7 @@ class EventFiles:
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     """Returns the values of a row of metrics that are finite numbers, by name."""
-    return {
-        name: value
-        for name, value in row.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }
+    return {name: value for name, value in row.items() if is_number(value)}
 
 
 class Place(NamedTuple):
