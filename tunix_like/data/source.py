@@ -109,6 +109,8 @@ def conversation(value: Any, column: str) -> list[dict[str, Any]]:
             raise UserError(f"{where}: a message needs a role ({', '.join(_ROLES)}), got {message!r:.80}.")
         turn = {name: field for name, field in message.items() if field is not None}
         if "tool_calls" in turn:
+            if not isinstance(turn["tool_calls"], list | tuple):
+                raise UserError(f"{where}: 'tool_calls' must be a list, got {turn['tool_calls']!r:.80}.")
             turn["tool_calls"] = [_tool_call(call, where) for call in turn["tool_calls"]]
             turn.setdefault("content", "")
         if not isinstance(turn.get("content"), str):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -201,6 +202,7 @@ def opened(url: str, key: str) -> tuple[Any, str]:
     try:
         import fsspec
 
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of what it raises
         system, root = fsspec.core.url_to_fs(url.rstrip("/"))
     except ImportError as error:
         why = one_line(error.__cause__ or error)  # fsspec raises an error of its own
