@@ -227,7 +227,7 @@ def test_dry_run_counts_the_problems_that_are_evaluated(capsys):
     assert re.search(r"evaluation: 20 prompts", dry(capsys, "eval.max_problems=30", "data.eval_size=20")[1])
 
 
-PAIRS = ["algorithm.advantage_estimator=dpo", "rewards.functions=null", "data.eval_size=0"]
+PAIRS = ["algorithm.advantage_estimator=dpo", "rewards.functions=null"]
 SFT = ["sft.max_steps=2"]
 REFUSED = {
     "an SFT answer that is a number": ([{"prompt": "a", "answer": 3}] * 3, SFT),
@@ -252,12 +252,13 @@ REFUSED = {
 def test_a_dry_run_refuses_what_a_run_refuses_at_once(rows, keys, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     reverse_text.tokenizer().save(tmp_path / "tokenizer")
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, 8 * rows)))
     (tmp_path / "run.yaml").write_text(
-        "{model: {init: random, tokenizer: tokenizer, config: {model_type: qwen2, hidden_size: 16, intermediate_size: "
-        "16, num_hidden_layers: 1, num_attention_heads: 2, max_position_embeddings: 64}}, data: {name: jsonl, path: "
-        "rows.jsonl, eval_size: 1, batch_size: 1}, algorithm: {advantage_estimator: rloo}, rollout: {max_prompt_length"
-        ": 8, max_tokens_to_generate: 8}, rewards: {functions: [{name: 'reward.py:score'}]}, sft: {batch_size: 1}}"
+        "model: {init: random, tokenizer: tokenizer, config: {model_type: qwen2, hidden_size: 16, intermediate_size: "
+        "16, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 2, max_position_embeddings: 64}}\n"
+        "data: {name: jsonl, path: rows.jsonl, eval_size: 1}\nalgorithm: {advantage_estimator: rloo}\n"
+        "rollout: {max_prompt_length: 8, max_tokens_to_generate: 8}\n"
+        "rewards: {functions: [{name: 'reward.py:score'}]}\nsft: {batch_size: 8}"
     )
     (tmp_path / "reward.py").write_text("def score(completions, **_): return [0.0] * len(completions)")
     before = sorted(tmp_path.rglob("*"))
