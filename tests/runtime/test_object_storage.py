@@ -179,6 +179,8 @@ def test_names_of_objects_do_not_lead_out_of_the_folder(bucket, reads, name, tmp
     name = f"{'rollouts/' * (reads is report_of)}{name.format(tmp_path)}/{file}"
     if isinstance(system, InMemory):
         system.store[f"{root}/{name}"] = MemoryFile(system, name, b"hostile")
+    elif bucket.startswith("gs") or "\n" in name:
+        pytest.skip("the emulator cannot store this name")
     else:
         system.pipe_file(f"{root}/{name}", b"hostile")
     system.pipe_file(f"{root}/metrics.jsonl", b'{"step": 1, "train/rewards/mean": 1}\n')
