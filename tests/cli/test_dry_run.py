@@ -15,6 +15,7 @@ from tests.environments.test_bridge import QWEN25 as QWEN25_TEMPLATE
 from tests.models.published_configs import GEMMA3, LLAMA32, QWEN3, QWEN3_1_7B, QWEN3_8B, QWEN25, SMOLLM2_360M
 from tests.process import ROOT, python
 from tunix_like.cli import main as cli
+from tunix_like.data import reverse_text
 from tunix_like.training import sizes
 
 pytestmark = pytest.mark.slow
@@ -224,3 +225,46 @@ def test_dry_run_counts_the_problems_that_are_evaluated(capsys):
     assert code == 0 and re.search(r"evaluation: the first 3 of 20 prompts", said)
     assert "doctor --config CONFIG --devices" in said
     assert re.search(r"evaluation: 20 prompts", dry(capsys, "eval.max_problems=30", "data.eval_size=20")[1])
+
+
+PAIRS = ["algorithm.advantage_estimator=dpo", "rewards.functions=null"]
+SFT = ["sft.max_steps=2"]
+REFUSED = {
+    "an SFT answer that is a number": ([{"prompt": "a", "answer": 3}] * 3, SFT),
+    "an empty SFT answer": ([{"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": ""}], SFT),
+    "no SFT answer": ([{"prompt": "a"}] * 3, SFT),
+    "an SFT answer of the user": ([{"prompt": "a", "answer": [{"role": "user", "content": "b"}]}] * 3, SFT),
+    "tool_calls that are a number": (
+        [{"prompt": "a", "answer": [{"role": "assistant", "content": "b", "tool_calls": 5}]}] * 3, SFT),
+    "other tools in later rows": (
+        [{"prompt": "a", "answer": "b", "tools": [{"name": name}]} for name in "abc"], SFT),
+    "a pair without a rejected completion": (
+        [{"prompt": "a", "chosen": "b", "rejected": "a"}, {"prompt": "c", "chosen": "b"}], PAIRS),
+    "a pair of equal completions": ([{"prompt": "a", "chosen": "b", "rejected": "b"}] * 3, PAIRS),
+    "a chosen completion that is a number": ([{"prompt": "a", "chosen": 3, "rejected": "b"}] * 3, PAIRS),
+    "a run folder below a file": ([{"prompt": "a", "answer": "b"}] * 3, ["training.output_dir=run.yaml/run"]),
+    "a run folder that is a file": ([{"prompt": "a", "answer": "b"}] * 3, ["training.output_dir=run.yaml"]),
+    "a folder that is no run": ([{"prompt": "a", "answer": "b"}] * 3, ["training.output_dir=."]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows, keys", REFUSED.values(), ids=REFUSED)
+def test_a_dry_run_refuses_what_a_run_refuses_at_once(rows, keys, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    reverse_text.tokenizer().save(tmp_path / "tokenizer")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, 8 * rows)))
+    (tmp_path / "run.yaml").write_text(
+        "model: {init: random, tokenizer: tokenizer, config: {model_type: qwen2, hidden_size: 16, intermediate_size: "
+        "16, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 2, max_position_embeddings: 64}}\n"
+        "data: {name: jsonl, path: rows.jsonl, eval_size: 1}\nalgorithm: {advantage_estimator: rloo}\n"
+        "rollout: {max_prompt_length: 8, max_tokens_to_generate: 8}\n"
+        "rewards: {functions: [{name: 'reward.py:score'}]}\nsft: {batch_size: 8}"
+    )
+    (tmp_path / "reward.py").write_text("def score(completions, **_): return [0.0] * len(completions)")
+    before = sorted(tmp_path.rglob("*"))
+    errors = []
+    for more in (["--dry-run"], []):
+        assert cli.main(["train", "run.yaml", *keys, *more]) == 2
+        errors.append(capsys.readouterr().err.splitlines()[-1])
+        assert sorted(tmp_path.rglob("*")) == before or not more
+    assert errors[0].startswith("error: ") and (errors[0] == errors[1] or "output_dir" in errors[0])

@@ -83,7 +83,7 @@ def test_card_and_upload(tmp_path, monkeypatch):
     for name in ("pass@1", "pass@4"):
         expected = [figure(name, *(row[f"eval/{end}{name}"] for end in ("", "low/", "high/"))) for row in (first, last)]
         assert f"| {name} | {expected[0]} | {expected[1]} |" in card
-    assert "| `data.train_size` | `50` |" in card and str(tmp_path) not in card
+    assert "| `data.train_size` | 50 |" in card and str(tmp_path) not in card
     assert files["curve.png"].startswith(b"\x89PNG")
     assert "OWNER/NAME" in call(SCRIPT, "export", "run", "other", "--push", "maze", cwd=tmp_path, code=2).stderr
 
@@ -93,3 +93,30 @@ def test_a_failed_upload_keeps_the_export(tmp_path):
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0"}
     done = call(SCRIPT, "export", "run", "out", "--push", "me/maze", "--yes", cwd=tmp_path, code=2, **nowhere)
     assert "out is complete" in done.stderr and (tmp_path / "out" / "model.safetensors").exists()
+
+
+WORLD = """
+class World:
+    def __init__(self, api_key): pass
+    def reset(self, **row): pass
+    def step(self, text): return "", float(len(text) % 2), True
+"""
+
+
+def test_secrets_of_a_configuration_are_in_its_run_only_where_a_resume_needs_them(tmp_path):
+    home = tmp_path / "SECRET1"
+    home.mkdir()
+    (home / "reward.py").write_text("def score(completions, **_):\n    return [len(c) % 2 for c in completions]\n")
+    (home / "world.py").write_text(WORLD)
+    (home / "call.py").write_text("import tunix_like\n\nclass Call(tunix_like.Callback):\n"
+                                  "    def __init__(self, webhook):\n        pass\n")  # fmt: skip
+    given = [f"rewards.functions=[{{name: '{home}/reward.py:score'}}]", f"environment.name={home}/world.py:World"]
+    given += ["environment.arguments={api_key: SECRET2}", "training.output_dir=run"]
+    given += [f"training.callbacks=[{{name: '{home}/call.py:Call', webhook: 'https://x/SECRET3'}}]"]
+    call(SCRIPT, "train", YAML, *SMALL, *given, cwd=tmp_path, JAX_PLATFORMS="cpu")
+    call(SCRIPT, "report", "run", cwd=tmp_path)
+    call(SCRIPT, "export", "run", "out", cwd=tmp_path, JAX_PLATFORMS="cpu")
+    files = [path for folder in ("run", "out") for path in (tmp_path / folder).rglob("*") if path.is_file()]
+    found = {path.relative_to(tmp_path).as_posix() for path in files if b"SECRET" in path.read_bytes()}
+    assert {name for name in found if not name.endswith("meta/metadata")} == {"run/config.yaml"}
+    assert "train/rewards/reward.py:score" in {name for row in rows(tmp_path / "run") for name in row}

@@ -36,11 +36,13 @@ def home(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def serving(home, *options, key=None):
+def serving(home, *options, key=None, files=None):
     """Yields the process and its address, and kills it at the end."""
     environment = {name: value for name, value in os.environ.items() if name != serve.KEY}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path)} | ({serve.KEY: key} if key else {})
     command = [sys.executable, "-m", "tunix_like", "serve", "letters", "--port", "0", "--max-rows", "4", *options]
+    if files is not None:
+        command = ["sh", "-c", f'ulimit -n {files} && exec "$@"', "sh", *command]
     process = subprocess.Popen(command, cwd=home, env=environment, stderr=subprocess.PIPE, text=True)
     lines = []
     try:
@@ -111,6 +113,17 @@ def test_api_key_from_an_environment_variable(home):
         url = url.replace("0.0.0.0", "127.0.0.1")
         assert httpx.get(f"{url}/v1/models").status_code == 401
         assert httpx.get(f"{url}/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+
+
+def test_idle_connections_do_not_use_up_the_open_files(home):
+    with serving(home, key="secret", files=200) as (process, url, lines), contextlib.ExitStack() as stack:
+        port = int(url.rpartition(":")[2])
+        for _ in range(400):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+        assert httpx.get(f"{url}/health", timeout=10).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+    assert len(lines) < 10, lines[:10]
 
 
 @pytest.fixture

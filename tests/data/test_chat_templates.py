@@ -6,6 +6,8 @@ from __future__ import annotations
 import time
 
 import jinja2
+import jinja2.ext
+import jinja2.sandbox
 import pytest
 
 from tests.data.test_tokenizer import CHATML, CHATS, bpe
@@ -14,6 +16,7 @@ from tunix_like.config.schema import DataConfig
 from tunix_like.data.source import PromptFormat
 from tunix_like.data.stream import check_prompts, render
 from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.runtime import chat_templates
 from tunix_like.runtime.untrusted import fill
 
 pytestmark = pytest.mark.slow
@@ -102,3 +105,44 @@ def test_text_that_the_template_drops_does_not_count_as_prompt_length():
     last = "{{ messages[0].content[-9:] }}"
     prompt = [{"role": "user", "content": "0123456789" * 10_000 + "TheEND>>>"}]
     assert bpe(last).encode_prompt(prompt, True, most=20)[0] == "TheEND>>>"
+
+
+ENDLESS = {
+    "loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}" + "{% endfor %}" * 3,
+    "loops over a text": "{% set t = 'x' * 99999 %}{% for a in t %}{% for b in t %}" + "{% endfor %}" * 2,
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "recursive loop": "{% for a in [[[]]] recursive %}{{ loop(a) }}{{ loop([a, a]) }}{% endfor %}",
+    "calls": "{% for a in range(9999) %}{% for b in range(9999) %}{{ b|string|length|string }}" + "{% endfor %}" * 2,
+    "power": "{{ 9 ** (9 ** 9) }}",
+    "powers": "{% set n = namespace(x=3) %}{% for a in range(99) %}{% set n.x = n.x ** 3 %}{% endfor %}",
+    "squares": "{% set n = namespace(x=3) %}{% for a in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "long text": "{{ ('x' * 99999999999)|length }}",
+    "long list": "{{ ([1] * 99999999999)|length }}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+def test_a_template_has_a_limit_of_time(template, monkeypatch):
+    monkeypatch.setattr(chat_templates, "SECONDS", 0.3)
+    began = time.monotonic()
+    with pytest.raises(chat_templates.TemplateFailed):
+        chat_templates.render(template, {"messages": [{"role": "user", "content": "a"}] * 3}, 10)
+    assert time.monotonic() - began < 10
+
+
+def test_loops_are_those_of_jinja():
+    """Also with variables of the loop that need its length, filters, conditions, `else`, and a template without
+    loops."""
+    for template in (
+        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ m.role if not loop.last }}{% endfor %}",
+        "{% for m in messages if m.x %}{{ m }}{% else %}none{% endfor %}",
+        "{% for a, b in pairs.items() %}{{ a }}{{ b * 2 }}{{ loop.previtem }}{{ loop.nextitem }}{% endfor %}",
+        "{% for m in missing %}{{ m }}{% endfor %}{{ 2 ** 10 * 3 }}{{ '-' * 3 }}{{ [1] * 2 }}{{ 1.5 * 2 }}",
+        "{% for a in tree recursive %}{{ loop.depth }}{{ loop(a) }}{% endfor %}",
+        "{% for a in [1, 2, 3] %}{% if a == 2 %}{% continue %}{% endif %}{{ loop.cycle('x', 'y') }}{% endfor %}",
+    ):
+        values = {"messages": [{"role": "user"}, {"role": "b"}], "pairs": {"a": 1, "b": 2}, "tree": [[[]], []]}
+        plain = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        assert chat_templates.render(template, values, 10) == plain.from_string(template).render(values)

@@ -84,3 +84,8 @@ def test_generated_sources_share_no_prompts_between_splits(name, caplog):
     with caplog.at_level(logging.WARNING):
         warn_shared(data.train, data.eval)
     assert not caplog.text and shared_prompts(data.train, data.eval) == Overlap(0, 50, 200, 200)
+
+
+def test_hidden_columns_of_any_kind_are_compared():
+    rows = [{"prompt": "a", "hidden": {"x": [1]}}, {"prompt": "a", "hidden": [2]}, {"prompt": "b", "hidden": {3}}]
+    assert shared_prompts(rows, rows).both == 3 and shared_prompts(rows[:2], rows[1:]).both == 1

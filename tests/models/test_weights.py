@@ -223,8 +223,15 @@ def test_bad_index(tmp_path):
     with pytest.raises(UserError, match=f"do not exist: {gone}"):
         load(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {HEAD: "../other/model.safetensors"}}))
-    with pytest.raises(UserError, match="outside its folder"):
+    with pytest.raises(UserError, match="leads out of its folder"):
         load(tmp_path)
+    (tmp_path / "linked").symlink_to(tmp_path.parent)
+    names = ["..", ".", "", "/etc/passwd", "a//b", "a/../b", "./a", "a/", "a/..", "linked/x", "../" * 30 + "etc/passwd"]
+    for name in names:
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": {HEAD: name}}))
+        for reads in (load, lambda folder: check_weights(folder, make_params(CONFIG), CONFIG)):
+            with pytest.raises(UserError, match="leads out of its folder"):
+                reads(tmp_path)
     for text in ("{", "{}", "[]", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}'):
         (tmp_path / INDEX).write_text(text)
         with pytest.raises(UserError, match="index.json: (not a valid weight index|not valid JSON|expected a JSON)"):

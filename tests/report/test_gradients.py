@@ -95,11 +95,11 @@ def test_norms_equal_those_of_the_plain_model(run, monkeypatch, capsys):
     assert sum(norm > 0 for norm in found.norms) >= 3, "the test can fail"
     assert all((each in (0, 9)) == (rate in (0, 1)) for each, rate in zip(found.bins, found.rates, strict=True))
 
-    assert cli.main(["report", "run", "--gradients", "1", "--png", "png"]) == 0
+    assert cli.main(["report", "run", "--gradients", "1", "--run-code", "--png", "png"]) == 0
     assert '"gradients":[{"rates":[' in (run / "report.html").read_text()
     assert (run.parent / "png" / "gradient_norm_by_pass_rate.png").exists()
-    assert cli.main(["report", "run", "--gradients", "0"]) == 2
+    assert cli.main(["report", "run", "--gradients", "0", "--run-code"]) == 2
     assert "--gradients 0: give a number of batches" in capsys.readouterr().err
     (run / "config.yaml").unlink()
-    assert cli.main(["report", "run", "--gradients", "1"]) == 2
+    assert cli.main(["report", "run", "--gradients", "1", "--run-code"]) == 2
     assert "has no config.yaml" in capsys.readouterr().err

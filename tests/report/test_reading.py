@@ -268,3 +268,67 @@ def test_embedded_data_cannot_close_its_block():
     data = {"</script>": ["<!--", "\u2028&]]>", "\ud800"]}
     text = embedded(data)
     assert text.isascii() and not re.search("[<>&]", text) and json.loads(text) == data
+
+
+def _write(name, text):
+    def damage(run):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+
+    return damage
+
+
+def _checkpoint(metadata):
+    def damage(run):
+        for name in ("_CHECKPOINT_METADATA", "state/_METADATA"):
+            _write(f"checkpoints/3/{name}", "{}")(run)
+        _write("checkpoints/3/meta/metadata", metadata)(run)
+
+    return damage
+
+
+DAMAGED = {
+    "a line that is no JSON": _write("metrics.jsonl", '{"step": 1}\nx\n{"step": 2}\n'),
+    "a line that is no object": _write("metrics.jsonl", "[1]\n{}\n"),
+    "binary metrics": _write("metrics.jsonl", bytes(range(256)) * 9),
+    "a step that is no number": _write("metrics.jsonl", '{"step": "x"}\n'),
+    "a number of 5,000 digits": _write("metrics.jsonl", '{"step": ' + "1" * 5000 + "}\n{}\n"),
+    "deep JSON": _write("metrics.jsonl", "[" * 100_000 + "\n{}\n"),
+    "config that is no YAML": _write("config.yaml", "a: [\n"),
+    "config that is empty": _write("config.yaml", ""),
+    "config that is a list": _write("config.yaml", "[1]"),
+    "binary config": _write("config.yaml", bytes(range(256))),
+    "config with a number of 5,000 digits": _write("config.yaml", "training: {seed: " + "1" * 5000 + "}\n"),
+    "checkpoint without meta": _checkpoint("x"),
+    "checkpoint with a list": _checkpoint("[]"),
+    "checkpoint with deep JSON": _checkpoint("[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_run_is_left_out_of_a_list(tmp_path, damage, capsys, caplog):
+    for name in ("good", "bad"):
+        write_run(tmp_path / name)
+    damage(tmp_path / "bad")
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "good" in capsys.readouterr().out and f"{tmp_path}/bad is left out: " in caplog.text
+    assert main(["runs", str(tmp_path / "bad")]) == 2
+
+
+ODD_NUMBERS = ["1e999", "-1e999", "NaN", "1" * 400, "-" + "1" * 400, "true", '"x"', "[1e999]", "{}", "null", "1e-400"]
+
+
+@pytest.mark.parametrize("number", ODD_NUMBERS, ids=lambda number: number[:8])
+def test_numbers_that_cannot_be_drawn_are_left_out(tmp_path, number):
+    folder = write_run(tmp_path / "run")
+    names = ["train/rewards/mean", "eval/pass@1", "train/step_time_sec", "train/pass_rate/drawn", "sft/loss"]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, ' + ", ".join(f'"{name}": {number}' for name in names) + "}\n")
+    config = folder / "config.yaml"
+    config.write_text(config.read_text() + f"rewards: {{success_threshold: {'.inf' if 'e' in number else number}}}\n")
+    assert main(["report", str(folder), "--png", str(tmp_path / "png")]) == 0
+    assert main(["runs", str(tmp_path)]) == 0
+    rollouts = folder / "rollouts" / "step_000006.jsonl"
+    row = rollouts.read_text().partition("\n")[0]
+    rollouts.write_text(row.replace('"reward": 1.0', f'"reward": {number}') + "\n")
+    assert main(["report", str(folder)]) in (0, 2)

@@ -32,6 +32,23 @@ def _child():
     time.sleep(1000)
 
 
+def _daemon():
+    """Starts a daemon: a program in a session of its own, whose parent has ended."""
+    if os.fork() == 0:
+        os.setsid()
+        daemon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        pathlib.Path("daemon").write_text(str(daemon.pid))
+        os._exit(0)
+    while not pathlib.Path("daemon").exists() or not pathlib.Path("daemon").read_text():
+        time.sleep(0.01)
+    return 5.0
+
+
+def _daemon_and_exit():
+    _daemon()
+    os._exit(3)
+
+
 def _fork():
     """Forks. The child would continue in place of the worker."""
     if os.fork() == 0:
@@ -96,6 +113,8 @@ DEEDS = {
     "none": lambda: None,
     "nan": lambda: float("nan"),
     "fork": _fork,
+    "daemon": _daemon,
+    "daemon and exit": _daemon_and_exit,
     "flood": _flood,
 }
 

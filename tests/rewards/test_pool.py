@@ -223,6 +223,16 @@ def test_workers_start_when_needed_and_leave_no_files_or_processes(tmp_path, mon
     close_pools(functions.values())
 
 
+@pytest.mark.parametrize("what", ["daemon", "daemon and exit"])
+def test_daemons_of_a_function_end_with_its_worker(tmp_path, monkeypatch, what):
+    monkeypatch.chdir(tmp_path)
+    functions = pooled([misbehaving.deed], workers=1, timeout_seconds=20)
+    run(functions["deed"], [what], group_size=1)
+    daemon = int((tmp_path / "daemon").read_text())
+    close_pools(functions.values())
+    assert until(lambda: not running(daemon))
+
+
 @pytest.mark.slow
 def test_memory_has_a_limit(monkeypatch):
     """A leaking worker is replaced between calls. A worker that grows during a call is stopped in it."""

@@ -3,12 +3,18 @@ models against servers whose verdicts are known."""
 
 import asyncio
 import collections
+import gzip
 import json
+import tracemalloc
+import zlib
 from pathlib import Path
 
 import aiohttp
 import numpy as np
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
 
 import tunix_like
 from benchmarks.judge_server import make_app
@@ -77,6 +83,100 @@ def test_only_the_failing_completion_is_lost(tmp_path):
     assert np.flatnonzero(~got.scored).tolist() == [3, 4, 5, 6]
     assert np.flatnonzero(got.timeouts).tolist() == [5] and np.flatnonzero(got.errors).tolist() == [3, 4, 6]
     assert "no answer for 3" in got.first_failure and counts["retries"] == 3
+
+
+async def _cancelled():
+    raise asyncio.CancelledError
+
+
+async def _interrupted():
+    raise KeyboardInterrupt
+
+
+async def _stops_the_loop():
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(0.05)
+    raise RuntimeError("stopped")
+
+
+async def _closes_the_loop():
+    asyncio.get_running_loop().close()
+
+
+async def _cancels_itself():
+    asyncio.current_task().cancel()
+    await asyncio.sleep(1)
+
+
+async def _task_that_exits():
+    async def end():
+        raise SystemExit(0)
+
+    await asyncio.gather(asyncio.create_task(end()))
+
+
+async def _task_that_is_interrupted():
+    async def end():
+        raise KeyboardInterrupt
+
+    asyncio.create_task(end())  # noqa: RUF006
+    await asyncio.sleep(0.05)
+    raise RuntimeError("interrupted")
+
+
+async def _task_groups():
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_interrupted())
+        group.create_task(_cancelled())
+
+
+ENDING = [_cancelled, _interrupted, _stops_the_loop, _closes_the_loop, _cancels_itself, _task_that_exits]
+ENDING += [_task_that_is_interrupted, _task_groups]
+
+
+@pytest.mark.parametrize("ends", ENDING, ids=lambda ends: ends.__name__)
+def test_a_function_that_ends_its_loop_loses_only_its_completion(ends):
+    async def rate(completion):
+        if completion == "answer 3":
+            await ends()
+        await asyncio.sleep(0.01)
+        return 1.0
+
+    for _ in range(2):
+        got, _ = run(waiting(rate, timeout_seconds=2, retries=1))
+        assert np.flatnonzero(~got.scored).tolist() == [3] and not got.timeouts.any()
+
+
+BIG = {
+    "300 MB": ({}, b" " * 1_000_000, 300),
+    "gzip": ({"content-encoding": "gzip"}, gzip.compress(b"[" + b" " * 300_000_000 + b"]", 1), 1),
+    "deflate": ({"content-encoding": "deflate"}, zlib.compress(b" " * 300_000_000, 1), 1),
+    "error of 300 MB": ({}, b"x" * 1_000_000, 300),
+    "deep JSON": ({}, b"[" * 1_000_000, 1),
+    "no JSON": ({}, b"\xff\xfe", 1),
+    "empty": ({}, b"", 1),
+    "a number of 1,000,000 digits": ({}, b"1" * 1_000_000, 1),
+}
+
+
+@pytest.mark.parametrize("name, headers, part, count", [(name, *given) for name, given in BIG.items()], ids=BIG)
+def test_answers_of_any_size_take_little_memory(name, headers, part, count):
+    async def answer(http):
+        async def parts():
+            for _ in range(count):
+                yield part
+
+        return StreamingResponse(parts(), 500 if "error" in name else 200, headers)
+
+    app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
+    tracemalloc.start()
+    try:
+        with served.listening(app) as url:
+            got, _ = run(Judge(url, "Quality.", model="a", limits=Limits(retries=0, timeout_seconds=20)), TEXTS[:1])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert got.errors.all() and peak < 40 << 20, got.first_failure
 
 
 class Refused(Exception):

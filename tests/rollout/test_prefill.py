@@ -87,3 +87,8 @@ def test_long_prompts_are_prefilled_in_pieces(monkeypatch, shape, tokens):
         found = decoding.prefill(graphdef, params if mesh is None else place_params(params, mesh), *inputs)
     assert pieces == [8]
     assert_equal_prompts(jax.device_get((found.hidden, found.cache, None)), model.prefill(TOKENS, LENGTHS))
+
+
+def test_pieces_of_any_number_of_prompts():
+    for prompts in (1, 65_535, 65_536, 65_537, 10**9):
+        assert 1 <= shapes.prefill_piece(prompts, 100) <= 100

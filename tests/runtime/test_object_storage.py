@@ -12,17 +12,32 @@ import fsspec
 import jax
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFile
 
-from tests.buckets import KINDS, bucket_in, objects
+from tests.buckets import KINDS, InMemory, bucket_in, objects
 from tests.tiny_model import HF
 from tests.training.small_learner import ROWS, TOKENIZER, assert_same, differ, make, params_of
 from tunix_like import load_model
 from tunix_like.cli import main as cli
+from tunix_like.config.schema import DataConfig
+from tunix_like.data import load_source
 from tunix_like.errors import UserError
 from tunix_like.models.loading import export_model
 from tunix_like.runtime import object_storage
 from tunix_like.runtime.object_storage import local_copy, upload
 from tunix_like.storage.mirror import local_folder
+from tunix_like.storage.output_folder import check_target
+from tunix_like.storage.run_lock import owned
+
+
+@pytest.fixture
+def memory(tmp_path):
+    with bucket_in("memory", tmp_path) as url:
+        yield url
+
+
+def load_rows(address):
+    return load_source(DataConfig(name="jsonl", path=str(address)))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -133,11 +148,78 @@ def test_a_learner_resumes_on_another_host(bucket, tmp_path, monkeypatch):
     assert_same(params_of(load_model(run)[0]), params_of(whole.model))
 
 
+LEADING_OUT = [
+    "..", "../..", "../../..", "../" * 20 + "tmp", "a/..", "a/../..", "a/../../..", "./..", ".././..", "..//..",
+    "rollouts/..", "rollouts/../../../..", "model/../../x", "checkpoints/1/../../../x", "checkpoints/1/state/../..",
+    "run.lock/../../x", "..\n/..", "../.ssh", "../../home/user", "a/b/c/../../../../d",
+    ".", "./a", "a/.", "a/./b", "", "a/", "a//b", "/a", "//a", "///", "rollouts//eval", "model//", "{}", "{}/x",
+]  # fmt: skip
+"""Folders in the names of objects below an address; `{}` is an absolute path of this machine."""
+
+
+def report_of(url):
+    if cli.main(["report", url]):
+        raise UserError("the command says why")
+
+
+def output_to(url):
+    with owned(url):
+        pass
+
+
+@pytest.mark.parametrize("name", LEADING_OUT)
+@pytest.mark.parametrize("reads", [report_of, load_model, output_to, load_rows], ids=lambda reads: reads.__name__)
+def test_names_of_objects_do_not_lead_out_of_the_folder(bucket, reads, name, tmp_path, monkeypatch, capsys):
+    url, file = f"{bucket}/{tmp_path.name}/run", "rows.jsonl" if reads is load_rows else "config.json"
+    for folder in ("cache/a/b", "temporary/a/b"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.setenv("TUNIX_LIKE_CACHE", str(tmp_path / "cache/a/b"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary/a/b"))
+    system, root = fsspec.core.url_to_fs(url)
+    name = f"{'rollouts/' * (reads is report_of)}{name.format(tmp_path)}/{file}"
+    if isinstance(system, InMemory):
+        system.store[f"{root}/{name}"] = MemoryFile(system, name, b"hostile")
+    elif bucket.startswith("gs") or "\n" in name:
+        pytest.skip("the emulator cannot store this name")
+    else:
+        system.pipe_file(f"{root}/{name}", b"hostile")
+    system.pipe_file(f"{root}/metrics.jsonl", b'{"step": 1, "train/rewards/mean": 1}\n')
+    with pytest.raises(UserError) as refused:
+        reads(url)
+    assert "leads out of its folder" in f"{refused.value}{capsys.readouterr().err}"
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in files if path.read_bytes() == b"hostile"]
+
+
+@pytest.mark.parametrize("name", ["...", "..a", "a..", "%2e%2e", "~", "a\\b", " ", "-rf", "\u202e", "é", "..%2f", "*"])
+def test_odd_names_of_objects_are_names_of_files(memory, name):
+    system, root = fsspec.core.url_to_fs(f"{memory}/odd")
+    system.pipe_file(f"{root}/{name}/config.json", name.encode())
+    copy = local_copy(f"{memory}/odd", "model.path", ("*.json",))
+    assert (copy / name / "config.json").read_bytes() == name.encode()
+
+
+def may_export(address):
+    check_target(address, overwrite=False)
+
+
+INCOMPLETE = ["s3:/x", "gs:/b/x", "hf:/x", "S3:/x", "gs:x", "s3:", "gs://", "gs:///x", "S3://b/x", Path("gs://b/x")]
+
+
+@pytest.mark.parametrize("address", INCOMPLETE, ids=str)
+@pytest.mark.parametrize("reads", [load_model, local_folder, load_rows, may_export], ids=lambda reads: reads.__name__)
+def test_incomplete_addresses_are_no_folders_of_this_machine(reads, address, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="begin with gs://BUCKET or s3://BUCKET|give hf://OWNER/NAME"):
+        reads(address)
+    assert not any(tmp_path.iterdir())
+
+
 def test_mistakes(bucket, monkeypatch, capsys):
     with pytest.raises(UserError, match=f"model.path: {bucket}/none: there is no such object"):
         load_model(f"{bucket}/none")
     for reads in (load_model, local_folder):  # `az:` would become a folder of this machine
-        with pytest.raises(UserError, match="az://bucket/none: .*gs:// or s3://"):
+        with pytest.raises(UserError, match="az://bucket/none: .*gs://BUCKET or s3://"):
             reads("az://bucket/none")
     with pytest.raises(UserError, match="model.path: .*no-bucket"):
         load_model(bucket.replace("bucket", "no-bucket") + "/none")

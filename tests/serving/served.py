@@ -24,6 +24,7 @@ from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.serving.app import make_app
+from tunix_like.serving.connections import http_config
 from tunix_like.serving.requests import Settings
 from tunix_like.serving.runner import Runner, Weights
 from tunix_like.serving.server import Server
@@ -99,13 +100,18 @@ def settings_of(weights: Weights, longest: int, **changed: Any) -> Settings:
 
 @contextlib.contextmanager
 def running(
-    weights: Weights, tokenizer: Tokenizer, rows: int = 8, longest: int = 200, key: str | None = None, **changed: Any
+    weights: Weights,
+    tokenizer: Tokenizer,
+    rows: int = 8,
+    longest: int = 200,
+    key: str | None = None,
+    most: int | None = None,
+    **changed: Any,
 ) -> Iterator[tuple[str, Server]]:
     """Yields the address of a server that runs in a thread, with all parts from HTTP to the decoder."""
     settings = settings_of(weights, longest, **changed)
     server = Server(settings, tokenizer, Runner(weights, rows, longest))
-    config = uvicorn.Config(make_app(server, key), port=0, log_level="warning", lifespan="off")
-    http = uvicorn.Server(config)
+    http = uvicorn.Server(http_config(make_app(server, key), most, port=0))
 
     async def run() -> None:
         server.open()

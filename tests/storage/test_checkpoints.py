@@ -453,3 +453,36 @@ def test_save_leaves_no_objects_in_memory(tmp_path):
     with Checkpoints(tmp_path / "checkpoints", 2) as checkpoints:
         before = objects_after(range(1, 21))
         assert objects_after(range(21, 41)) - before < 10
+
+
+NAMES = {"009": None, "²": None, "٣": None, "-1": None, "1e3": None, "1" * 5000: None, "0x1": None, " 1": None,
+         "": None, "1_0": None, "0": 0, "7": 7, "1" * 18: int("1" * 18), "1" * 19: None, "１": None}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, step", NAMES.items(), ids=[name[:9] for name in NAMES])
+def test_only_plain_numbers_name_checkpoints(tmp_path, name, step):
+    assert checkpoint_files.step_of(name) == step
+    if 0 < len(name) < 200 and step is None:
+        for mark in checkpoint_files.MARKS:
+            file = tmp_path / name / mark
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("{}")
+        checkpoint_files.prepare(tmp_path)
+        assert checkpoint_files.complete_steps(tmp_path) == [] and (tmp_path / name).is_dir()
+
+
+TAMPERED = [
+    '{"sha256": {"/etc/passwd": "x"}}', '{"sha256": {"../../x": "x"}}', '{"sha256": {"": "x"}}',
+    '{"sha256": {"a//b": 1}}',
+    '{"sha256": {"state/../../x": "x"}}', '{"sha256": {"\\u0000": "x"}}', '{"sha256": {"state": 5}}', '{"sha256": []}',
+    '{"sha256": 5}', "[]", "5", "[" * 100_000, '{"sha256": {"state/_METADATA": null}}', '{"sha256": {"state/a": [1]}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("checksums", TAMPERED, ids=lambda text: text[:30])
+def test_tampered_checksums_are_damage(tmp_path, checksums):
+    (tmp_path / "state").mkdir()
+    for name in ("_CHECKPOINT_METADATA", "state/_METADATA", "state/a"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "checksums.json").write_text(checksums)
+    assert checkpoint_files.damage(tmp_path) is not None

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tunix_like.errors import UserError
-from tunix_like.storage.metrics import MetricsLog, rows
+from tunix_like.storage.metrics import MetricsLog, best_of, rows
 
 
 def test_rows_are_read_as_plain_numbers(tmp_path):
@@ -127,3 +127,37 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     log.cut("step", 0)
     assert os.listdir(tmp_path) == []
     assert rows(tmp_path) == []
+
+
+LOST = {
+    "cut": (lambda lines: lines[:3], "2 of the 5 steps before the checkpoint (step 4 to 5)"),
+    "cut in a line": (lambda lines: [*lines[:3], lines[3][:5]], "2 of the 5 steps before the checkpoint (step 4 to 5)"),
+    "emptied": (lambda lines: [], "5 of the 5 steps before the checkpoint (step 1 to 5)"),
+    "deleted": (lambda lines: None, "5 of the 5 steps before the checkpoint (step 1 to 5)"),
+    "a line removed": (lambda lines: lines[:1] + lines[2:], "1 of the 5 steps before the checkpoint (step 2 to 2)"),
+    "of another phase": (lambda lines: ['{"sft/step": 1}'] * 9, "5 of the 5 steps before the checkpoint (step 1 to 5)"),
+    "whole": (lambda lines: lines, ""),
+}
+
+
+@pytest.mark.parametrize("damage, message", LOST.values(), ids=LOST)
+def test_a_resumed_run_says_which_rows_are_lost(tmp_path, damage, message, caplog):
+    log = MetricsLog(tmp_path)
+    for step in range(1, 8):
+        log.write({"step": step})
+    file = tmp_path / "metrics.jsonl"
+    left = damage(file.read_text().splitlines(keepends=True))
+    file.unlink()
+    if left is not None:
+        file.write_text("".join(left))
+    MetricsLog(tmp_path).cut("step", 5)
+    assert message in caplog.text and bool(message) == bool(caplog.text)
+
+
+@pytest.mark.parametrize("step", ['"3"', "3.0", "-1", "true", "1e400", "NaN", "[1]", "{}", "1" * 400, "2147483648"])
+@pytest.mark.parametrize("key", ["step", "sft/step"])
+def test_a_step_that_is_no_number_is_named(tmp_path, key, step):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{{"{key}": {step}}}\n')
+    for reads in (rows, lambda folder: MetricsLog(folder).cut("step", 1), lambda folder: best_of(folder, "x")):
+        with pytest.raises(UserError, match=f"metrics.jsonl, row 2: {key} is "):
+            reads(tmp_path)

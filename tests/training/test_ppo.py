@@ -389,6 +389,6 @@ def test_the_command_trains_and_resumes(tmp_path, monkeypatch, capsys):
     assert [row["step"] for row in rows] == [1, 2, 3] and rows[0]["train/critic/value"] != 0
     assert cli.main([*run, "training.max_steps=4", "critic.gamma=0.9"]) == 2
     assert "critic.gamma: 1.0 -> 0.9" in capsys.readouterr().err
-    assert cli.main(["report", "run", "--gradients", "1"]) == 2
+    assert cli.main(["report", "run", "--gradients", "1", "--run-code"]) == 2
     assert "cannot compute the gradients of ppo" in capsys.readouterr().err
     assert cli.main(["eval", "run", *few[2:]]) == 0 and cli.main(["export", "run", "out"]) == 0

@@ -203,7 +203,12 @@ def _add_analysis(command: AddCommand) -> None:
         type=int,
         metavar="N",
         help="measure the gradient norms of the prompts of N batches, by pass rate, with the newest checkpoint of each "
-        "run",
+        "run; needs --run-code",
+    )
+    report.add_argument(
+        "--run-code",
+        action="store_true",
+        help="with --gradients: run the code that the configurations of the runs name, such as reward functions",
     )
     report.add_argument("--png", metavar="FOLDER", help="also write the figures as PNG files")
     runs = command("runs", "runs:runs", "list runs: state, steps, a metric, age and size", "runs --sort metric")

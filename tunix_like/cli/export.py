@@ -15,6 +15,7 @@ from tunix_like.report.card import card_files
 from tunix_like.runs.trained import Trained, open_trained
 from tunix_like.runtime import console
 from tunix_like.runtime.object_storage import is_remote
+from tunix_like.storage.checkpoint_files import step_of
 from tunix_like.storage.output_folder import check_target
 
 
@@ -92,8 +93,6 @@ def _card(trained: Trained, arguments: argparse.Namespace) -> dict[str, bytes]:
     """Returns the files of the card of a model of a run; none for a model folder, and for a run in object storage."""
     checkpoint = Path(trained.origin)
     run = checkpoint.parent.parent
-    if is_remote(trained.origin) or not (run / "config.yaml").is_file() or not checkpoint.name.isdigit():
+    if is_remote(trained.origin) or not (run / "config.yaml").is_file() or step_of(checkpoint.name) is None:
         return {}
-    path = trained.config.model.path
-    base = path if path is not None and path.count("/") == 1 and not Path(path).exists() else None
-    return card_files(run, int(checkpoint.name), trained.config, base, arguments.adapter, arguments.license)
+    return card_files(run, int(checkpoint.name), trained.config, arguments.adapter, arguments.license)

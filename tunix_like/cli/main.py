@@ -60,7 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if message := getattr(stop, "message", ""):
             print(f"{message}; the same command resumes", file=sys.stderr)
             return 75
-        raise
+        if type(stop) is not SystemExit:
+            raise
+        if joined:
+            from tunix_like.runtime import processes
+
+            processes.leave(stop)
+        print(f"error: code that the configuration names called sys.exit({stop.code!r}).", file=sys.stderr)
+        return 2
     except Exception as error:
         if joined:
             from tunix_like.runtime import processes

@@ -6,11 +6,17 @@ import argparse
 from pathlib import Path
 
 from tunix_like.cli.common import setup_jax
+from tunix_like.errors import UserError
 
 
 def report(arguments: argparse.Namespace) -> None:
     """Writes the report of one or several runs and, with `--png`, its figures."""
-    if arguments.gradients is not None:
+    if (arguments.gradients is not None) != arguments.run_code:
+        raise UserError(
+            "--gradients and --run-code must be given together: gradients are measured with the reward functions and "
+            "other code that the configuration of a run names, so give them only for runs that you trust."
+        )
+    if arguments.run_code:
         setup_jax()
     from tunix_like.report.page import write
 

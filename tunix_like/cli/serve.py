@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunix_like.cli.common import chosen_source, setup_jax
 from tunix_like.errors import UserError, one_line
+from tunix_like.storage.checkpoint_files import step_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -125,7 +126,7 @@ def _settings(arguments: argparse.Namespace, trained: Trained) -> Settings:
     step = Path(trained.origin).name
     return Settings(
         name=arguments.source,
-        version=step if step.isdigit() else "default",
+        version=step if step_of(step) is not None else "default",
         vocab_size=model.vocab_size,
         longest=longest,
         max_tokens=rollout.max_tokens_to_generate,
@@ -158,15 +159,18 @@ def _server(arguments: argparse.Namespace, settings: Settings, trained: Trained)
 async def _run(app: ASGIApp, server: Server, listener: socket.socket) -> None:
     import uvicorn
 
+    from tunix_like.serving.connections import http_config
+
     class Stoppable(uvicorn.Server):
         """A server that finishes running requests after the first signal and exits at once after the second one."""
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             self.should_exit, self.force_exit = True, bool(self.should_exit)
 
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=SECONDS_TO_FINISH
-    )
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            listener.listen(BACKLOG)  # the event loop has set the number of connections that it accepts at once
+
     server.open(warm_up=True)
-    await Stoppable(config).serve(sockets=[listener])
+    await Stoppable(http_config(app, timeout_graceful_shutdown=SECONDS_TO_FINISH)).serve(sockets=[listener])
     server.batcher.close()

@@ -19,7 +19,7 @@ def train(arguments: argparse.Namespace) -> None:
     from tunix_like.data.shared import warn_shared
     from tunix_like.runs import build, recipe
     from tunix_like.runs.describe import check_memory
-    from tunix_like.runs.folder import run_folder
+    from tunix_like.runs.folder import check_place, run_folder
     from tunix_like.runtime import processes
     from tunix_like.runtime.object_storage import is_remote, names_below
     from tunix_like.storage.mirror import local_folder
@@ -32,8 +32,11 @@ def train(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         warn_shared(parts.source.train, parts.source.eval)
         recipe.check_servers(parts)
+        recipe.check_answers(parts)
         if is_remote(place):
             names_below(str(place), "training.output_dir")
+        else:
+            check_place(place, parts)
         checked = "" if check_memory(parts) else ", except memory, which the device does not report"
         print(
             "memory and times on other devices: tunix-like doctor --config CONFIG --devices v5e-8\n"

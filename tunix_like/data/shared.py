@@ -108,4 +108,4 @@ def _key(rows: Any, place: int) -> int | None:
     if prompt is None:
         return None
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=repr)
-    return hash((text, row.get(HIDDEN_COLUMN)))
+    return hash((text, repr(row.get(HIDDEN_COLUMN))))

@@ -85,7 +85,7 @@ def find_checkpoint(path: str | Path, overrides: Sequence[str] = ()) -> RunCheck
         return None
     if (place.parent.name, place.name) == ("checkpoints", BEST):
         place = best_checkpoint(place.parent.parent, overrides)
-    if place.name.isascii() and place.name.isdigit() and place.parent.name in _STEPS:
+    if checkpoint_files.step_of(place.name) is not None and place.parent.name in _STEPS:
         return RunCheckpoint(place, str(place))
     if not (place / "model" / "config.json").is_file():
         return None
@@ -226,7 +226,7 @@ def restore(found: RunCheckpoint, config: Config, mesh: Mesh | None) -> tuple[An
 def split_address(url: str) -> tuple[str, str | None]:
     """Splits the address of a checkpoint into that of its run and the rest, such as `checkpoints/10`; None without."""
     run, folder, step = url.rstrip("/").rsplit("/", 2)
-    if folder in ("checkpoints", "sft_checkpoints") and (step.isdigit() or step == BEST):
+    if folder in ("checkpoints", "sft_checkpoints") and (checkpoint_files.step_of(step) is not None or step == BEST):
         return run, f"{folder}/{step}"
     return url.rstrip("/"), None
 

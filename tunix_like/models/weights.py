@@ -33,7 +33,7 @@ from tunix_like.models.quantization import LEAVES as QUANTIZED_LEAVES
 from tunix_like.models.quantization import quantize
 from tunix_like.models.stored_tensors import FLOATS, Index, OfExpert, Packed, RowsOfExpert, Stored, Tensor
 from tunix_like.runtime import progress
-from tunix_like.runtime.input_files import read_object
+from tunix_like.runtime.input_files import path_below, read_object
 
 Params = dict[Any, Any]
 """Nested dict of arrays. The keys are attribute names of modules, ints for layer numbers, and `kernel`, `bias`, `scale`
@@ -485,14 +485,10 @@ def _files(folder: Path) -> list[Path]:
         raise UserError(
             f"{folder}: has no {SINGLE} and no {INDEX}. Put the model's safetensors there, or set init to 'random'."
         )
-    names = sorted(set(index_of(folder).values()))
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise UserError(f"{index}: names a file outside its folder: {outside[0]!r}. Download it again.")
-    absent = [name for name in names if not (folder / name).is_file()]
-    if absent:
+    files = [folder / name for name in sorted(set(index_of(folder).values()))]
+    if absent := [file.name for file in files if not file.is_file()]:
         raise UserError(f"{folder}: {INDEX} names files that do not exist: {', '.join(absent)}. Download them.")
-    return [folder / name for name in names]
+    return files
 
 
 def index_of(folder: Path) -> dict[str, str]:
@@ -501,4 +497,6 @@ def index_of(folder: Path) -> dict[str, str]:
     files = read_object(index, "Download it again.").get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
         raise UserError(f"{index}: not a valid weight index, since its weight_map names no files. Download it again.")
+    for file in set(files.values()):
+        path_below(folder, file, str(index))
     return files

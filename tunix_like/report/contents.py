@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from tunix_like.config.shown import shown
 from tunix_like.report.reading import Run, Table
 
 ENDS = 10
@@ -154,19 +155,21 @@ def facts(run: Run) -> list[tuple[str, str]]:
         if table.steps:
             seconds = table.columns["seconds"][-1] or 0.0
             out.append((f"{name} steps", f"{table.steps[-1]} ({_duration(seconds)} in steps)"))
-    return out + [(title, shown(run.config[key])) for key, title in _FACTS.items() if run.config.get(key) is not None]
+    return out + [(title, text_of(run, key)) for key, title in _FACTS.items() if run.config.get(key) is not None]
 
 
 def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Returns a row `{key, values}` for each config key whose value differs between runs, except
     `training.output_dir`."""
     keys = sorted({key for run in runs for key in run.config} - {"training.output_dir"})
-    rows = [{"key": key, "values": [shown(run.config.get(key)) for run in runs]} for key in keys]
-    return [row for row in rows if len(set(row["values"])) > 1]
+    values = {key: [run.config.get(key) for run in runs] for key in keys}
+    differ = [key for key in keys if any(value != values[key][0] for value in values[key])]
+    return [{"key": key, "values": [text_of(run, key) for run in runs]} for key in differ]
 
 
-def shown(value: Any) -> str:
-    """Formats a config value for display."""
+def text_of(run: Run, key: str) -> str:
+    """Formats what may be shown of a config value."""
+    value = shown(key, run.config.get(key))
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 

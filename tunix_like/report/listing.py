@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,8 @@ from tunix_like.errors import UserError, nearest
 from tunix_like.runtime import console
 from tunix_like.storage import metrics
 from tunix_like.storage.run_state import RunState, run_state
+
+logger = logging.getLogger("tunix_like")
 
 PASS = "eval/pass@1"
 
@@ -64,13 +67,18 @@ def list_runs(folder: Path, metric: str = PASS, wanted: Sequence[str] = (), orde
     """Returns the runs below a folder whose config has the values `key=value` in `wanted`.
 
     Raises:
-      UserError: there is no run, or a key of `wanted` is in no config.
+      UserError: there is no run that can be read, or a key of `wanted` is in no config.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give one that contains runs.")
-    found = [_listed(each, folder, metric) for each in run_folders(folder)]
+    found = []
+    for run in run_folders(folder):
+        try:
+            found.append(_listed(run, folder, metric))
+        except (UserError, OSError) as error:
+            logger.warning("%s is left out: %s", run, error)
     if not found:
-        raise UserError(f"{folder} contains no run folder (with {metrics.FILE}).")
+        raise UserError(f"{folder} contains no run folder (with {metrics.FILE}) that can be read.")
     known = {key for run in found for key in run.config}
     for each in wanted:
         key, _, value = each.partition("=")
@@ -84,7 +92,7 @@ def list_runs(folder: Path, metric: str = PASS, wanted: Sequence[str] = (), orde
 def _listed(folder: Path, top: Path, metric: str) -> Listed:
     config = dict(flat(read_yaml(file))) if (file := folder / "config.yaml").is_file() else {}
     rows = metrics.rows(folder)
-    values = [row[metric] for row in rows if isinstance(row.get(metric), int | float)]
+    values = [row[metric] for row in rows if metrics.is_number(row.get(metric))]
     files = [path.stat() for path in folder.rglob("*") if path.is_file()]
     name = str(folder.relative_to(top)) if folder != top else folder.name
     state = _newest_state(run_state(folder), rows, config)

@@ -28,9 +28,10 @@ from tunix_like.report.listing import run_folders
 from tunix_like.report.reading import Run, Table, read_runs
 from tunix_like.report.rollouts import MOST_BYTES, read_kept
 from tunix_like.runtime import console, progress, trace
+from tunix_like.runtime.input_files import path_below
 from tunix_like.runtime.object_storage import download, is_remote, names_below, upload_file
 from tunix_like.runtime.visible import visible
-from tunix_like.storage.metrics import FILE
+from tunix_like.storage.metrics import FILE, is_number
 from tunix_like.storage.mirror import checkpoints_among, latest
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _local(folder: str, with_checkpoint: bool) -> Iterator[Path]:
     if with_checkpoint:
         wanted += ["model/*", f"{latest(checkpoints_among(names_below(folder, 'report'))[0])}/*"]
     with tempfile.TemporaryDirectory() as temporary:
-        copy = Path(temporary).joinpath(*folder.rstrip("/").replace("://", "/").split("/"))  # runs are named by it
+        copy = path_below(Path(temporary), folder.rstrip("/").replace("://", "/"), "report")  # runs are named by it
         download(folder, "report", wanted, copy)
         yield copy
 
@@ -182,8 +183,8 @@ def _run(run: Run, most_bytes: int, folder: Path) -> dict[str, Any]:
     return {
         "name": run.name,
         "facts": contents.facts(run),
-        "config": {key: contents.shown(value) for key, value in run.config.items()},
-        "threshold": run.config.get("rewards.success_threshold", 1.0),
+        "config": {key: contents.text_of(run, key) for key in run.config},
+        "threshold": threshold if is_number(threshold := run.config.get("rewards.success_threshold")) else 1.0,
         "rl": _phase(run.rl),
         "sft": _phase(run.sft),
         "histograms": run.rl.histograms,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tunix_like.algorithms.pass_rates import PASS_RATES
-from tunix_like.config.load import flat, read_yaml
+from tunix_like.config.load import read_yaml
+from tunix_like.config.shown import given
 from tunix_like.errors import UserError
 from tunix_like.storage import metrics
+from tunix_like.storage.metrics import is_number
 
 HISTOGRAMS = ("drawn", "trained", "advantage", "all")
 """Possible values of `<name>` in the metrics `train/pass_rate/<name>`. The value of such a metric at a step is a
@@ -35,8 +36,8 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The contents of a run folder. `config` has flat keys (`optimizer.learning_rate`). Without a file `config.yaml`,
-    `config` is empty."""
+    """The contents of a run folder. `config` has the known keys, flat (`optimizer.learning_rate`), with values that are
+    not to be shown (`contents.text_of`). Without a file `config.yaml`, `config` is empty."""
 
     name: str
     folder: Path
@@ -67,25 +68,23 @@ def _read_run(folder: Path, name: str) -> Run:
         what = "is not a folder" if not folder.is_dir() else f"has no {metrics.FILE}"
         raise UserError(f"{folder} {what}: give the folder of a run, as `tunix-like train` prints it.")
     rows = metrics.rows(folder)
-    rl, sft = (_table(rows, key, file) for key in ("step", "sft/step"))
+    rl, sft = (_table(rows, key) for key in metrics.STEP_KEYS)
     if not rl.steps and not sft.steps:
         raise UserError(f"{file} has no row of a step yet: wait for the run's first step.")
     return Run(name, folder, _config(folder / "config.yaml"), rl, sft)
 
 
 def _config(file: Path) -> dict[str, Any]:
-    return dict(flat(read_yaml(file))) if file.is_file() else {}
+    return given(read_yaml(file)) if file.is_file() else {}
 
 
-def _table(rows: Sequence[Mapping[str, Any]], key: str, file: Path) -> Table:
+def _table(rows: Sequence[Mapping[str, Any]], key: str) -> Table:
     """Builds the table of a phase. Merges rows of the same step, because a final evaluation can have its own row."""
     merged: dict[int, dict[str, Any]] = {}
     for row in rows:
         step = row.get(key)
         if step is None:
             continue
-        if not isinstance(step, int) or isinstance(step, bool):
-            raise UserError(f"{file}: a row has {key} = {step!r}, which is not an integer; remove the row.")
         merged.setdefault(step, {}).update(row)
     steps = sorted(merged)
     seconds = _running_seconds([merged[step] for step in steps])
@@ -102,7 +101,7 @@ def _running_seconds(rows: Iterable[Mapping[str, Any]]) -> list[float]:
     total, out = 0.0, []
     for row in rows:
         taken = row.get("train/step_time_sec", row.get("sft/step_time_sec"))
-        total += taken if _is_number(taken) else 0.0
+        total += taken if is_number(taken) else 0.0
         out.append(total)
     return out
 
@@ -115,7 +114,7 @@ def _thin(steps: list[int], wanted: set[int]) -> list[int]:
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[float | None]]:
-    names = {name for row in rows for name, value in row.items() if name != key and _is_number(value)}
+    names = {name for row in rows for name, value in row.items() if name != key and is_number(value)}
     return {name: [_number(row.get(name)) for row in rows] for name in sorted(names)}
 
 
@@ -128,13 +127,9 @@ def _histograms(merged: Mapping[int, Mapping[str, Any]], steps: Sequence[int]) -
 
 
 def _bins(value: Any) -> list[float] | None:
-    whole = isinstance(value, list) and len(value) == len(PASS_RATES) and all(map(_is_number, value))
+    whole = isinstance(value, list) and len(value) == len(PASS_RATES) and all(map(is_number, value))
     return value if whole else None
 
 
 def _number(value: Any) -> float | None:
-    return value if _is_number(value) else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if is_number(value) else None

@@ -12,6 +12,7 @@ from tunix_like.data.maze import grid_of
 from tunix_like.errors import UserError
 from tunix_like.rewards.maze import MOVES, walk
 from tunix_like.storage import metrics
+from tunix_like.storage.checkpoint_files import step_of
 
 MOST_BYTES = 24_000_000
 """Maximum size in bytes of all completions in one report page. Each run of the page gets an equal part."""
@@ -68,9 +69,10 @@ def _texts(completion: Mapping[str, Any]) -> list[str]:
 
 def _step_of(file: Path) -> int:
     number = file.stem.removeprefix("step_")
-    if not number.isdigit():
+    step = step_of(number.lstrip("0") or number[:1])
+    if step is None:
         raise UserError(f"{file}: expected step_<number>.jsonl; move the file out of the run's folder.")
-    return int(number)
+    return step
 
 
 def _groups(file: Path) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ import numpy as np
 from tunix_like.errors import UserError
 from tunix_like.rewards.calls import FunctionRewards, GroupFunction, check_form, copy_rewards, slices
 from tunix_like.rewards.environment_state import state_of
+from tunix_like.rewards.registry import label_of
 from tunix_like.runtime import trace
 from tunix_like.runtime.user_code import place_of
 from tunix_like.workers.failures import Failure, FailureKind
@@ -82,7 +83,7 @@ def pooled(
         check_form(name, function)
     places = {name: place_of(name, function) for name, function in named.items()}
     pool = Pool(list(places.values()), workers, timeout_seconds, memory_gb)
-    return {name: PooledFunction(name, function, places[name], pool) for name, function in named.items()}
+    return {name: PooledFunction(label_of(name), function, places[name], pool) for name, function in named.items()}
 
 
 def close_pools(functions: Iterable[Callable[..., Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -62,6 +63,11 @@ def resolve(name: str) -> RewardFunction:
             )
         return REWARDS[name]
     return load_function(name, "Reward")
+
+
+def label_of(name: str) -> str:
+    """Returns the name of a reward function in metrics and completions: without the folders of a file or model."""
+    return re.sub("[^:/]*/", "", name)
 
 
 def verl_compatible(function: Callable[..., Any]) -> RewardFunction:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from aiohttp import ClientSession
 
 SECONDS_TO_CONNECT = 5.0
+
+MOST_BYTES = 4 << 20
+"""Maximum size of an answer."""
 
 
 class ServedModel(WaitingFunction):
@@ -86,17 +90,24 @@ class ServedModel(WaitingFunction):
         if self._session is None:
             key = os.environ.get(self.key_env)
             self._session = aiohttp.ClientSession(
-                headers={} if key is None else {"authorization": f"Bearer {key}"},
+                # A small compressed answer could take gigabytes, so compressed ones are not wanted and not read.
+                headers={"accept-encoding": "identity"} | ({} if key is None else {"authorization": f"Bearer {key}"}),
+                auto_decompress=False,
                 connector=aiohttp.TCPConnector(limit=0),  # the calls are limited already
                 timeout=aiohttp.ClientTimeout(sock_connect=SECONDS_TO_CONNECT),
             )
         async with self._session.request(method, f"{self.url}/{route}", **more) as response:
+            answer = bytearray()
+            async for part in response.content.iter_any():
+                answer += part
+                if len(answer) > MOST_BYTES:
+                    raise UserError(f"the answer to {route} has more than {MOST_BYTES >> 20} MiB")
             if response.status >= 400:
-                text = (await response.text(errors="replace"))[:500]
+                text = answer[:500].decode(errors="replace")
                 raise aiohttp.ClientResponseError(
                     response.request_info, (), status=response.status, message=text, headers=response.headers
                 )
-            return await response.json()
+            return json.loads(answer)
 
     def close(self) -> None:
         """Closes the connections. A later call opens new ones."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -48,7 +49,13 @@ class Limits:
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="waiting rewards", daemon=True).start()
+
+    def run() -> None:
+        while not loop.is_closed():  # a reward function can stop the loop, or a task of it can end it by `sys.exit`
+            with contextlib.suppress(BaseException):
+                loop.run_forever()
+
+    threading.Thread(target=run, name="waiting rewards", daemon=True).start()
     return loop
 
 
@@ -107,10 +114,13 @@ class WaitingFunction(GroupFunction):
             wait, again, rejected, start, failed = 0.0, True, False, time.perf_counter(), True
             try:
                 async with asyncio.timeout(limits.timeout_seconds) as deadline:
-                    answer = await call()
+                    # In a task of its own, which the function may cancel.
+                    answer = await asyncio.ensure_future(call())
                     failed = isinstance(answer, Failure)
                     return True, answer
-            except (Exception, SystemExit) as error:  # a SystemExit would end the event loop
+            except BaseException as error:  # of the function, which must not end the loop: a signal reaches no thread
+                if (task := asyncio.current_task()) is not None and task.cancelling():  # `wait_for` was interrupted
+                    raise
                 if deadline.expired():
                     failure = Failure("timeout", f"Reward '{name}' gave no answer within {limits.timeout_seconds:g} s.")
                 else:

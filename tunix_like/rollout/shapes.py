@@ -47,7 +47,7 @@ def prefill_piece(prompts: int, width: int) -> int:
     or a power of two that makes about `PREFILL_TOKENS`."""
     if prompts * width <= PREFILL_TOKENS:
         return width
-    return min(width, max(FEWEST_PREFILLED, 1 << (PREFILL_TOKENS // prompts).bit_length() - 1))
+    return min(width, max(FEWEST_PREFILLED, 1 << max(PREFILL_TOKENS // prompts, 1).bit_length() - 1))
 
 
 def pad_tokens(rows: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "N W"]:

@@ -8,6 +8,7 @@ A run folder contains `config.yaml` (resolved), `model/` (the model's descriptio
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -100,7 +101,16 @@ def claim(place: str | Path, parts: Parts) -> None:
     by_first(lambda: _claim(place, parts, begun))
 
 
-def _claim(place: str | Path, parts: Parts, begun: bool) -> None:
+def check_place(place: str | Path, parts: Parts) -> None:
+    """Checks that a run may use the folder `place`, without writing into it. Raises UserError."""
+    folder = local_folder(place).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"training.output_dir: {place} cannot be written: {there} is no folder that you may write to.")
+    _check_unused(place, parts, newest_checkpoints(folder) is not None)
+
+
+def _check_unused(place: str | Path, parts: Parts, begun: bool) -> None:
     folder = local_folder(place)
     file = folder / "config.yaml"
     if file.exists():
@@ -117,8 +127,13 @@ def _claim(place: str | Path, parts: Parts, begun: bool) -> None:
             )
     elif folder.exists() and any(path.name not in (LOCK, STATE, temporary_of(file).name) for path in folder.iterdir()):
         raise UserError(f"{place} is not empty and is not a run folder; choose another training.output_dir.")
+
+
+def _claim(place: str | Path, parts: Parts, begun: bool) -> None:
+    _check_unused(place, parts, begun)
+    folder = local_folder(place)
     folder.mkdir(parents=True, exist_ok=True)
-    save(parts.config, file)
+    save(parts.config, folder / "config.yaml")
     save_description(parts.model.config, parts.tokenizer, folder / "model", parts.config.model.param_dtype)
     if parts.model.adapters is not None:
         save_adapter_config(parts.model, folder / "model")

@@ -25,11 +25,13 @@ from tunix_like.runs.folder import claim, run_folder
 from tunix_like.runtime import console, processes
 from tunix_like.storage.mirror import local_folder
 from tunix_like.storage.run_lock import owned
+from tunix_like.training.answers import Answers
 from tunix_like.training.callbacks import Callback, check_callbacks
 from tunix_like.training.display import displayed
 from tunix_like.training.learner import Learner
-from tunix_like.training.preferences import DPOLearner
-from tunix_like.training.sft import SFTTrainer
+from tunix_like.training.preferences import DPOLearner, check_pairs
+from tunix_like.training.preferences import with_prompts as pairs_with_prompts
+from tunix_like.training.sft import SFTTrainer, checked_answers, with_prompts
 from tunix_like.types import Engine
 
 
@@ -93,6 +95,17 @@ def prepared(
             yield make_learner(parts, folder, engine)
     if unsaved is not None:
         raise unsaved
+
+
+def check_answers(parts: Parts) -> None:
+    """Checks the answers of SFT, and the pairs, of all rows, as their trainers do. Raises UserError."""
+    config, source = parts.config, parts.source
+    if config.sft.max_steps:
+        checked_answers(with_prompts(source.train), parts.tokenizer, config.rollout)
+    if issubclass(parts.learner, DPOLearner):
+        for rows, what in ((source.train, "training"), (source.eval, "evaluation")):
+            answers = Answers(parts.tokenizer, config.rollout)
+            check_pairs(pairs_with_prompts(rows, what), answers, parts.learner.who, what)
 
 
 def data_options(config: Config) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tunix_like.errors import UserError, check_type, nearest
 from tunix_like.rewards import check_arguments, pooled
 from tunix_like.rewards import resolve as resolve_reward
 from tunix_like.rewards.judge import Judge
+from tunix_like.rewards.registry import label_of
 from tunix_like.rewards.served_reward_model import ServedRewardModel
 from tunix_like.rewards.services import Limits, PerCompletion, WaitingFunction, scores_one
 from tunix_like.rollout.rollouts import WeightedReward
@@ -64,10 +65,11 @@ def reward_entries(config: Config, default: str | None = None) -> list[RewardEnt
             raise UserError(f"rewards.functions[{i}].weight: expected a number, got {shortened(weight)}.")
         if problem := number_problem(weight):
             raise UserError(f"rewards.functions[{i}].weight: got {shortened(weight)}; {problem}.")
-        before = sum(other.name == name for other in out)
-        if before and name not in SERVED:
+        if name not in SERVED and any(other.name == name for other in out):
             raise UserError(f"rewards.functions: {name} is listed twice; list it once.")
-        out.append(RewardEntry(name, f"{name}_{before + 1}" if before else name, float(weight), arguments))
+        label = label_of(name)
+        before = sum(label_of(other.name) == label for other in out)
+        out.append(RewardEntry(name, f"{label}_{before + 1}" if before else label, float(weight), arguments))
     return out
 
 
@@ -77,9 +79,8 @@ def reward_functions(config: Config, source: DataSource, mesh: Mesh | None = Non
     without = config.trains_pairs and "answer" not in source.train[0]
     without |= config.algorithm.advantage_estimator == "reward_model"
     default = None if without or kind_of(config) is not None else source.reward  # an environment gives rewards itself
-    functions = [
-        (entry.label, _resolved(entry, config.rewards, mesh), entry.weight) for entry in reward_entries(config, default)
-    ]
+    entries = reward_entries(config, default)
+    functions = [(entry.name, _resolved(entry, config.rewards, mesh), entry.weight) for entry in entries]
     columns = [name for name in source.train[0] if name != "prompt"]
     if config.environment.name is not None:
         columns.append("environments")  # added at the end of trajectories
@@ -90,7 +91,8 @@ def reward_functions(config: Config, source: DataSource, mesh: Mesh | None = Non
         if config.algorithm.advantage_estimator == DISTILLATION and config.rewards.functions is None:
             return []  # the reward of the data source is only reported, and its rows lack a column, such as `answer`
         raise
-    return _in_workers(config.rewards, functions)
+    moved = _in_workers(config.rewards, functions)
+    return [(entry.label, function, weight) for entry, (_, function, weight) in zip(entries, moved, strict=True)]
 
 
 def _resolved(entry: RewardEntry, config: RewardsConfig, mesh: Mesh | None) -> RewardFunction:
@@ -100,7 +102,7 @@ def _resolved(entry: RewardEntry, config: RewardsConfig, mesh: Mesh | None) -> R
     if entry.name.startswith(PREFIX):
         return RewardModel(entry.name.removeprefix(PREFIX), mesh)
     function: Any = resolve_reward(entry.name)
-    return PerCompletion(entry.name, function, limits) if scores_one(function) else function
+    return PerCompletion(entry.label, function, limits) if scores_one(function) else function
 
 
 RISKY = ("gsm8k", "gsm8k_lenient", "reasoning_gym", "by_source")

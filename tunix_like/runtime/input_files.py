@@ -27,6 +27,20 @@ def file_problem(path: str | Path) -> str | None:
     return "is compressed (gzip); decompress it with gunzip" if packed else None
 
 
+def path_below(folder: Path, name: str, source: str) -> Path:
+    """Returns the path in `folder` of a file whose name comes from elsewhere: of an object in a bucket, or from the
+    index of a model.
+
+    Raises:
+      UserError: the name is absolute, has empty parts, `.` or `..`, or leads through a link out of the folder. The
+        message begins with `source`.
+    """
+    path = folder / name
+    if {"", ".", ".."} & set(name.split("/")) or not path.parent.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{source}: the file name {name!r} leads out of its folder, so nothing of it is used.")
+    return path
+
+
 def read_object(file: Path, cure: str) -> dict[str, Any]:
     """Reads a JSON file that contains one object, in any Unicode encoding. `cure` ends an error message."""
     if os.path.lexists(file) and (problem := file_problem(file)):

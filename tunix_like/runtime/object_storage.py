@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -19,18 +20,25 @@ from filelock import FileLock
 
 from tunix_like.errors import UserError, one_line
 from tunix_like.runtime import progress
+from tunix_like.runtime.input_files import path_below
 
 _EXTRAS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 """Maps the beginning of an address to the package that reads it and the extra that installs the package."""
 
 
 def is_remote(path: Any) -> bool:
-    """Whether `path` is an address in object storage. Raises UserError for other addresses, which would become folders
-    of this machine."""
-    scheme, separator, _ = path.partition("://") if isinstance(path, str) else ("", "", "")
-    if separator and scheme not in _EXTRAS:
-        raise UserError(f"{path}: addresses of files and folders begin with gs:// or s3://.")
-    return bool(separator)
+    """Whether `path` is an address in object storage. Raises UserError for other and incomplete addresses, which would
+    become folders of this machine; so does a `Path`, which has lost a slash."""
+    if not isinstance(path, str | os.PathLike):
+        return False
+    scheme, colon, rest = str(path).partition(":")
+    if scheme in _EXTRAS and rest.startswith("//") and rest[2:3] not in ("", "/"):
+        return True
+    if colon and (rest.startswith("//") or scheme.lower() in (*_EXTRAS, "hf")):
+        raise UserError(
+            f"{path}: addresses of files and folders begin with gs://BUCKET or s3://BUCKET (in Python texts, no Path)."
+        )
+    return False
 
 
 def local_copy(url: str, key: str, patterns: Sequence[str] = ("*",)) -> Path:
@@ -60,6 +68,8 @@ def local_copy(url: str, key: str, patterns: Sequence[str] = ("*",)) -> Path:
                 shutil.rmtree(part, ignore_errors=True)
                 _download(system, root if not single else str(PurePosixPath(root).parent), objects, part, url)
                 part.rename(folder)
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(f"{key}: {url} cannot be copied to {folder}: {one_line(error)}.") from error
     return folder / PurePosixPath(root).name if single else folder
@@ -132,7 +142,7 @@ def _matches(path: str, patterns: Sequence[str]) -> bool:
 def _download(system: Any, root: str, objects: dict[str, Any], part: Path, url: str) -> None:
     with progress.task(f"downloading {url} (MiB)", sum(info["size"] for info in objects.values()) >> 20) as advance:
         for path, info in objects.items():
-            target = part / str(PurePosixPath(path).relative_to(root))
+            target = path_below(part, path.removeprefix(f"{root}/"), url)
             target.parent.mkdir(parents=True, exist_ok=True)
             system.get_file(path, str(target))
             if target.stat().st_size != info["size"]:
@@ -192,6 +202,7 @@ def opened(url: str, key: str) -> tuple[Any, str]:
     try:
         import fsspec
 
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of what it raises
         system, root = fsspec.core.url_to_fs(url.rstrip("/"))
     except ImportError as error:
         why = one_line(error.__cause__ or error)  # fsspec raises an error of its own

@@ -153,17 +153,25 @@ def _load_file(path: Path, label: str) -> ModuleType:
     sys.modules[key] = module  # dataclasses and pickle look up a module by its name
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException as error:
         del sys.modules[key]
-        raise UserError(f"{label}: {path} failed to load: {type(error).__name__}: {error}") from error
+        raise _failed(f"{label}: {path} failed to load", error) from error
     return module
 
 
 def _import(place: str, label: str) -> ModuleType:
     try:
         return importlib.import_module(place)
-    except Exception as error:
-        raise UserError(
-            f"{label}: module {place} failed to import: {type(error).__name__}: {error}. "
-            "A file needs its ending: path/to/file.py:function."
-        ) from error
+    except BaseException as error:
+        cure = "A file needs its ending: path/to/file.py:function."
+        raise _failed(f"{label}: module {place} failed to import", error, cure) from error
+
+
+def _failed(what: str, error: BaseException, cure: str = "") -> BaseException:
+    """Returns the exception to raise after the import of user code. A script that parses arguments or ends with
+    `sys.exit` when it is imported would end the run as if it were done."""
+    if isinstance(error, KeyboardInterrupt):
+        return error
+    if isinstance(error, SystemExit):
+        cure = "An import must not end the program: put what a script does below `if __name__ == '__main__':`."
+    return UserError(f"{what}: {type(error).__name__}: {error}. {cure}".rstrip())

@@ -6,10 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -40,21 +43,32 @@ from tunix_like.serving.server import Failed, Server
 MOST_BYTES = 8 << 20
 """Maximum size of the body of a request."""
 
+MOST_READ = 256 << 20
+"""Maximum size of all bodies that are being read and parsed."""
+
+LARGE = 1 << 20
+"""Bodies above this size are parsed one after the other, because a parsed body can take 40 times its size."""
+
 MESSAGES = "/v1/messages"
 """The route of Anthropic's protocol."""
+
+_CLOSE = {"connection": "close"}
+"""Of answers without a key: a connection gets one, so none is kept by a client that does not read its answers."""
 
 DISCONNECTED = 499
 """HTTP status that the metrics record for a request whose client disconnected."""
 
 _LOG = logging.getLogger(__name__)
 
+_Parsed = TypeVar("_Parsed")
 Parse = Callable[[bytes, Settings, Tokenizer], Request]
 MakeAnswer = Callable[[Request, Settings, Tokenizer], Answer]
 
 
 def make_app(server: Server, key: str | None) -> ASGIApp:
     """Builds the ASGI application of the server. If `key` is not None, all requests except those of `/health` must send
-    it as a bearer token or, as Anthropic's clients do, in the header `x-api-key`."""
+    it as a bearer token or, as Anthropic's clients do, in the header `x-api-key`. Otherwise all must name this machine
+    in the header `host`: a page of the web could reach the server by a name that its owner lets point here."""
     settings = server.settings
     card = {
         "id": settings.name,
@@ -71,17 +85,16 @@ def make_app(server: Server, key: str | None) -> ASGIApp:
         return Route(path, endpoint, methods=["POST"])
 
     async def count(http: Http) -> Response:
-        async def answer(body: bytes) -> Response:
-            size = await run_in_threadpool(requests.count_request, body, settings, server.tokenizer)
+        async def answer(size: int) -> Response:
             return JSONResponse({"input_tokens": size})
 
-        return await _answered(server, http, answer)
+        return await _answered(server, http, requests.count_request, answer)
 
     async def models(http: Http) -> Response:
         return JSONResponse({"object": "list", "data": [card]})
 
     async def health(http: Http) -> Response:
-        return Response()
+        return Response(headers=_CLOSE)
 
     async def metrics(http: Http) -> Response:
         return Response(generate_latest(server.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -138,9 +151,9 @@ class _Guard:
 
         path = scope["path"]
         try:
-            if self._refused(scope):
-                error = RequestError("the API key is missing or wrong", http=401, kind="authentication_error")
-                await error_response(path, error, {"www-authenticate": "Bearer"})(scope, receive, counted)
+            if (error := self._error(scope)) is not None:
+                headers = _CLOSE | ({"www-authenticate": "Bearer"} if error.http == 401 else {})
+                await error_response(path, error, headers)(scope, receive, counted)
             else:
                 await self._app(scope, receive, counted)
         except ClientDisconnect:
@@ -151,12 +164,27 @@ class _Guard:
             if status == 200 and scope["method"] == "POST":
                 self._metrics.latency.observe(time.monotonic() - began)
 
-    def _refused(self, scope: Scope) -> bool:
-        if self._expected is None or scope["path"] == "/health":
-            return False
+    def _error(self, scope: Scope) -> RequestError | None:
         headers = dict(scope["headers"])
+        if self._expected is None:
+            if _is_loopback(headers.get(b"host", b"")):
+                return None
+            message = "without an API key, the server answers requests to localhost or 127.0.0.1 (header host) only"
+            return RequestError(message, http=403, kind="permission_error")
         given = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
-        return not hmac.compare_digest(given, self._expected)
+        if scope["path"] == "/health" or hmac.compare_digest(given, self._expected):
+            return None
+        return RequestError("the API key is missing or wrong", http=401, kind="authentication_error")
+
+
+def _is_loopback(host: bytes) -> bool:
+    """Whether the value of the header `host` is an address or a name of this machine that needs no name server."""
+    found = re.fullmatch(rb"(?:\[([0-9a-f:]+)\]|([\w.-]+))(?::\d*)?", host.lower())
+    name = (found[1] or found[2]).decode() if found else ""
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 class _Events(StreamingResponse):
@@ -177,25 +205,30 @@ async def _sample(server: Server, http: Http, parse: Parse, make: MakeAnswer) ->
     """Answers a request that samples completions."""
     began = time.monotonic()
 
-    async def answered(body: bytes) -> Response:
+    def checked(body: bytes, settings: Settings, tokenizer: Tokenizer) -> Request:
         server.check_room()
-        # The request is parsed in a thread, because long texts take milliseconds to encode and a chat template can take
-        # seconds.
-        request = await run_in_threadpool(parse, body, server.settings, server.tokenizer)
+        return parse(body, settings, tokenizer)
+
+    async def answered(request: Request) -> Response:
         server.check_room()
         answer = make(request, server.settings, server.tokenizer)
         if request.stream:
             return _Events(_events(server, answer, began))
         return await _whole(server, http, answer, began)
 
-    return await _answered(server, http, answered)
+    return await _answered(server, http, checked, answered)
 
 
-async def _answered(server: Server, http: Http, answer: Callable[[bytes], Awaitable[Response]]) -> Response:
+async def _answered(
+    server: Server,
+    http: Http,
+    parse: Callable[[bytes, Settings, Tokenizer], _Parsed],
+    answer: Callable[[_Parsed], Awaitable[Response]],
+) -> Response:
     """Reads the body of a request and answers it. Errors become error responses."""
     path = http.url.path
     try:
-        return await answer(await _body(http))
+        return await answer(await _parsed(server, http, parse))
     except RequestError as error:
         headers = {"retry-after": str(server.retry_after())} if error.http == 429 else None
         return error_response(path, error, headers)
@@ -211,19 +244,29 @@ def _failure(error: Exception) -> RequestError:
     return RequestError("the server failed; its log says why", http=500, kind="internal_server_error")
 
 
-async def _body(http: Http) -> bytes:
-    """Reads the body of a request. Raises RequestError if the body is too large or the content type is not JSON."""
+async def _parsed(server: Server, http: Http, parse: Callable[[bytes, Settings, Tokenizer], _Parsed]) -> _Parsed:
+    """Reads and parses the body of a request. Raises RequestError if the body is not valid or too large, or its content
+    type is not JSON."""
     # This check prevents cross-site requests: a web page cannot send JSON to another origin unless the server allows
     # it.
     if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError("the content type must be application/json", http=415)
     parts, size = [], 0
-    async for part in http.stream():
-        parts.append(part)
-        size += len(part)
-        if size > MOST_BYTES:
-            raise RequestError(f"the body has more than {MOST_BYTES} bytes", http=413)
-    return b"".join(parts)
+    try:
+        async for part in http.stream():
+            parts.append(part)
+            size += len(part)
+            server.read += len(part)
+            if size > MOST_BYTES:
+                raise RequestError(f"the body has more than {MOST_BYTES} bytes", http=413)
+            if server.read > MOST_READ:
+                message = f"the requests that are being read have more than {MOST_READ} bytes; try again later"
+                raise RequestError(message, http=429, kind="rate_limit_error")
+        async with server.large if size > LARGE else contextlib.nullcontext():
+            # In a thread, because long texts take milliseconds to encode and a chat template can take seconds.
+            return await run_in_threadpool(parse, b"".join(parts), server.settings, server.tokenizer)
+    finally:
+        server.read -= size
 
 
 async def _whole(server: Server, http: Http, answer: Answer, began: float) -> Response:

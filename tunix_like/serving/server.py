@@ -54,13 +54,19 @@ class Metrics:
 
 
 class Server:
-    """A model that answers requests: its settings, the thread that samples, and the requests that it samples for."""
+    """A model that answers requests: its settings, the thread that samples, and the requests that it samples for.
+
+    Attributes:
+      read: bytes of the bodies of requests that are being read and parsed.
+      large: held while a large body is parsed.
+    """
 
     def __init__(self, settings: Settings, tokenizer: Tokenizer, runner: Runner):
         self.settings, self.tokenizer = settings, tokenizer
         self.batcher = Batcher(runner, self._from_thread)
         self.metrics = Metrics(self.batcher)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.read, self.large = 0, asyncio.Lock()
         self.queues: dict[Job, asyncio.Queue[tuple[Job, Part]]] = {}
 
     def open(self, warm_up: bool = False) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 import threading
@@ -114,7 +115,8 @@ class BucketLock:
 
     def _numbers(self) -> dict[int, str]:
         paths = object_storage.find(self._system, self._root)
-        return {int(name): path for path in paths if (name := PurePosixPath(path).name).isdigit()}
+        names = {path: PurePosixPath(path).name for path in paths}
+        return {int(name): path for path, name in names.items() if re.fullmatch("[0-9]{6,18}", name)}
 
     def _create(self, number: int) -> bool:
         """Returns whether this run has created the object `number`, and then removes those of earlier owners."""

@@ -10,11 +10,13 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from pathlib import Path
 
 from tunix_like.errors import UserError
+from tunix_like.runtime.input_files import path_below
 
 logger = logging.getLogger("tunix_like")
 
@@ -38,7 +40,13 @@ def complete_steps(folder: Path) -> list[int]:
     name is a number."""
     if not folder.is_dir():
         return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and is_complete(path))
+    steps = {path: step_of(path.name) for path in folder.iterdir()}
+    return sorted(step for path, step in steps.items() if step is not None and is_complete(path))
+
+
+def step_of(name: str) -> int | None:
+    """Returns the step of the folder of a checkpoint. None for other names, such as `009` and `²`."""
+    return int(name) if re.fullmatch("0|[1-9][0-9]{0,17}", name) else None
 
 
 def is_complete(step: Path) -> bool:
@@ -75,8 +83,9 @@ def damage(step: Path) -> str | None:
         logger.warning("%s has no checksums (it was written by an older version); it is used without a check", step)
         return None
     try:
-        expected = {step / name: digest for name, digest in json.loads(text)["sha256"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError):
+        digests = json.loads(text)["sha256"].items()
+        expected = {path_below(step, name, CHECKSUMS): digest for name, digest in digests}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return f"{CHECKSUMS} cannot be read"
     if missing := [path for path in expected if not path.is_file()]:
         return f"{missing[0].relative_to(step)}, which {CHECKSUMS} names, is missing"
@@ -123,7 +132,7 @@ def prepare(folder: Path) -> None:
         for path in folder.iterdir():
             if ".orbax-checkpoint-tmp" in path.name:
                 clear(path)
-            elif path.name.isdigit() and not is_complete(path):
+            elif step_of(path.name) is not None and not is_complete(path):
                 if foreign := [item.name for item in path.iterdir() if item.name not in _ITEMS]:
                     raise UserError(f"{path} has files that are not those of a checkpoint ({foreign[0]}); move them.")
                 clear(path)

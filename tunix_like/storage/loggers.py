@@ -12,7 +12,6 @@ import contextlib
 import importlib.metadata
 import json
 import logging
-import math
 import os
 import queue
 import re
@@ -29,10 +28,11 @@ import yaml
 
 from tunix_like.config.keys import shortened
 from tunix_like.config.load import read_yaml
+from tunix_like.config.shown import shown_sections
 from tunix_like.errors import UserError, nearest
 from tunix_like.runtime.input_files import read_object
 from tunix_like.runtime.processes import is_first
-from tunix_like.storage.metrics import MetricsLog, rows
+from tunix_like.storage.metrics import MetricsLog, is_number, rows
 
 logger = logging.getLogger("tunix_like")
 
@@ -151,14 +151,14 @@ def open_metrics(folder: Path | None, names: Sequence[str], settings: Mapping[st
 
 
 def _shown(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content of the YAML file `file`, or `settings` if the file does not exist or cannot be read. The
-    values are converted to JSON types."""
+    """Returns what may be shown of the YAML file `file`, or of `settings` if the file does not exist or cannot be read.
+    The values are converted to JSON types."""
     if file.is_file():
         try:
-            return dict(json.loads(json.dumps(read_yaml(file), default=str)))
+            return dict(json.loads(json.dumps(shown_sections(read_yaml(file)), default=str)))
         except (ValueError, TypeError) as error:  # a UserError, or a value without a JSON type
             logger.warning("loggers show the settings of this run instead of config.yaml: %s", error)
-    return dict(json.loads(json.dumps(settings, default=str)))
+    return dict(json.loads(json.dumps(shown_sections(settings), default=str)))
 
 
 class EventFiles:
@@ -240,11 +240,7 @@ class EventFiles:
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     """Returns the values of a row of metrics that are finite numbers, by name."""
-    return {
-        name: value
-        for name, value in row.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }
+    return {name: value for name, value in row.items() if is_number(value)}
 
 
 class Place(NamedTuple):
@@ -278,7 +274,8 @@ class Wandb:
             config=place.settings,
             allow_val_change=True,
             reinit="create_new",  # keeps a run that the user has opened
-            settings={"console": environment.get("WANDB_CONSOLE", "off")},  # wandb captures the output otherwise
+            # wandb otherwise captures the output, and the command line with the overrides of the config.
+            settings={"console": environment.get("WANDB_CONSOLE", "off"), "x_disable_meta": True},
         )
         self.first = place.mark + 1 if self._run.offline else max(1, self._run.step)  # online: from the server
         for names, step in (("sft/*", "sft/step"), ("train/*", "step"), ("eval/*", "step")):

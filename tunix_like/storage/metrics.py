@@ -8,9 +8,10 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from tunix_like.runtime.input_files import file_problem
 logger = logging.getLogger("tunix_like")
 
 FILE = "metrics.jsonl"
+
+STEP_KEYS = ("step", "sft/step")
+"""The columns with the number of the step."""
 
 
 class MetricsLog:
@@ -73,11 +77,20 @@ class MetricsLog:
         """Removes the rows with a value above `last` in the column `key`, and an incomplete last line, which a killed
         process can leave. Returns the number of remaining rows.
 
-        Rows without this column are kept. The file is replaced atomically.
+        Rows without this column are kept. The file is replaced atomically. A warning says which steps up to `last` have
+        no rows, because the file was damaged or could not be written.
         """
-        if self._path is None or not self._path.exists():
+        if self._path is None:
             return 0
-        kept = [row for row in rows(self._path.parent) if row.get(key) is None or row[key] <= last]
+        kept = [row for row in self.rows() if row.get(key) is None or row[key] <= last]
+        if lost := sorted(set(range(1, last + 1)) - {row.get(key) for row in kept}):
+            logger.warning(
+                "%s has no rows of %d of the %d steps before the checkpoint (%s %d to %d): their metrics are lost, and "
+                "none of them counts as the best step any longer",
+                *(self._path, len(lost), last, key, lost[0], lost[-1]),
+            )
+        if not self._path.exists():
+            return 0
         temporary = self._path.with_suffix(".tmp")
         try:
             temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
@@ -105,9 +118,26 @@ def _append(path: Path, text: str) -> None:
 
 
 def rows(folder: str | Path) -> list[dict[str, Any]]:
-    """Returns all rows of `metrics.jsonl` in a run folder (see `objects`); an empty list if there is no such file."""
+    """Returns all rows of `metrics.jsonl` in a run folder (see `objects`); an empty list if there is no such file.
+
+    Raises:
+      UserError: also if a step is not a whole number.
+    """
     path = Path(folder) / FILE
-    return objects(path) if path.exists() else []
+    found = objects(path) if path.exists() else []
+    for number, row in enumerate(found, 1):
+        for key in STEP_KEYS:
+            step = row.get(key)
+            if step is not None and not (type(step) is int and 0 <= step < 1 << 31):
+                raise UserError(
+                    f"{path}, row {number}: {key} is {step!r:.40}, not the number of a step; remove the row."
+                )
+    return found
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value is a number that float64 can represent."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def objects(path: Path) -> list[dict[str, Any]]:
@@ -149,7 +179,7 @@ class Best:
         """Adds the values of the metric in `rows`. Missing, null and non-finite values are ignored."""
         for row in rows:
             step, value = row.get(self.step_key), row.get(self.metric)
-            if isinstance(step, int) and isinstance(value, int | float) and math.isfinite(value):
+            if isinstance(step, int) and is_number(value):
                 self._values[step] = float(value)
 
     def among(self, steps: Sequence[int]) -> int | None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from tunix_like.errors import NotSaved, UserError, one_line
 from tunix_like.runtime import object_storage, progress
+from tunix_like.runtime.input_files import path_below
 from tunix_like.runtime.object_storage import is_remote
 from tunix_like.runtime.processes import all_or_none, by_first, is_first
 from tunix_like.storage import bucket_lock, checkpoint_files
@@ -198,6 +199,8 @@ class Mirror:
         the complete checkpoints of the bucket, as `checkpoints/10`, and the others, which a killed run left."""
         found = object_storage.find(self._system, self._root)
         sizes = {path.removeprefix(f"{self._root}/"): int(info["size"]) for path, info in found.items()}
+        for name in sizes:
+            path_below(self._folder, name, self._url)
         sizes = {name: size for name, size in sizes.items() if not name.startswith(f"{bucket_lock.FOLDER}/")}
         if sizes and not any(name.partition("/")[0] in (*RUN_FILES, "model") for name in sizes):
             raise UserError(f"{self._url} has objects and is not a run folder; choose another training.output_dir.")
@@ -238,7 +241,7 @@ class Mirror:
         if part.stat().st_size != size:
             raise OSError(f"{name} has {size} bytes, and {part.stat().st_size} arrived")
         part.replace(target)
-        if checkpoint_of(name) is None:
+        if _is_single(name):
             self._files[name] = _version(target)
 
     # During the run: from the local copy to the bucket.
@@ -398,7 +401,8 @@ class Mirror:
 def checkpoint_of(name: str) -> str | None:
     """Returns `checkpoints/10` for the name of one of its files, None for other files of a run folder."""
     parts = name.split("/")
-    return "/".join(parts[:2]) if len(parts) > 2 and parts[0] in _GROUPS and parts[1].isdigit() else None
+    is_step = len(parts) > 2 and parts[0] in _GROUPS and checkpoint_files.step_of(parts[1]) is not None
+    return "/".join(parts[:2]) if is_step else None
 
 
 def checkpoints_among(names: Collection[str]) -> tuple[set[str], set[str]]:
@@ -429,13 +433,19 @@ def _is_abandoned(name: str, steps: set[str]) -> bool:
     return bool(same) and all(_later(name, each) for each in same)
 
 
+def _is_single(name: str) -> bool:
+    """Whether a file of a run folder is stored by itself: all but checkpoints and those of this host."""
+    top = name.partition("/")[0]
+    return top not in _GROUPS and not top.startswith(_LOCAL) and not name.endswith((".tmp", ".part"))
+
+
 def _files_of(folder: Path) -> Iterator[Path]:
-    """Yields the files of a run folder that are stored one by one: all but checkpoints and those of this host."""
+    """Yields the files of a run folder that are stored one by one."""
     for top in folder.iterdir():
-        if top.name in _GROUPS or top.name.startswith(_LOCAL) or top.is_symlink():
+        if not _is_single(top.name) or top.is_symlink():
             continue
         for path in [top] if top.is_file() else top.rglob("*"):
-            if path.is_file() and not path.is_symlink() and path.suffix not in (".tmp", ".part"):
+            if _is_single(path.name) and path.is_file() and not path.is_symlink():
                 yield path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -11,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from filelock import SoftFileLease
 
+from tunix_like.runtime.input_files import read_object
 from tunix_like.storage.checkpoint_files import complete_steps
 from tunix_like.storage.run_lock import FILE as LOCK
 from tunix_like.storage.run_lock import LEASE_SECONDS
@@ -42,8 +42,9 @@ def run_state(folder: Path) -> RunState:
     checkpoints = folder / "sft_checkpoints" if of_sft else checkpoints
     step, meta = max(complete_steps(checkpoints), default=0), dict[str, Any]()
     if step:
-        meta = json.loads((checkpoints / str(step) / "meta" / "metadata").read_text(encoding="utf-8"))
+        meta = read_object(checkpoints / str(step) / "meta" / "metadata", "The checkpoint is damaged: remove it.")
     total, over = meta.get("total"), bool(meta.get("over"))
+    total = total if type(total) is int else None
     state: State = "stopped" if step else "started"
     if _is_owned(folder / LOCK):
         state = "running"

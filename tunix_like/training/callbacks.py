@@ -299,7 +299,7 @@ def named_callbacks(entries: Sequence[Mapping[str, Any]] | None) -> list[Callbac
         check_arguments(key, name, kind, arguments)
         try:
             made.append(kind(**arguments))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             problem = str(error) if isinstance(error, UserError) else f"{name}: {describe_error(error)}."
             raise UserError(f"{key}: {problem}") from error
         check_callbacks(made[-1:], key)

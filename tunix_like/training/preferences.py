@@ -73,7 +73,7 @@ class DPOLearner(Trainer):
     """
 
     name, step_key = "train", "step"
-    _who = "preferences need"
+    who = "preferences need"
 
     def __init__(
         self,
@@ -199,8 +199,7 @@ class DPOLearner(Trainer):
         check_batch(self.mesh, "data.batch_size", batch_size)
         self._several_turns = False
         for part, what in ((rows, "training"), (held_out, "evaluation")):
-            self._several_turns |= self._answers.check(part, COLUMNS, self._who, what)
-            _check_differ(part, what)
+            self._several_turns |= check_pairs(part, self._answers, self.who, what)
         warn_shared(rows, held_out)
         warn_text_prompts(rows, tokenizer)
         prompts = (render(held_out[i], tokenizer, limit) for i in range(len(held_out)))
@@ -230,7 +229,7 @@ class DPOLearner(Trainer):
             raise UserError(f"the {what} data must be a list of rows with {' and '.join(COLUMNS)}.")
         given, made = self._rows.get(what, (None, ()))
         if given is not rows:
-            made = _with_prompts(rows, what)
+            made = with_prompts(rows, what)
             self._rows[what] = rows, made
         return made
 
@@ -334,7 +333,7 @@ class RewardModelLearner(DPOLearner):
     `tunix_like.export_model` writes a folder that transformers loads as a sequence classifier with one label.
     """
 
-    _who = "a reward model needs"
+    who = "a reward model needs"
     _trains_scalar_head = True
     _needs_reference = False
 
@@ -375,7 +374,7 @@ def check_columns(row: Mapping[str, Any], what: str) -> None:
         )
 
 
-def _with_prompts(rows: Sequence[Mapping[str, Any]], what: str) -> Sequence[Mapping[str, Any]]:
+def with_prompts(rows: Sequence[Mapping[str, Any]], what: str) -> Sequence[Mapping[str, Any]]:
     if not len(rows):
         return rows
     check_columns(rows[0], what)
@@ -387,6 +386,14 @@ def _with_prompts(rows: Sequence[Mapping[str, Any]], what: str) -> Sequence[Mapp
         except UserError as error:
             raise UserError(f"{what} row {number} (counted from 0): {error}") from error
     return MappedRows(rows, with_prompt)
+
+
+def check_pairs(rows: Sequence[Mapping[str, Any]], answers: Answers, who: str, what: str) -> bool:
+    """Checks that all rows (of `with_prompts`) have two completions that differ. Returns whether any completion has
+    several turns. `who` needs them, `what` is the name of the rows."""
+    several_turns = answers.check(rows, COLUMNS, who, what)
+    _check_differ(rows, what)
+    return several_turns
 
 
 def _check_differ(rows: Sequence[Mapping[str, Any]], what: str) -> None:

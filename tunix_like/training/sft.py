@@ -148,21 +148,12 @@ class SFTTrainer(Trainer):
 
     def _prepare(self, rows: Sequence[Mapping[str, Any]], shuffle: bool) -> None:
         """Checks the data, and builds the batches and the compiled step for this call of `train`."""
-        limit = self.rollout_config.max_prompt_length
         if self._given is not rows:  # equal rows let a second call continue with the next batch
-            self._given, self._rows = rows, _with_prompts(rows)
+            self._given, self._rows = rows, with_prompts(rows)
         rows = self._rows
-        tokenizer = with_tools(self.tokenizer, rows, "SFT")
-        check_prompts(rows, tokenizer, limit, "skip", "training").warn("training")
+        self._answers, self._several_turns = checked_answers(rows, self.tokenizer, self.rollout_config)
+        tokenizer = self._answers.tokenizer
         warn_text_prompts(rows, tokenizer)
-        if "answer" not in rows[0]:
-            columns = ", ".join(map(str, rows[0]))
-            raise UserError(
-                f"SFT needs an 'answer' column; the rows have {columns}. data.answer_template builds it from other "
-                "columns."
-            )
-        self._answers = Answers(tokenizer, self.rollout_config)
-        self._several_turns = self._answers.check(rows, ["answer"], "SFT needs")
         self.total = self.done + self.config.max_steps
         self._batches = self._open_stream(rows, self.config.batch_size, shuffle, forever=True, tokenizer=tokenizer)
         self.identity = {"sft_batch_size": self.config.batch_size, "seed": self.training.seed, "rows": len(rows)}
@@ -222,7 +213,23 @@ class SFTTrainer(Trainer):
         return True
 
 
-def _with_prompts(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+def checked_answers(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, rollout: RolloutConfig
+) -> tuple[Answers, bool]:
+    """Checks the prompts and answers of all rows (of `with_prompts`). Returns what encodes the answers, with the tools
+    of the rows, and whether any answer has several turns."""
+    tokenizer = with_tools(tokenizer, rows, "SFT")
+    check_prompts(rows, tokenizer, rollout.max_prompt_length, "skip", "training").warn("training")
+    if "answer" not in rows[0]:
+        columns = ", ".join(map(str, rows[0]))
+        raise UserError(
+            f"SFT needs an 'answer' column; the rows have {columns}. data.answer_template builds it from other columns."
+        )
+    answers = Answers(tokenizer, rollout)
+    return answers, answers.check(rows, ["answer"], "SFT needs")
+
+
+def with_prompts(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Returns rows with the column `messages` as rows with `prompt` and `answer`; other rows unchanged."""
     if not len(rows) or not isinstance(rows[0], Mapping) or "prompt" in rows[0] or "messages" not in rows[0]:
         return rows

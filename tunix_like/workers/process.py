@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -22,6 +23,9 @@ from tunix_like.workers.messages import MOST_ANSWER, Connection
 
 SHOWN = 65_536
 """Maximum bytes of printed output that are forwarded to stderr; the rest is dropped."""
+
+MARK = "TUNIX_LIKE_PROCESS"
+"""Environment variable by which the descendants of a process are found. They inherit it, whatever else they leave."""
 
 _CUT = "(it prints more, which is not shown)"
 _TAIL = 4_000  # bytes of the last output that are reported when a process ends
@@ -75,6 +79,7 @@ class Process(Worker):
     ) -> None:
         channel, theirs = socket.socketpair()
         file = tempfile.TemporaryFile() if label is None else None  # noqa: SIM115 - closed in `_end_output`
+        mark = secrets.token_hex(16)
         start = {"path": sys.path, "socket": theirs.fileno(), "parent": os.getpid(), "program": program}
         with theirs:
             self._process = subprocess.Popen(
@@ -85,7 +90,8 @@ class Process(Worker):
                 bufsize=0,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C goes to the run only; child processes are killed with the process
-                env=os.environ | {"JAX_PLATFORMS": "cpu"},  # only the run uses the accelerator
+                # Only the run uses the accelerator. All descendants have the variable `MARK`.
+                env=os.environ | {"JAX_PLATFORMS": "cpu", MARK: mark},
             )
         output = file or self._process.stdout
         assert output is not None
@@ -93,7 +99,8 @@ class Process(Worker):
         self.label, self.pid, self._output = label, self._process.pid, output
         self.connection = Connection(channel, most)
         self._printed, self._line, self._tail = 0, b"", b""  # bytes printed so far, incomplete last line, last bytes
-        self._end = weakref.finalize(self, _end, self._process, channel, grace)  # also runs when the interpreter exits
+        # Also runs when the interpreter exits.
+        self._end = weakref.finalize(self, _end, self._process, channel, grace, mark)
         self.connection.send(json.dumps(settings).encode())
 
     @property
@@ -191,6 +198,16 @@ def members_of(session: int) -> Iterator[int]:
                 yield int(entry)
 
 
+def marked(mark: str) -> Iterator[int]:
+    """Yields the ids of the processes whose environment has the variable `MARK` with this value."""
+    wanted = f"{MARK}={mark}".encode()
+    with contextlib.suppress(OSError):
+        for entry in os.listdir("/proc"):
+            with contextlib.suppress(OSError):
+                if entry.isdecimal() and wanted in _read(f"/proc/{entry}/environ").split(b"\0"):
+                    yield int(entry)
+
+
 def memory_of(pid: int) -> int:
     """Returns the resident memory of a process and all its descendants, in bytes; 0 if the memory is not known."""
     return _resident(pid) + sum(map(_resident, descendants_of(pid)))
@@ -233,7 +250,7 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _end(process: subprocess.Popen[bytes], channel: socket.socket, grace: float) -> None:
+def _end(process: subprocess.Popen[bytes], channel: socket.socket, grace: float, mark: str) -> None:
     try:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             channel.shutdown(socket.SHUT_RDWR)
@@ -242,6 +259,7 @@ def _end(process: subprocess.Popen[bytes], channel: socket.socket, grace: float)
         below = list(descendants_of(process.pid)) if process.poll() is None else []
         kill_group(process.pid)
         kill_all([*below, *members_of(process.pid)])
+        kill_all(marked(mark))  # daemons: they have left the session, and their parents have ended
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
         channel.close()

@@ -125,7 +125,7 @@ class Server:
 
     async def _check(self, least_length: int, text: str, tokens: Sequence[int]) -> str:
         version = str((await self._get("/version")).get("version"))
-        numbers = [int(part) for part in re.findall(r"\d+", version)[:2]]
+        numbers = [int(part) for part in re.findall(r"\d{1,9}", version)[:2]]
         if tuple(numbers) < LOWEST_VERSION:
             raise self._unfit(f"it runs vLLM {version}; use {'.'.join(map(str, LOWEST_VERSION))} or later")
         if "weight_version" not in await self._get("/weight_info", missing={}):
