@@ -489,6 +489,32 @@ def test_estimate_of_an_update_equals_that_of_the_accelerator_compiler(work, siz
     assert update_phases(work, size)[0].bytes == pytest.approx(compiled * 1e9, rel=0.08)
 
 
+SMALL_QWEN3 = dict(hidden_size=1024, intermediate_size=3072, num_heads=16, num_kv_heads=8, head_dim=128, num_layers=28)
+
+
+@pytest.mark.parametrize(
+    ("changes", "group", "widths", "size", "found"),
+    [
+        (SMALL_QWEN3, (8, 16), (256, 1024), 16, 77.8),
+        (SMALL_QWEN3, (32, 16), (256, 1024), 16, 100.4),
+        (
+            dict(SMOLLM, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3),
+            (64, 16),
+            (256, 256),
+            64,
+            43.46,
+        ),
+    ],
+    ids=["Qwen3-0.6B, 128 rows, on an H200", "Qwen3-0.6B, 512 rows, on an H200", "SmolLM2-135M, compiled for H200"],
+)
+def test_estimate_of_an_update_that_recomputes_nothing_on_a_gpu(changes, group, widths, size, found):
+    """The oracle is the peak in GB of an H200, or what XLA:GPU allocated."""
+    work = accelerated("gpu", 1, **changes)
+    prompts, samples = group
+    work = dataclasses.replace(work, prompts=prompts, group=samples, widths=widths, remat=False, clipped=False)
+    assert max(phase.bytes for phase in update_phases(work, size)) == pytest.approx(found * 1e9, rel=0.05)
+
+
 @pytest.mark.parametrize(("changes", "prompts", "compiled"), [({}, 64, 8.5), (LLAMA, 512, 5.63)])
 def test_estimate_of_the_prompts_on_a_gpu(changes, prompts, compiled):
     """The oracle is the memory in GB of the temporaries of Qwen3-1.7B's and Llama-3.2-1B's prompts on an H200, without

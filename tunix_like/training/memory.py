@@ -33,6 +33,11 @@ KEPT_WITH_REMAT = {"inner": 3, "hidden": 5, "query": 5, "key": 2}
 around a recomputed layer. Common subexpression elimination then keeps most arrays of the layer (measured: 1224 of 1696
 numbers per token, and all scores). On other backends, a layer saves only its input (`_with_stacked_layers`)."""
 
+KEPT_IN_FLOAT32 = {"hidden": 9.5, "normed": 4.7}
+"""Number of further values that XLA:GPU keeps per token and layer, in units of the compute dtype, for each number of a
+hidden state and, with norms of queries and keys, for each number of these: float32 copies around norms. Fitted to three
+updates in bfloat16 with cuDNN attention, compiled for an H200 (jax 0.11.2). Recomputed layers keep only their input."""
+
 KEPT_SCORES = {"plain": 1.05, "one block": 2.1, "blocks": 0.0}
 """Number of float32 arrays `[heads, queries, keys]` that a layer saves. Plain attention saves the exponentials. Their
 measured size is 1.21 times the size of the scores for 96 keys, and 1.03 times for 1056 keys. Blocked attention saves no
@@ -527,7 +532,11 @@ def _kept(work: Work, tokens: int, scores: int) -> int:
     model, inner = work.model, work.inner + (work.model.layer_input_width or 0)
     widths = {"inner": inner, "hidden": model.hidden_size, "query": work.query, "key": work.key}
     per_token = KEPT_WITH_REMAT if work.remat else KEPT_PER_TOKEN
-    token = sum(per_token[name] * width for name, width in widths.items()) * work.size
+    token = sum(per_token[name] * width for name, width in widths.items())
+    if work.backend == "gpu" and work.size < 4 and not work.remat:
+        normed = (work.query + work.key) * model.qk_norm
+        token += KEPT_IN_FLOAT32["hidden"] * model.hidden_size + KEPT_IN_FLOAT32["normed"] * normed
+    token = int(token * work.size)
     recurrent = work.recurrent_layers
     plain = (model.num_layers - recurrent) * int(KEPT_SCORES[_attention_kind(work, scores)] * scores * 4)
     return model.num_layers * tokens * token + plain + recurrent * tokens * _recurrent(work, **KEPT_RECURRENT)
