@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from tests.rewards import misbehaving
+from tunix_like.config.load import load
 from tunix_like.errors import UserError
 from tunix_like.rewards import REWARDS, close_pools, pooled, register_reward_fn, resolve, score, verl_compatible
 from tunix_like.rewards.built_in import by_source
+from tunix_like.rewards.registry import label_of
 from tunix_like.rewards.services import waiting
 from tunix_like.rollout.episodes import Episode, with_environment
+from tunix_like.runs.reward_functions import reward_entries
 
 THREE = ["a", "bb", "ccc"]
 
@@ -360,3 +363,20 @@ def test_async_generators_are_refused():
 
     with pytest.raises(UserError, match="generator"):
         run((yields, 1.0))
+
+
+NAMES = {
+    "gsm8k": "gsm8k", "a.py:f": "a.py:f", "/home/x/a.py:f": "a.py:f", "../x/a.py:f": "a.py:f", "pkg.mod:f": "pkg.mod:f",
+    "model:/home/x/rm": "model:rm", "model:owner/rm": "model:rm", "~/x/a.py:f": "a.py:f",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, label", NAMES.items())
+def test_metrics_name_functions_without_folders(name, label):
+    assert label_of(name) == label
+
+
+def test_functions_of_equal_names_have_different_labels():
+    functions = "rewards.functions=[{name: 'a/r.py:f'}, {name: 'b/r.py:f'}, {name: 'r.py:f'}, {name: 'r.py:g'}]"
+    labels = [entry.label for entry in reward_entries(load(None, [functions]))]
+    assert labels == ["r.py:f", "r.py:f_2", "r.py:f_3", "r.py:g"]

@@ -311,6 +311,7 @@ def said(**fields):
         ("messages", said(role="user", content=[{"type": "tool_result", "content": "5"}]), "tool_use_id"),
         ("messages", said(role="tool", content="5"), "messages[0].role: got 'tool'"),
         ("messages/count_tokens", {"messages": 3}, "messages: it must be a list"),
+        ("messages/count_tokens", {"messages": [USER | {"content": "a" * 300_000}]}, "more than 131072 tokens"),
     ],
 )
 def test_invalid_requests_are_rejected_in_the_form_of_the_protocol(model, route, body, part):

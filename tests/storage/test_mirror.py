@@ -378,3 +378,16 @@ def test_a_ctrl_c_outside_the_steps_gives_the_folder_back(memory, tmp_path, monk
     assert set(threading.enumerate()) <= before
     with another_host(tmp_path, monkeypatch), owned(memory):
         assert train(local_folder(memory), 2) == 0
+
+
+def test_files_of_the_user_in_the_bucket_stay_there(memory, tmp_path, monkeypatch):
+    """Also below the folders whose files are not stored one by one."""
+    with owned(memory):
+        train(local_folder(memory), 2)
+    system, root = fsspec.core.url_to_fs(memory)
+    names = ["checkpoints/notes.txt", "checkpoints/009/state", "notes.tmp", "engine_weights/notes", "notes.txt"]
+    for name in names:
+        system.pipe_file(f"{root}/{name}", b"mine")
+    with another_host(tmp_path, monkeypatch), owned(memory):
+        train(local_folder(memory), 3)
+    assert set(names) <= set(objects(memory))

@@ -22,8 +22,9 @@ from tunix_like.serving.runner import Job, JobSampling
 MOST_COMPLETIONS = 128
 """Maximum number of completions of one request: number of prompts times the parameter `n`."""
 
-MOST_COUNTED = 1 << 20
-"""Maximum number of tokens that `/v1/messages/count_tokens` counts; more could take minutes and gigabytes."""
+MOST_COUNTED = 1 << 17
+"""Maximum number of tokens that `/v1/messages/count_tokens` counts, unless prompts can be longer: the tokenizer takes
+about 250 bytes per token."""
 
 LOWEST_TEMPERATURE = 1e-3
 """Lowest valid temperature above 0. Division of the logits by values near 0 would overflow float32."""
@@ -329,10 +330,11 @@ def messages_request(body: bytes, settings: Settings, tokenizer: Tokenizer) -> R
 
 def count_request(body: bytes, settings: Settings, tokenizer: Tokenizer) -> int:
     """Returns the number of tokens of a request of `/v1/messages/count_tokens`. Raises RequestError if the request is
-    not valid, or has more than `MOST_COUNTED` tokens."""
-    size = len(_messages_tokens(_parsed(_MessagesPrompt, body, settings), tokenizer, MOST_COUNTED)[0])
-    if size > MOST_COUNTED:
-        raise RequestError(f"the prompt has more than {MOST_COUNTED} tokens, the most that are counted", "messages")
+    not valid or has too many tokens."""
+    most = max(MOST_COUNTED, settings.longest)
+    size = len(_messages_tokens(_parsed(_MessagesPrompt, body, settings), tokenizer, most)[0])
+    if size > most:
+        raise RequestError(f"the prompt has more than {most} tokens, the most that are counted", "messages")
     return size
 
 
