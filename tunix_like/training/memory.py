@@ -532,11 +532,11 @@ def _kept(work: Work, tokens: int, scores: int) -> int:
     model, inner = work.model, work.inner + (work.model.layer_input_width or 0)
     widths = {"inner": inner, "hidden": model.hidden_size, "query": work.query, "key": work.key}
     per_token = KEPT_WITH_REMAT if work.remat else KEPT_PER_TOKEN
-    token = sum(per_token[name] * width for name, width in widths.items())
+    numbers: float = sum(per_token[name] * width for name, width in widths.items())
     if work.backend == "gpu" and work.size < 4 and not work.remat:
         normed = (work.query + work.key) * model.qk_norm
-        token += KEPT_IN_FLOAT32["hidden"] * model.hidden_size + KEPT_IN_FLOAT32["normed"] * normed
-    token = int(token * work.size)
+        numbers += KEPT_IN_FLOAT32["hidden"] * model.hidden_size + KEPT_IN_FLOAT32["normed"] * normed
+    token = int(numbers * work.size)
     recurrent = work.recurrent_layers
     plain = (model.num_layers - recurrent) * int(KEPT_SCORES[_attention_kind(work, scores)] * scores * 4)
     return model.num_layers * tokens * token + plain + recurrent * tokens * _recurrent(work, **KEPT_RECURRENT)
