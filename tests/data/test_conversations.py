@@ -104,6 +104,7 @@ def test_odd_messages_give_the_text_of_plain_ones(tmp_path, path, given, meant, 
         assert path(tokenizer, given) == expected
 
 
+OWN_TEXT = call({}) | {"content": "I add."}
 BAD = [
     ([{"role": "user", "content": None}], TEMPLATES),
     ([{"role": "user"}], TEMPLATES),
@@ -124,7 +125,7 @@ BAD = [
     ([{"role": "developer", "content": "Be brief."}, USER], ["qwen3"]),
     ([USER, call({}), {"role": "observation", "content": "4"}], ["qwen3"]),
     ([USER, call({}), {"role": "tool", "content": "4"}], ["llama3"]),
-    ([USER, call({}) | {"content": "I add."}, {"role": "tool", "content": "4"}], ["llama31"]),
+    ([USER, OWN_TEXT, {"role": "tool", "content": "4"}], ["llama31"]),
     # what cannot be continued
     ([USER, {"role": "assistant", "content": " "}], TEMPLATES),
     ([USER, call({})], ["qwen3", "llama31"]),
@@ -136,6 +137,9 @@ BAD = [
 @pytest.mark.parametrize(("given", "templates"), BAD)
 def test_what_would_not_reach_the_model_is_an_error(path, given, templates):
     for name in templates:
+        if path is by_serve and given[1:2] == [OWN_TEXT]:  # an agent sends back what the model wrote
+            assert "I add." not in path(bpe(TEMPLATES[name]), given)
+            continue
         with pytest.raises(RequestError if path is by_serve else UserError):
             path(bpe(TEMPLATES[name]), given)
 

@@ -242,10 +242,16 @@ class Tokenizer:
         given = {name: refer_deep(value, self._control) for name, value in template_variables.items()}
         return self._rendered(turns, add_generation_prompt, {**self._own_variables, **given})
 
-    def render_prompt(self, messages: Sequence[Message], /, **template_variables: Any) -> str:
+    def render_prompt(
+        self, messages: Sequence[Message], drops_own_text: bool = False, /, **template_variables: Any
+    ) -> str:
         """Renders a conversation as `render_guarded` does, up to where a completion begins: after the start of an
         assistant's turn or, if the last message is the assistant's, after its text, which the completion continues (as
         with `continue_final_message` of transformers).
+
+        Args:
+          drops_own_text: whether the template may drop the text beside a tool call of the assistant, as that of Llama
+            3.1 does: agents send back what the model wrote.
 
         Raises:
           UserError: see `render`; the template drops a text or a tool call; or the last message is one of the assistant
@@ -254,7 +260,8 @@ class Tokenizer:
         turns = chat_messages(messages)
         continued = turns[-1]["role"] == "assistant"
         text = self.render_guarded(turns, not continued, **template_variables)
-        self.check_written(turns, **template_variables)
+        own = [turn | {"content": ""} if drops_own_text and "tool_calls" in turn else turn for turn in turns]
+        self.check_written(own, **template_variables)
         if not continued:
             return text
         last = refer_deep(turns[-1]["content"], self._control)

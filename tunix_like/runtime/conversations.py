@@ -101,7 +101,7 @@ def chat_tools(given: Any, name: str = "tools", wrong: Wrong = _wrong) -> list[d
     """Checks tools: a list of objects, or its JSON text; each object can be JSON text as well. Values that are None are
     left out of objects, as in `chat_messages`."""
     tools = [] if given is None else _parsed(given, name, wrong)
-    if not isinstance(tools, list | tuple):
+    if not isinstance(tools, list):
         raise wrong(name, f"it must be a list of tools or its JSON text, got {given!r:.80}")
     found = [_parsed(tool, f"{name}[{place}]", wrong) for place, tool in enumerate(tools)]
     for place, tool in enumerate(found):
@@ -112,12 +112,12 @@ def chat_tools(given: Any, name: str = "tools", wrong: Wrong = _wrong) -> list[d
 
 
 def _parsed(value: Any, name: str, wrong: Wrong) -> Any:
-    if not isinstance(value, str):
-        return _without_none(value)
     try:
-        return json.loads(value.strip() or "[]")
-    except (ValueError, RecursionError):
+        return json.loads(value.strip() or "[]") if isinstance(value, str) else _without_none(value)
+    except ValueError:
         raise wrong(name, f"it is not JSON text: {value!r:.80}") from None
+    except RecursionError:
+        raise wrong(name, "a value is nested too deeply") from None
 
 
 def _without_none(value: Any) -> Any:

@@ -421,8 +421,8 @@ def _chat_tokens(
         if key in variables:
             raise wrong(f"chat_template_kwargs.{key}", "it cannot be set")
     try:
-        text = tokenizer.render_prompt(messages, **variables, **({"tools": tools} if tools else {}))
-        if tools and text == tokenizer.render_prompt(messages, **variables):
+        text = tokenizer.render_prompt(messages, True, **variables, **({"tools": tools} if tools else {}))
+        if tools and text == tokenizer.render_prompt(messages, True, **variables):
             raise RequestError("the chat template of this model ignores tools; leave them out", "tools")
         tokens = tokenizer.encode_guarded(text, most)
     except UserError as error:
