@@ -22,7 +22,7 @@ from tunix_like.models.loading import save_model
 
 REWARD = """
 def early(prompts, completions, **columns):
-    return [None if c[:1] == "h" else float(c[:1] < "d") for c in completions]
+    return [float("nan") if c[:1] == "h" else float(c[:1] < "d") for c in completions]
 """
 SETTINGS = ("data.name=reverse_text", "data.eval_size=6", "data.train_size=9", "eval.samples=4", "eval.batch_size=6",
             "rollout.max_prompt_length=8", "rollout.max_tokens_to_generate=4", "rewards.workers=0",
