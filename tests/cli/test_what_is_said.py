@@ -73,7 +73,8 @@ def test_text_without_the_template(said, data, warned, template):
         ("eval", "chat", "data.eval_size=2"),
     ):
         name = "data.name=jsonl", *data, *LENGTHS
-        out, _, log = said(*command, *name)
+        out, err, log = said(*command, *name)
+        out += err
         assert (log.count(TEXT), f"template: {template}" in out) == (int(warned), True), command
         assert "prompt: '" in out
     keys = [word for word in data if not word.startswith("data.path")]

@@ -10,18 +10,19 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tunix_like.cli.common import chosen_source, setup_jax
-from tunix_like.cli.screen import show_prompt
+from tunix_like.cli.screen import prompt_lines
 from tunix_like.errors import UserError
 from tunix_like.evaluation import compare as eval_compare
 from tunix_like.evaluation.evaluate import Evaluation, Evaluator
 from tunix_like.runs.trained import Trained, evaluator_of, open_trained
 from tunix_like.runtime import console
-from tunix_like.runtime.processes import by_first
+from tunix_like.runtime.processes import by_first, is_first
 
 SPLIT = "data.split="
 
@@ -98,7 +99,8 @@ def measured(source: str, overrides: Sequence[str]) -> Measured:
         data = dataclasses.replace(data, eval_split=split)
         trained = trained._replace(config=dataclasses.replace(trained.config, data=data))
     evaluator = evaluator_of(trained, on_training_rows)
-    show_prompt(evaluator.problems[0])
+    if is_first():  # to standard error: if standard output cannot be written, the files still are
+        print("\n".join(prompt_lines(evaluator.problems[0])), file=sys.stderr)
     try:
         return Measured(trained, split, evaluator, evaluator(trained.params))
     finally:

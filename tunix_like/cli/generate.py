@@ -29,7 +29,7 @@ from tunix_like.rollout.requests import generate as sample
 from tunix_like.rollout.rollouts import completion_texts, score_completions
 from tunix_like.runs.reward_functions import reward_functions
 from tunix_like.runs.trained import Trained, open_trained
-from tunix_like.runtime import console, progress
+from tunix_like.runtime import console, output, progress
 from tunix_like.runtime.profile import Stopwatch
 from tunix_like.runtime.visible import visible
 from tunix_like.training.engine import make_engine
@@ -147,6 +147,7 @@ def _print_completion(completion: str) -> None:
         print("the completion is empty: the model ended it before any text", file=sys.stderr)
     console.print_completion(completion)
     sys.stdout.flush()  # before the lines of standard error
+    output.check()
 
 
 def _sampling_line(sampling: SamplingParams, seed: int) -> str:

@@ -36,19 +36,22 @@ def announce(parts: Parts, place: str | Path) -> None:
             console.print_text(f"{what:>10}: {used} prompts{skipped and f', {skipped}'}")
     rendered = (render(row, parts.tokenizer, limit) for row in parts.source.train)
     first = next(prompt for prompt in rendered if usable(prompt, limit))
-    show_prompt(first)
+    for line in prompt_lines(first):
+        console.print_text(line)
     if parts.first_observation:
         added = parts.first_observation
         text = added if isinstance(added, str) else "\n".join(f"{each['role']}: {each['content']}" for each in added)
         console.print_text(f"{'reset':>9}: the environment adds to the prompt of row 1: {_both_ends(text, 600)}")
 
 
-def show_prompt(prompt: Prompt | Problem) -> None:
-    """Prints a prompt as the model receives it, and what made it."""
+def prompt_lines(prompt: Prompt | Problem) -> list[str]:
+    """Returns lines with a prompt as the model receives it, and what made it."""
     made = "none, the prompt is text" if isinstance(prompt.source, str) else "that of the tokenizer, around messages"
-    console.print_text(f"{'template':>9}: {made}")
-    console.print_text(f"{'prompt':>9}: {_both_ends(prompt.text, 600)}")
-    console.print_text(f"{'ids':>9}: {_both_ends([*prompt.tokens], 40)}")
+    return [
+        f"{'template':>9}: {made}",
+        f"{'prompt':>9}: {_both_ends(prompt.text, 600)}",
+        f"{'ids':>9}: {_both_ends([*prompt.tokens], 40)}",
+    ]
 
 
 def _named(place: str | Path) -> str:
