@@ -155,6 +155,14 @@ def test_prompt_that_ends_with_the_assistant_is_continued_as_by_transformers(tmp
     assert path(tokenizer, chat) == expected and expected.rstrip().endswith(begun.strip())
 
 
+@pytest.mark.parametrize("begun", ["e", "end", "im", "|", "<", "assistant"])
+def test_continued_text_is_not_sought_in_the_text_of_the_template(begun):
+    """transformers would find these in the token that ends the turn."""
+    chat = [USER, {"role": "assistant", "content": begun}]
+    rendered = bpe(TEMPLATES["qwen3"]).render(chat, False)
+    assert bpe(TEMPLATES["qwen3"]).encode_prompt(chat, True)[0] == rendered.removesuffix("<|im_end|>\n")
+
+
 def test_turn_and_judge_see_a_continued_message_as_one(monkeypatch):
     history = History([USER, {"role": "assistant", "content": "The "}], [1, 2], 2)
     history.add_turn("answer", [3])

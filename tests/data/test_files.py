@@ -81,6 +81,21 @@ def test_a_file_of_another_format(tmp_path, ending):
     assert (len(data.train), all_rows(data)) == (20, ROWS)
 
 
+def test_a_missing_part_is_an_error(tmp_path):
+    for part in (0, 2):
+        WRITERS["csv"](tmp_path / f"train-0000{part}-of-00003.csv", ROWS)
+    with pytest.raises(UserError, match="train has 2 of 3 parts"):
+        source(tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TUNIX_LIKE_CACHE", str(tmp_path / "file" / "cache"))
+    WRITERS["csv"](tmp_path / "a.csv", ROWS)
+    with pytest.raises(UserError, match="TUNIX_LIKE_CACHE"):
+        source(tmp_path / "a.csv")
+
+
 def test_folders_of_save_to_disk(tmp_path):
     whole = datasets.Dataset.from_list(ROWS)
     whole.save_to_disk(str(tmp_path / "one"))
@@ -107,10 +122,15 @@ def test_a_file_is_converted_once_and_values_keep_their_types(tmp_path, monkeypa
         ("a.jsonl.gz", b"\x1f\x8bno gzip", r"a\.jsonl\.gz: it cannot be read"),
         ("a.jsonl.gz", gzip.compress(lines(ROWS), mtime=0)[:-20], r"a\.jsonl\.gz: it cannot be read"),
         ("a.jsonl.zst", b"no zstd", r"a\.jsonl\.zst: it cannot be read"),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n{"b": 1}\n', mtime=0), r"a\.jsonl\.gz:2: .* needs column 'prompt'"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"prompt": "a"}\n{"b": 1}\n', mtime=0),
+            r"a\.jsonl\.gz:2: .* needs column 'prompt'",
+        ),
         ("a.csv", b"prompt,answer\na,b,c\n", r"a\.csv: .* line 2 has more fields"),
         ("a.csv", b"question\nx\n", r"a\.csv:1: .* needs column 'prompt'"),
         ("a.csv", b"", r"a\.csv is empty"),
+        ("a.csv", b"prompt,x,x\na,b,c\n", r"a\.csv: .* column 'x' twice"),
         ("a.json", b'[{"prompt": "a"},]', r"a\.json: it cannot be read"),
         ("a.json", b"[1]", r"a\.json:1: a row must be a JSON object"),
     ],

@@ -42,6 +42,8 @@ def test_no_sum_is_both_trained_on_and_held_out():
         ("seven", "7", 0),
         ("", "7", 0),
         ("٧", "7", 0),
+        ("9" * 5000, "7", 0),
+        ("7", "$7", 1),
     ],
 )
 def test_the_last_number_counts(completion, gold, reward):
@@ -61,6 +63,20 @@ def test_problems_are_those_of_the_package_and_the_held_out_ones_are_not_trained
     assert all(known[row["question"]] == row["answer"] and row["prompt"] == row["question"] for row in rows)
     assert not {row["question"] for row in source.train} & {row["question"] for row in source.eval}
     assert len({row["question"] for row in source.eval}) == 20
+
+
+def test_an_answer_that_a_task_cannot_read_is_wrong():
+    pytest.importorskip("reasoning_gym")
+    source = load_source(DataConfig(**TASK | {"task": "prime_factorization"}))
+    row = source.train[0]
+    columns = {"generator": [row["generator"]], "number": [row["number"]]}
+    assert REWARDS[source.reward](["?"], ["I think it is 2 x 2"], **columns) == [0]
+    assert REWARDS[source.reward](["?"], [row["answer"]], **columns) == [1]
+
+
+def test_gold_without_a_number_names_the_prompt():
+    with pytest.raises(UserError, match="'gold' has no number for the prompt 'How many"):
+        REWARDS["last_number"](["How many?"], ["7"], gold=["seven"])
 
 
 def test_answers_are_scored_by_the_task():

@@ -101,6 +101,23 @@ def test_sentence_piece_merges_follow_the_scores():
 IDS = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
 
 
+@pytest.mark.parametrize(
+    ("pre", "given", "begins"), [("llama-bpe", None, 1), ("llama-bpe", False, 0), ("qwen2", None, 0)]
+)
+def test_the_beginning_token_is_added_as_by_llama_cpp(pre, given, begins):
+    fields = {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": ["<s>", "a"],
+        "merges": [],
+        "token_type": [3, 1],
+        "bos_token_id": 0,
+    }
+    fields |= {} if given is None else {"add_bos_token": given}
+    made = gguf_tokenizer({f"tokenizer.ggml.{key}": value for key, value in fields.items()})
+    assert made.encode("a") == [0] * begins + [1]
+
+
 def test_an_unknown_pre_tokenizer_leaves_the_model_usable(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TUNIX_LIKE_CACHE", str(tmp_path / "cache"))
     written(tmp_path / "a.gguf", "qwen3")
@@ -109,3 +126,6 @@ def test_an_unknown_pre_tokenizer_leaves_the_model_usable(tmp_path, monkeypatch,
     del reader
     model, tokenizer = tunix_like.load_model(tmp_path / "a.gguf")
     assert tokenizer is None and model.config.qk_norm and "model.tokenizer" in caplog.text
+    caplog.clear()
+    tunix_like.load_model(tmp_path / "a.gguf")
+    assert "smallm" in caplog.text

@@ -14,7 +14,7 @@ from tunix_like.config.load import load
 from tunix_like.errors import UserError
 from tunix_like.rewards import REWARDS, close_pools, pooled, register_reward_fn, resolve, score, verl_compatible
 from tunix_like.rewards.built_in import by_source
-from tunix_like.rewards.registry import label_of
+from tunix_like.rewards.registry import label_of, labels_of
 from tunix_like.rewards.services import waiting
 from tunix_like.rollout.episodes import Episode, with_environment
 from tunix_like.runs.reward_functions import reward_entries
@@ -380,3 +380,4 @@ def test_functions_of_equal_names_have_different_labels():
     functions = "rewards.functions=[{name: 'a/r.py:f'}, {name: 'b/r.py:f'}, {name: 'r.py:f'}, {name: 'r.py:g'}]"
     labels = [entry.label for entry in reward_entries(load(None, [functions]))]
     assert labels == ["r.py:f", "r.py:f_2", "r.py:f_3", "r.py:g"]
+    assert labels_of(["a/r.py:f", "b/r.py:f", "r.py:f_2"]) == ["r.py:f", "r.py:f_2", "r.py:f_2_2"]

@@ -196,6 +196,13 @@ def test_groups_that_nothing_has_scored_are_sampled_again(tmp_path, monkeypatch)
     assert len(found) == STEPS - 1 and None not in found
 
 
+def test_names_of_rewards_with_slashes_resume(tmp_path):
+    reward = {"format/strict": zero_or_one, "other/strict": zero_or_one}
+    for steps in (1, 2):
+        train("rloo", tmp_path, steps, reward=reward)
+    assert (tmp_path / "checkpoints" / "2").is_dir()
+
+
 @pytest.mark.parametrize("kind", ["constant", "linear", "of one's own"])
 def test_changed_length_logs_a_warning_if_the_schedule_depends_on_it(kind, tmp_path, caplog):
     own = optax.sgd(1e-2) if kind == "of one's own" else OptimizerConfig(learning_rate=1e-2, schedule=kind)

@@ -41,6 +41,9 @@ def _fields(section: Any, path: str = "") -> Iterator[tuple[str, Any, Mapping[st
             yield name, value, field.metadata
 
 
+_FILES = frozenset(
+    {".json", ".jsonl", ".csv", ".tsv", ".parquet", ".gguf", ".yaml", ".yml", ".py", ".gz", ".zst", ".xz"}
+)
 _KEYS = {name: (default, metadata) for name, default, metadata in _fields(Config())}
 _LAST = {name.rpartition(".")[2] for name in _KEYS} | {"weight"}
 
@@ -69,8 +72,7 @@ def shown(key: str, value: Any) -> Any:
     if isinstance(value, Mapping) and key in _NUMBERS:
         return _numbers(value)
     if metadata["hub"] and isinstance(value, str):
-        is_id = HUB_ID.fullmatch(value.partition(":")[0]) and not Path(value).exists()
-        return value if is_id or value == SELF else HIDDEN
+        return value if _is_hub_id(value) or value == SELF else HIDDEN
     return _name(value) if key in _NAMES else HIDDEN
 
 
@@ -84,6 +86,12 @@ def shown_sections(settings: Mapping[str, Any]) -> dict[str, Any]:
             place = place.setdefault(section, {})
         place[name] = shown(key, value)
     return out
+
+
+def _is_hub_id(value: str) -> bool:
+    """Returns whether a text is a hub id and not a path, as far as the text says."""
+    looks_local = value.startswith("runs/") or Path(value).suffix in _FILES or Path(value).exists()
+    return HUB_ID.fullmatch(value.partition(":")[0]) is not None and not looks_local
 
 
 def _is_number(value: Any) -> bool:

@@ -8,7 +8,9 @@ stay there. Values of CSV files are text. Dates and other values without a form 
 from __future__ import annotations
 
 import bz2
+import contextlib
 import csv
+import errno
 import gzip
 import hashlib
 import importlib
@@ -24,7 +26,7 @@ from typing import Any
 from tunix_like.errors import UserError, one_line
 from tunix_like.runtime import progress
 from tunix_like.runtime.input_files import file_problem
-from tunix_like.runtime.object_storage import cache_folder
+from tunix_like.runtime.object_storage import cache_folder, cannot_cache
 
 ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
 PACKED: dict[str, Callable[[str], Any]] = {
@@ -55,6 +57,9 @@ def split_files(folder: Path, split: str) -> list[Path]:
         if os.path.lexists(file := folder / f"{split}{ending}"):
             return [file]
         if parts := sorted(folder.glob(f"{split}-*-of-*{ending}")):
+            wanted = parts[-1].name.rpartition("-of-")[2].partition(".")[0]
+            if wanted.isdecimal() and int(wanted) != len(parts):
+                raise UserError(f"{folder}: {split} has {len(parts)} of {int(wanted)} parts; download the others.")
             return parts
     return [folder / split] if is_saved(folder / split) else []
 
@@ -83,8 +88,11 @@ def as_json_lines(paths: Sequence[Path]) -> Path:
             for path in paths:
                 _write(path, out)
         part.replace(target)
+    except OSError as error:
+        raise UserError(f"{cannot_cache(error)} data.path: {paths[0]} is converted there.") from error
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
     return target
 
 
@@ -108,6 +116,8 @@ def _write(path: Path, out: Any) -> None:
             else:
                 _write_rows(_ROWS[ending](file), out)
     except Exception as error:  # each reader has its own exceptions
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            raise
         raise UserError(f"{path}: it cannot be read ({one_line(error)}).") from error
 
 
@@ -135,6 +145,9 @@ def _csv(file: Any, separator: str = ",") -> Iterator[dict[str, Any]]:
     csv.field_size_limit(2**31 - 1)
     with io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         reader = csv.DictReader(text, delimiter=separator, restkey="")
+        names = reader.fieldnames or ()
+        if repeated := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"the header has the column {min(repeated)!r} twice")
         for row in reader:
             if "" in row:
                 raise ValueError(f"line {reader.line_num} has more fields than the header, or the header an empty name")

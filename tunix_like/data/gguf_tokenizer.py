@@ -26,6 +26,9 @@ _SPLITS = {
 """Maps names of pre-tokenizers in GGUF to the expression that splits a text, as in the tokenizer.json of these models.
 """
 
+_WHOLE_WORDS = ("llama-bpe", "tekken")
+"""Pre-tokenizers of Llama 3 and Mistral, whose vocabularies have words that no merges lead to."""
+
 
 def gguf_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     """Returns the tokenizer.
@@ -45,6 +48,8 @@ def gguf_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     else:
         raise UserError(f"its tokenizer of the kind {kind!r} is not supported.")
     types = given.get("token_type") or [1] * len(tokens)
+    if len(types) != len(tokens):
+        raise UserError(f"its tokenizer has {len(types)} types for {len(tokens)} tokens.")
     for token, of_type in zip(tokens, types, strict=True):
         if of_type == _CONTROL:
             backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
@@ -52,7 +57,8 @@ def gguf_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
             backend.add_tokens([AddedToken(token, normalized=False)])
     named = {name: given.get(f"{name}_token_id") for name in ("bos", "eos", "padding", "eot", "eom")}
     text = {name: tokens[number] for name, number in named.items() if number is not None and number < len(tokens)}
-    if given.get("add_bos_token", kind == "llama") and "bos" in text:
+    by_default = kind == "llama" or given.get("pre") in _WHOLE_WORDS  # as in llama.cpp
+    if given.get("add_bos_token", by_default) and "bos" in text:
         begin = [(text["bos"], named["bos"])]
         backend.post_processor = processors.Sequence(
             [
@@ -77,8 +83,7 @@ def _byte_level(tokens: Sequence[str], given: Mapping[str, Any]) -> Backend:
     name = given.get("pre")
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ", 1)) for merge in given.get("merges") or []]
-    # Llama 3 and Tekken have whole words that no merges lead to.
-    backend = Backend(models.BPE(vocabulary, merges, ignore_merges=name in ("llama-bpe", "tekken")))
+    backend = Backend(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS))
     if name in _SPLITS:
         words: list[Any] = [pre_tokenizers.Split(Regex(_SPLITS[name]), behavior="isolated")]
     elif name == "smollm":

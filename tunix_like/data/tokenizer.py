@@ -264,16 +264,18 @@ class Tokenizer:
         self.check_written(own, **template_variables)
         if not continued:
             return text
-        last = refer_deep(turns[-1]["content"], self._control)
-        kept = last.strip()
-        begin = text.rfind(kept)
-        if not kept or begin < 0 or "tool_calls" in turns[-1]:
+        kept = refer_deep(turns[-1]["content"], self._control).strip()
+        word = "continuedword"  # in place of the text, it finds what the template writes before and behind
+        marked = self.render_guarded([*turns[:-1], turns[-1] | {"content": word}], False, **template_variables)
+        before, found, behind = marked.rpartition(word)
+        written = text[len(before) : len(text) - len(behind)]
+        same = bool(found) and text.startswith(before) and text.endswith(behind) and written.strip() == kept
+        if not kept or not same or "tool_calls" in turns[-1]:
             raise UserError(
                 "a prompt that ends with a message of the assistant is continued, but its last message has tool calls, "
                 "no text, or a text that the chat template changes; let the prompt end with another message."
             )
-        end, spaces = begin + len(kept), last[len(last.rstrip()) :]
-        return text[:end] + (spaces if text.startswith(spaces, end) else "")
+        return before + written
 
     def check_written(self, messages: Sequence[Message], /, **template_variables: Any) -> None:
         """Raises UserError if the chat template drops the text or a tool call of a message. Texts and names are

@@ -24,7 +24,7 @@ from tunix_like.data.gguf_tokenizer import gguf_tokenizer
 from tunix_like.errors import UserError, one_line
 from tunix_like.models.stored_tensors import GGUFTensor, Tensor
 from tunix_like.runtime import progress
-from tunix_like.runtime.object_storage import cache_folder
+from tunix_like.runtime.object_storage import cache_folder, cannot_cache
 
 _logger = logging.getLogger(__name__)
 
@@ -119,17 +119,24 @@ def described(file: Path) -> Path:
     key = json.dumps([_VERSION, str(file), state.st_size, state.st_mtime_ns])
     folder = cache_folder() / "gguf" / hashlib.sha256(key.encode()).hexdigest()[:24]
     part = folder.with_suffix(".part")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):
-        if not folder.is_dir():
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir()
-            with progress.task(f"reading the description of {file.name}"):
-                _write_description(file, part)
-            part.rename(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            if not folder.is_dir():
+                shutil.rmtree(part, ignore_errors=True)
+                part.mkdir()
+                with progress.task(f"reading the description of {file.name}"):
+                    _write_description(file, part)
+                part.rename(folder)
+    except OSError as error:
+        raise UserError(f"{cannot_cache(error)} The description of {file} is kept there.") from error
+    if (problem := folder / _NO_TOKENIZER).is_file():
+        _logger.warning("%s: %s Set model.tokenizer to the tokenizer of the original model.", file, problem.read_text())
     return folder
 
 
+_NO_TOKENIZER = "no_tokenizer.txt"
+"""File of a description that says why it has no tokenizer."""
 _VERSION = 1
 """Changes when descriptions change, so that those of earlier versions are not used."""
 
@@ -142,7 +149,7 @@ def _write_description(file: Path, folder: Path) -> None:
             {name: _value(reader, name) for name in reader.fields if name.startswith("tokenizer.")}
         )
     except UserError as error:
-        _logger.warning("%s: %s Set model.tokenizer to the tokenizer of the original model.", file, error)
+        (folder / _NO_TOKENIZER).write_text(str(error))
     else:
         fields["eos_token_id"] = list(tokenizer.eos_ids)
         tokenizer.save(folder)

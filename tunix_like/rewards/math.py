@@ -12,6 +12,7 @@ import threading
 from fractions import Fraction
 from typing import Any
 
+from tunix_like.errors import UserError
 from tunix_like.rewards.calls import given_text
 from tunix_like.rewards.numbers import (
     LONGEST,
@@ -66,14 +67,19 @@ def last_number(prompts: list[str], completions: list[str], gold: list[Any], **_
     """Returns 1 for each completion whose last number equals its entry of the column `gold`, else 0. Unlike `gsm8k`, it
     needs no mark before the answer, so a completion that ends with an unrelated number gets 0, and a number that is
     right by accident gets 1."""
-    rights = [Fraction(given_text(right, "gold", prompt)) for prompt, right in zip(prompts, gold, strict=True)]
+    rights = []
+    for prompt, right in zip(prompts, gold, strict=True):
+        rights.append(last_number_of(given_text(right, "gold", prompt)))
+        if rights[-1] is None:
+            raise UserError(f"column 'gold' has no number for the prompt {prompt!r:.80}: {right!r:.80}.")
     return [float(last_number_of(text) == right) for text, right in zip(completions, rights, strict=True)]
 
 
 def last_number_of(completion: str) -> Fraction | None:
-    """Returns the last number in a completion, such as 1234.5 of `1,234.5`; None if there is none."""
+    """Returns the last number in a completion, such as 1234.5 of `1,234.5`; None if there is none, or if it has more
+    than `LONGEST` characters."""
     found = _NUMBERS.findall(completion)
-    return Fraction(found[-1].replace(",", "")) if found else None
+    return Fraction(found[-1].replace(",", "")) if found and len(found[-1]) <= LONGEST else None
 
 
 def grade(completion: str, gold: str, lenient: bool = False) -> float | None:

@@ -51,8 +51,12 @@ def reasoning_gym(
     """
     scores = []
     for text, index, completion in zip(generator, number, completions, strict=True):
-        task = make_generator(text)
-        scores.append(float(task.score_answer(final_answer(completion), task[index])))
+        task, answer = make_generator(text), final_answer(completion)
+        problem = task[index]
+        try:
+            scores.append(float(task.score_answer(answer, problem)))
+        except Exception:  # some tasks fail at an answer that they cannot parse
+            scores.append(0.0)
     return scores
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tunix_like.errors import UserError, nearest
@@ -68,6 +68,17 @@ def resolve(name: str) -> RewardFunction:
 def label_of(name: str) -> str:
     """Returns the name of a reward function in metrics and completions: without the folders of a file or model."""
     return re.sub("[^:/]*/", "", name)
+
+
+def labels_of(names: Iterable[str]) -> list[str]:
+    """Returns the labels of several reward functions; equal ones are numbered from the second on."""
+    labels: list[str] = []
+    for name in names:
+        label, number = label_of(name), 1
+        while (numbered := label if number == 1 else f"{label}_{number}") in labels:
+            number += 1
+        labels.append(numbered)
+    return labels
 
 
 def verl_compatible(function: Callable[..., Any]) -> RewardFunction:

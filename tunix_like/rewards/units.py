@@ -9,7 +9,7 @@ from fractions import Fraction
 
 _UNIT = re.compile(
     r"[mckdnuμ]m|in|ft|yd|mi|[mkµμ]gs?|kms|lbs?|oz|ms|secs?|mins?|hrs?|yrs?|wks?|mo|m[lL]|[cd]l|gal|pt|qt|kJ|kWh?|Wh|[kMG]?Hz"
-    r"|[kM]Pa|psi|[mk]ph|kmh|rpm|bpm|hp|rad|deg|sq|cu|sqft|ha|[kKMGT]B|am|pm|AM|PM|st|nd|rd|th|pts|pcs|USD|EUR|GBP|JPY"
+    r"|[kM]Pa|kN|[mk]A|[mkMG][VW]|[kMG]?eV|dB|[kM]?[\u03a9\u2126]|psi|[mk]ph|kmh|rpm|bpm|hp|rad|deg|sq|cu|sqft|ha|[kKMGT]B|am|pm|AM|PM|st|nd|rd|th|pts|pcs|USD|EUR|GBP|JPY"
     r"|CNY|INR|RMB|Rs"
 )
 _APART = frozenset("mgshLl")
@@ -34,7 +34,7 @@ _PART = re.compile(r"half|halves|quarters?|thirds?|fourths?|(?:fif|six|seven|eig
 _CHANGING = re.compile(
     # multiples
     r"(?:hundred|thousand|million|billion|trillion|dozen|milliard|tausend|hundert|millon|dutzend|docena).*"
-    r"|gross|grand|lakhs?|crores?|mil|milles?|mio|mrd|mln|тысяч.?|тыс|миллион.*|млн|миллиард.*|млрд|twice|thrice"
+    r"|doz|gross|grand|lakhs?|crores?|mil|milles?|mio|mrd|mln|тысяч.?|тыс|миллион.*|млн|миллиард.*|млрд|twice|thrice"
     # operations, functions, constants and the names of letters
     r"|squared|cubed|doubled|tripled|halved|sqrt|factorial|mod|modulo|negative|choose|base|imaginary|aleph|nan|null"
     r"|a?(?:sin|cos|tan|cot|sec|csc)h?|arc.*|log|exp|lim|max|gcd|lcm|det|inf|infinit.*|undefined"

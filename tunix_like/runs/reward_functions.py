@@ -16,7 +16,7 @@ from tunix_like.errors import UserError, check_type, nearest
 from tunix_like.rewards import check_arguments, pooled
 from tunix_like.rewards import resolve as resolve_reward
 from tunix_like.rewards.judge import Judge
-from tunix_like.rewards.registry import label_of
+from tunix_like.rewards.registry import labels_of
 from tunix_like.rewards.served_reward_model import ServedRewardModel
 from tunix_like.rewards.services import Limits, PerCompletion, WaitingFunction, scores_one
 from tunix_like.rollout.rollouts import WeightedReward
@@ -67,9 +67,7 @@ def reward_entries(config: Config, default: str | None = None) -> list[RewardEnt
             raise UserError(f"rewards.functions[{i}].weight: got {shortened(weight)}; {problem}.")
         if name not in SERVED and any(other.name == name for other in out):
             raise UserError(f"rewards.functions: {name} is listed twice; list it once.")
-        label = label_of(name)
-        before = sum(label_of(other.name) == label for other in out)
-        out.append(RewardEntry(name, f"{label}_{before + 1}" if before else label, float(weight), arguments))
+        out.append(RewardEntry(name, labels_of([*(other.name for other in out), name])[-1], float(weight), arguments))
     return out
 
 

@@ -105,6 +105,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("TUNIX_LIKE_CACHE", "~/.cache/tunix_like")).expanduser().absolute()
 
 
+def cannot_cache(error: OSError) -> str:
+    """Returns the sentence of an error message that the cache cannot be written."""
+    return f"the cache {cache_folder()} cannot be written ({one_line(error)}); set TUNIX_LIKE_CACHE to another folder."
+
+
 def find(system: Any, root: str) -> dict[str, Any]:
     """Returns the objects below `root` by their paths in the file system, as they are now, with `size`. Raises
     FileNotFoundError if there is no bucket."""

@@ -20,7 +20,7 @@ from tunix_like.config.load import differences, with_defaults
 from tunix_like.config.schema import AlgorithmConfig, EnvironmentConfig, OptimizerConfig, RolloutConfig
 from tunix_like.errors import CallbackFailed, EngineLost, NotSaved, SamplerDrifted, UserError
 from tunix_like.models.lora import check_base
-from tunix_like.rewards.registry import label_of
+from tunix_like.rewards.registry import labels_of
 from tunix_like.runtime import output, progress, trace
 from tunix_like.runtime.processes import by_first, gather
 from tunix_like.storage.checkpoints import Checkpoints
@@ -334,8 +334,9 @@ def _check_same_run(checkpoints: Checkpoints, saved: dict[str, Any], current: di
         if isinstance(saved.get(name), dict) and isinstance(current.get(name), dict):
             added = {key: value for key, value in dataclasses.asdict(section()).items() if key in current[name]}
             saved = saved | {name: with_defaults(saved[name], added)}
-    if "rewards" in saved:  # with the folders of their files in earlier versions
-        saved = saved | {"rewards": {label_of(name): weight for name, weight in saved["rewards"].items()}}
+    if (rewards := saved.get("rewards")) and rewards != current.get("rewards"):
+        # Earlier versions stored the names with the folders of their files.
+        saved = saved | {"rewards": dict(zip(labels_of(rewards), rewards.values(), strict=True))}
     changed = differences(*(json.loads(json.dumps(identity | {"base": None})) for identity in (saved, current)))
     if changed:
         raise UserError(
