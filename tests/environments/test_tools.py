@@ -133,7 +133,7 @@ def odd_type(a: set[int]):
     """
 
 
-def unknown_name(a: Unknown):
+def unknown_name(a: Unknown):  # noqa: F821
     """Does.
 
     Args:

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from tunix_like.models.decoder import Kept
+from tunix_like.models.decoder import Decoder, Kept
 from tunix_like.models.divergence import Outputs, token_divergence
 from tunix_like.models.log_probabilities import token_logprobs, token_score_norms
 from tunix_like.models.sharding import place_prompts, place_replicated, prompt_shapes, replicated_shapes

@@ -24,6 +24,7 @@ from tunix_like.config.schema import RLTrainingConfig, RolloutConfig, SFTConfig
 from tunix_like.data.shared import warn_text_prompts
 from tunix_like.data.source import MappedRows, with_prompt
 from tunix_like.data.stream import Prompt, check_prompts
+from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.history import Demonstration
 from tunix_like.errors import UserError, check_type
 from tunix_like.models.decoder import Decoder
