@@ -246,7 +246,8 @@ def start_run(folder):
     changed = {
         "data.batch_size": 2, "algorithm.num_generations": 2, "rollout.max_tokens_to_generate": 8, "lora.rank": 2,
         "training.max_steps": STEPS, "training.checkpoint_every_n_steps": 1, "training.log_rollouts_every_n_steps": 1,
-        "training.max_checkpoints_to_keep": STEPS, "training.output_dir": folder, "training.eval_every_n_steps": "null",
+        "training.max_checkpoints_to_keep": STEPS, "training.output_dir": folder,
+        "data.eval_size": 1, "eval.samples": 1, "eval.k": "null",
         "optimizer.learning_rate": 1e-3, "model.dtype": "float32",
     }  # fmt: skip
     command = [sys.executable, "-m", "tunix_like", "train", str(ROOT / "examples" / "smollm2" / "sums.yaml")]
