@@ -36,11 +36,11 @@ def home(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def serving(home, *options, key=None, files=None):
+def serving(home, *options, key=None, files=None, source="letters"):
     """Yields the process and its address, and kills it at the end."""
     environment = {name: value for name, value in os.environ.items() if name != serve.KEY}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path)} | ({serve.KEY: key} if key else {})
-    command = [sys.executable, "-m", "tunix_like", "serve", "letters", "--port", "0", "--max-rows", "4", *options]
+    command = [sys.executable, "-m", "tunix_like", "serve", source, "--port", "0", "--max-rows", "4", *options]
     if files is not None:
         command = ["sh", "-c", f'ulimit -n {files} && exec "$@"', "sh", *command]
     process = subprocess.Popen(command, cwd=home, env=environment, stderr=subprocess.PIPE, text=True)
@@ -48,7 +48,7 @@ def serving(home, *options, key=None, files=None):
     try:
         for line in process.stderr:
             lines.append(line)
-            if found := re.match(r"serving letters at (http://\S+)/v1$", line):
+            if found := re.match(r"serving \S+ at (http://\S+)/v1$", line):
                 reader = threading.Thread(target=lambda: lines.extend(process.stderr))
                 reader.start()
                 yield process, found[1], lines

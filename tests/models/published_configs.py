@@ -1,4 +1,5 @@
-"""One published `config.json` of each model family, in the format of transformers 4."""
+"""One published `config.json` of each model family, in the format of transformers 4, and many published checkpoints as
+changes of these (`CHECKPOINTS`)."""
 
 GEMMA2 = {
     "architectures": ["Gemma2ForCausalLM"],
@@ -585,4 +586,357 @@ GEMMA4_26B = GEMMA4_31B | {
     "num_hidden_layers": 30,
     "num_key_value_heads": 8,
     "top_k_experts": 8,
+}
+
+
+QUANTISED = "quantization_config"
+FAMILY = "not a supported family"
+BNB = {
+    "_load_in_4bit": True,
+    "_load_in_8bit": False,
+    "bnb_4bit_compute_dtype": "bfloat16",
+    "bnb_4bit_quant_storage": "uint8",
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "llm_int8_skip_modules": None,
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+    "quant_method": "bitsandbytes",
+}
+AWQ = {"bits": 4, "group_size": 128, "quant_method": "awq", "version": "gemm", "zero_point": True}
+GPTQ = {"bits": 4, "desc_act": False, "group_size": 128, "quant_method": "gptq", "sym": True}
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+COMPRESSED = {
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}},
+    "format": "float-quantized",
+    "ignore": ["lm_head"],
+    "quant_method": "compressed-tensors",
+}
+ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+YARN4 = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
+LLAMA2 = {
+    "_name_or_path": "meta-llama/Llama-2-7b-hf",
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.31.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+QWEN25_7B = QWEN25 | {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "vocab_size": 152064,
+}
+QWEN25_1_5B = QWEN25 | {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+}
+MISTRAL_SMALL_31 = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "image_token_index": 10,
+    "model_type": "mistral3",
+    "multimodal_projector_bias": False,
+    "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2,
+    "text_config": {
+        "attention_dropout": 0.0,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "initializer_range": 0.02,
+        "intermediate_size": 32768,
+        "max_position_embeddings": 131072,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0,
+        "sliding_window": None,
+        "use_cache": True,
+        "vocab_size": 131072,
+    },
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "vision_config": {"hidden_size": 1024, "image_size": 1540, "model_type": "pixtral"},
+    "vision_feature_layer": -1,
+}
+QWEN35_WITH_IMAGES = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "image_token_id": 248056,
+    "model_type": "qwen3_5",
+    "text_config": {name: value for name, value in QWEN35.items() if name != "architectures"},
+    "tie_word_embeddings": False,
+    "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5"},
+    "vision_start_token_id": 248053,
+}
+QWEN35_MOE_WITH_IMAGES = QWEN35_WITH_IMAGES | {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": {name: value for name, value in QWEN35_MOE.items() if name != "architectures"},
+}
+NOT_PACKED = {name: value for name, value in GPT_OSS.items() if name != QUANTISED}
+UNSLOTH = {"unsloth_fixed": True, "unsloth_version": "2025.6.2"}
+
+# Maps checkpoints to their fields and to the words with which they are refused; None: they are accepted. The fields are
+# those that decide, as published or as logs of transformers show them; sizes may be those of another size of the model.
+CHECKPOINTS = {
+    # Qwen
+    "Qwen/Qwen1.5-0.5B-Chat": (QWEN25 | {"num_attention_heads": 16, "hidden_size": 1024}, None),
+    "Qwen/Qwen2-0.5B": (QWEN25 | {"max_position_embeddings": 131072, "sliding_window": 131072}, None),
+    "Qwen/Qwen2.5-7B-Instruct": (QWEN25_7B, None),
+    "Qwen/Qwen2.5-Math-1.5B": (QWEN25_1_5B | {"max_position_embeddings": 4096, "use_mrope": False}, None),
+    "Qwen/QwQ-32B": (QWEN25_7B | {"rope_scaling": YARN4, "max_position_embeddings": 131072}, None),
+    "Qwen/Qwen2.5-7B-Instruct-1M": (
+        QWEN25_7B
+        | {
+            "dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192, "original_max_position": 262144},
+            "max_position_embeddings": 1010000,
+        },
+        None,
+    ),
+    "Qwen/Qwen2.5-7B-Instruct-AWQ": (QWEN25_7B | {QUANTISED: AWQ | {"modules_to_not_convert": None}}, QUANTISED),
+    "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4": (QWEN25_7B | {QUANTISED: GPTQ}, QUANTISED),
+    "Qwen/Qwen3-4B-Instruct-2507": (
+        QWEN3 | {"max_position_embeddings": 262144, "num_attention_heads": 32, "rope_theta": 5000000},
+        None,
+    ),
+    "Qwen/Qwen3-8B-FP8": (QWEN3_8B | {QUANTISED: FP8}, QUANTISED),
+    "Qwen/Qwen3-Embedding-0.6B": (QWEN3 | {"max_position_embeddings": 32768, "vocab_size": 151669}, None),
+    "Qwen/Qwen3-30B-A3B-GPTQ-Int4": (QWEN3_MOE | {QUANTISED: GPTQ}, QUANTISED),
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": (
+        QWEN3_MOE
+        | {"qkv_bias": False, "rope_theta": 10000000, "shared_expert_intermediate_size": 0, "use_qk_norm": True},
+        None,
+    ),
+    "Qwen/Qwen3.5-27B": (QWEN35_WITH_IMAGES, None),
+    "Qwen/Qwen3.5-35B-A3B": (QWEN35_MOE_WITH_IMAGES, None),
+    "Qwen/Qwen3.5-35B-A3B-FP8": (QWEN35_MOE_WITH_IMAGES | {QUANTISED: FP8}, QUANTISED),
+    "Qwen/Qwen1.5-MoE-A2.7B": (QWEN25 | {"model_type": "qwen2_moe", "num_experts": 60}, FAMILY),
+    "Qwen/Qwen2.5-VL-3B-Instruct": (
+        QWEN25 | {"model_type": "qwen2_5_vl", "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"}},
+        FAMILY,
+    ),
+    "Alibaba-NLP/gte-Qwen2-1.5B-instruct": (
+        QWEN25_1_5B
+        | {
+            "auto_map": {
+                "AutoModel": "modeling_qwen.Qwen2Model",
+                "AutoModelForCausalLM": "modeling_qwen.Qwen2ForCausalLM",
+            },
+            "is_causal": False,
+        },
+        "is_causal",
+    ),
+    # made from Qwen
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": (
+        QWEN25_1_5B
+        | {
+            "eos_token_id": 151643,
+            "max_position_embeddings": 131072,
+            "rope_theta": 10000,
+            "sliding_window": 4096,
+            "tie_word_embeddings": False,
+            "use_mrope": False,
+        },
+        None,
+    ),
+    "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B": (
+        QWEN3_8B
+        | {
+            "max_position_embeddings": 131072,
+            "rope_scaling": {
+                "attn_factor": 0.8782488562869419,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32768,
+                "rope_type": "yarn",
+            },
+            "vocab_size": 151936,
+        },
+        None,
+    ),
+    "unsloth/Qwen2.5-7B-Instruct": (QWEN25_7B | {"pad_token_id": 151654, "unsloth_fixed": True}, None),
+    "unsloth/Qwen3-8B-unsloth-bnb-4bit": (QWEN3_8B | UNSLOTH | {QUANTISED: BNB}, QUANTISED),
+    "onnx-community/Qwen3-0.6B-ONNX": (
+        QWEN3 | {"transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}, "use_external_data_format": True}},
+        None,
+    ),
+    "mlx-community/Qwen3-8B-4bit": (
+        QWEN3_8B | {"quantization": {"bits": 4, "group_size": 64}, QUANTISED: {"bits": 4, "group_size": 64}},
+        QUANTISED,
+    ),
+    "Skywork/Skywork-Reward-V2-Qwen3-8B": (
+        QWEN3_8B | ONE_LABEL | {"architectures": ["Qwen3ForSequenceClassification"]},
+        None,
+    ),
+    "a Qwen3 saved by transformers 5": (
+        {name: value for name, value in QWEN3.items() if name not in ("rope_theta", "rope_scaling", "torch_dtype")}
+        | {
+            "dtype": "bfloat16",
+            "layer_types": ["full_attention"] * 28,
+            "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+            "use_cache": False,
+        },
+        None,
+    ),
+    # Llama
+    "meta-llama/Llama-2-7b-hf": (LLAMA2, None),
+    "meta-llama/Llama-3.1-8B": (LLAMA31_8B, None),
+    "meta-llama/Llama-3.1-405B-Instruct-FP8": (
+        LLAMA31_8B | {QUANTISED: {"activation_scale_ub": 1200.0, "quant_method": "fbgemm_fp8"}},
+        QUANTISED,
+    ),
+    "meta-llama/Llama-3.2-11B-Vision": (
+        {"model_type": "mllama", "text_config": LLAMA31_8B | {"model_type": "mllama_text_model"}},
+        FAMILY,
+    ),
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": (
+        LLAMA2
+        | {
+            "attention_bias": False,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 22,
+            "num_key_value_heads": 4,
+            "rope_theta": 10000.0,
+        },
+        None,
+    ),
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": (LLAMA31_8B | {"bos_token_id": 128000, "eos_token_id": 128001}, None),
+    "deepseek-ai/deepseek-coder-1.3b-base": (
+        LLAMA2 | {"rope_scaling": {"factor": 4.0, "type": "linear"}, "rope_theta": 100000, "vocab_size": 32256},
+        None,
+    ),
+    "lmsys/vicuna-7b-v1.5-16k": (
+        LLAMA2 | {"max_sequence_length": 16384, "pad_token_id": 0, "rope_scaling": {"factor": 4.0, "type": "linear"}},
+        None,
+    ),
+    "NousResearch/Yarn-Llama-2-7b-64k": (
+        LLAMA2
+        | {
+            "auto_map": {"AutoModelForCausalLM": "modeling_llama_together_yarn.LlamaForCausalLM"},
+            "rope_scaling": YARN4 | {"factor": 16.0, "finetuned": True, "original_max_position_embeddings": 4096},
+        },
+        None,
+    ),
+    "a Llama with dynamic NTK": (LLAMA2 | {"rope_scaling": {"factor": 2.0, "type": "dynamic"}}, "'dynamic'"),
+    "01-ai/Yi-1.5-6B": (
+        LLAMA2 | {"attention_bias": False, "num_key_value_heads": 4, "rope_theta": 5000000.0, "vocab_size": 64000},
+        None,
+    ),
+    "unsloth/Llama-3.2-1B-Instruct-bnb-4bit": (LLAMA32 | {"unsloth_fixed": True, QUANTISED: BNB}, QUANTISED),
+    "hugging-quants/Meta-Llama-3.1-8B-Instruct-AWQ-INT4": (LLAMA31_8B | {QUANTISED: AWQ}, QUANTISED),
+    "RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8": (LLAMA31_8B | {QUANTISED: COMPRESSED}, QUANTISED),
+    "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2": (
+        LLAMA31_8B | ONE_LABEL | {"architectures": ["LlamaForSequenceClassification"]},
+        None,
+    ),
+    "a Llama that classifies three ways": (
+        LLAMA31_8B
+        | {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "no", "1": "neutral", "2": "yes"}},
+        "one label",
+    ),
+    # SmolLM
+    "HuggingFaceTB/SmolLM2-135M-Instruct": (SMOLLM2, None),
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": (
+        SMOLLM2 | {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 32, "rope_theta": 130000},
+        None,
+    ),
+    "HuggingFaceTB/SmolLM3-3B": (SMOLLM3, None),
+    "HuggingFaceTB/SmolLM3-3B-ONNX": (
+        SMOLLM3 | {"transformers.js_config": {"dtype": "q4f16", "use_external_data_format": {"model.onnx": 7}}},
+        None,
+    ),
+    # Mistral
+    "mistralai/Mistral-7B-v0.1": (MISTRAL, None),
+    "mistralai/Mistral-7B-Instruct-v0.3": (
+        MISTRAL | {"attention_dropout": 0.0, "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768},
+        None,
+    ),
+    "mistralai/Mistral-Nemo-Instruct-2407": (
+        MISTRAL | {"head_dim": 128, "hidden_size": 5120, "num_hidden_layers": 40, "sliding_window": None},
+        None,
+    ),
+    "mistralai/Mixtral-8x7B-v0.1": (MISTRAL | {"model_type": "mixtral", "num_local_experts": 8}, FAMILY),
+    "mistralai/Mistral-Small-3.1-24B-Instruct-2503": (MISTRAL_SMALL_31, None),
+    "mistralai/Ministral-3-8B-Instruct-2512": (
+        MINISTRAL3_WITH_IMAGES
+        | {
+            QUANTISED: {
+                "activation_scheme": "static",
+                "dequantize": False,
+                "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+                "quant_method": "fp8",
+                "weight_block_size": None,
+            }
+        },
+        QUANTISED,
+    ),
+    "mistralai/Ministral-3-8B-Instruct-2512-BF16": (MINISTRAL3_WITH_IMAGES, None),
+    "HuggingFaceH4/zephyr-7b-beta": (MISTRAL | {"_name_or_path": "dpo/out", "pad_token_id": 2}, None),
+    "NousResearch/Yarn-Mistral-7b-128k": (
+        MISTRAL
+        | {
+            "auto_map": {"AutoModelForCausalLM": "modeling_mistral_yarn.MistralForCausalLM"},
+            "max_sequence_length": 131072,
+            "rope_scaling": YARN4 | {"factor": 16.0, "finetuned": True, "original_max_position_embeddings": 8192},
+        },
+        None,
+    ),
+    # OLMo
+    "allenai/Olmo-3-1025-7B": (OLMO3, None),
+    "allenai/OLMo-2-1124-7B": (OLMO3 | {"model_type": "olmo2", "rope_scaling": None}, "olmo2"),
+    # Gemma
+    "google/gemma-2-2b-it": (GEMMA2, None),
+    "google/gemma-2-27b": (GEMMA2 | {"head_dim": 128, "num_attention_heads": 32, "query_pre_attn_scalar": 144}, None),
+    "google/gemma-3-1b-it": (GEMMA3, None),
+    "google/gemma-3-270m": (
+        GEMMA3
+        | {
+            "_sliding_window_pattern": 6,
+            "hidden_size": 640,
+            "intermediate_size": 2048,
+            "layer_types": [*[*["sliding_attention"] * 5, "full_attention"] * 3],
+            "num_hidden_layers": 18,
+            "use_bidirectional_attention": False,
+        },
+        None,
+    ),
+    "google/gemma-3-4b-it": (GEMMA3_WITH_IMAGES, None),
+    "google/embeddinggemma-300m": (
+        GEMMA3 | {"architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True},
+        "use_bidirectional_attention",
+    ),
+    "google/gemma-2b": (GEMMA2 | {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}, "'gemma'"),
+    "google/gemma-3n-E2B-it": ({"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}}, "gemma3n"),
+    "unsloth/gemma-3-1b-it": (GEMMA3 | UNSLOTH, None),
+    "unsloth/gemma-2-2b-it-bnb-4bit": (GEMMA2 | UNSLOTH | {QUANTISED: BNB}, QUANTISED),
+    "google/gemma-4-E2B-it": (GEMMA4_E2B_WITH_IMAGES, None),
+    # GPT-OSS
+    "openai/gpt-oss-20b": (GPT_OSS | {"layer_types": ["sliding_attention", "full_attention"] * 12}, None),
+    "unsloth/gpt-oss-20b-BF16": (NOT_PACKED | UNSLOTH | {"torch_dtype": "bfloat16"}, None),
+    "unsloth/gpt-oss-20b-unsloth-bnb-4bit": (NOT_PACKED | UNSLOTH | {QUANTISED: BNB}, QUANTISED),
 }

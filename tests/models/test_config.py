@@ -2,11 +2,13 @@
 back to the Hugging Face format."""
 
 import dataclasses
+import inspect
 import json
+import re
 
 import pytest
 
-from tests.models.published_configs import LLAMA31_8B, LLAMA32, QWEN3, QWEN3_8B, QWEN25, SMOLLM2
+from tests.models.published_configs import CHECKPOINTS, LLAMA31_8B, LLAMA32, QWEN3, QWEN3_8B, QWEN25, SMOLLM2
 from tunix_like.errors import UserError
 from tunix_like.models import families
 from tunix_like.models.config import DecoderConfig
@@ -68,6 +70,29 @@ def test_fields_of_a_file_that_transformers_does_not_read_are_ignored(tmp_path):
     found = DecoderConfig.from_hf(tmp_path)
     assert found == DecoderConfig.from_hf(LLAMA32)
     assert "auto_map" not in found.to_hf()
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_published_checkpoints_are_accepted_or_refused_for_the_right_reason(name, tmp_path):
+    fields, refused = CHECKPOINTS[name]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    if refused is None:
+        assert DecoderConfig.from_hf(tmp_path).num_layers
+        return
+    with pytest.raises(UserError) as error:
+        DecoderConfig.from_hf(tmp_path)
+    assert refused in str(error.value)
+
+
+def test_fields_that_the_common_code_of_transformers_reads_are_known():
+    """A field that no class declares, but that masks or the base class of all configs read, is not ignored either."""
+    transformers = pytest.importorskip("transformers")
+    common = set(re.findall(r'getattr\(config, "(\w+)"', inspect.getsource(transformers.masking_utils)))
+    common |= {name for name in transformers.PreTrainedConfig.__annotations__ if not name.startswith("_")}
+    common -= {name for name, kind in transformers.PreTrainedConfig.__annotations__.items() if "ClassVar" in str(kind)}
+    common.discard("attention_chunk_size")  # only read for a kind of layer that is refused
+    common.add("per_layer_config")  # handled by code, without an annotation
+    assert common <= families._KNOWN and {"is_causal", "sliding_window"} <= common
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -265,8 +265,10 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "chunk_size_feed_forward": (0,),
-    "quantization_config": (),
+    "quantization_config": (),  # with a message of its own
     "pruned_heads": ({},),
+    "is_causal": (True,),  # False: transformers lets all tokens see each other, as in models of embeddings
+    "per_layer_config": ({},),
 }
 # Fields that do not change the logits. In families without windows, `sliding_window` and `max_window_layers` only have
 # an effect with `use_sliding_window`.
@@ -320,7 +322,7 @@ def numbers(fields: Mapping[str, Any], only_known: bool) -> dict[str, Any]:
     result: dict[str, Any] = {**family.defaults, **family.adds}
     names = HF_NAMES | family.names | {ours: hf for ours, hf in OPTION_NAMES.items() if ours in family.options}
     result |= {ours: checked(ours, fields[hf]) for ours, hf in names.items() if fields.get(hf) is not None}
-    result |= _ropes(fields, name)
+    result |= _ropes(fields, name, only_known)
     if isinstance(result.get("rope_scaling"), ProportionalScaling) and name != "gemma4_text":
         raise UserError("rope_type 'proportional' is supported for gemma4_text only.")
     missing = [names.get(ours, ours) for ours in (*_REQUIRED, *family.required) if ours not in result]
@@ -333,19 +335,19 @@ def numbers(fields: Mapping[str, Any], only_known: bool) -> dict[str, Any]:
     return result | _layers(fields, family, name, result["num_layers"])
 
 
-def _ropes(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _ropes(fields: Mapping[str, Any], name: str, only_known: bool) -> dict[str, Any]:
     options = FAMILIES[name].options
     if "rotary_width" in options:
-        return read_partial_rope(fields) if fields.get("head_dim") is not None else {}
+        return read_partial_rope(fields, only_known) if fields.get("head_dim") is not None else {}
     if "local_rope_theta" not in options:
-        return read_rope(fields, "query_scaling" in options)
+        return read_rope(fields, only_known, "query_scaling" in options)
     both = fields.get("rope_parameters")
     if name == "gemma4_text":
         if both is None:
             return {"rope_scaling": ProportionalScaling(0.25)}
         if not isinstance(both, Mapping) or len(both) < 2:
             raise UserError("rope_parameters must have full_attention and sliding_attention.")
-    result = read_two_ropes(fields)
+    result = read_two_ropes(fields, only_known)
     if name == "gemma4_text" and not isinstance(result.setdefault("rope_scaling", None), ProportionalScaling | None):
         raise UserError("rope_parameters: full_attention must have the rope_type 'default' or 'proportional'.")
     theta = fields.get("rope_theta")
@@ -485,14 +487,17 @@ def family_fields(
 
 
 def _refuse_unsupported(fields: Mapping[str, Any], family: Family, only_known: bool) -> None:
-    fixed = _FIXED | dict(family.fixed)
-    if "rotary_width" in family.options:
-        del fixed["partial_rotary_factor"]
+    fixed = {name: values for name, values in _FIXED.items() if name not in family.fields} | dict(family.fixed)
     for name, value in fields.items():
         if value is None:
             continue
-        if name == "quantization_config" and family.packed and _quant_method(value) == family.packed:
-            continue
+        if name == "quantization_config":
+            if family.packed and _quant_method(value) == family.packed:
+                continue
+            raise UserError(
+                f"{name}: weights quantised with {_quant_method(value)!r} are not supported; use the weights that they "
+                "were made from, which model.quantize rounds here."
+            )
         if only_known and name not in _KNOWN | family.fields | fixed.keys():
             raise UserError(
                 f"field '{name}' = {value!r} is unknown. If it does not change the outputs of the model, remove it;"

@@ -262,9 +262,11 @@ _KINDS: dict[str, type[Scaling] | None] = {
 }
 
 
-def read_rope(fields: Mapping[str, Any], query_scaling: bool = False) -> dict[str, Any]:
+def read_rope(fields: Mapping[str, Any], only_known: bool, query_scaling: bool = False) -> dict[str, Any]:
     """Reads `rope_theta` and `rope_scaling` from the older HF fields of the same names, or from the newer field
     `rope_parameters`. The result has no entry for an absent value.
+
+    `only_known` is whether an entry of the mapping that transformers does not read for its `rope_type` is an error.
 
     In a family with `query_scaling`, the mapping must have this number, and may have a copy of
     `max_position_embeddings`, which has no effect.
@@ -292,7 +294,7 @@ def read_rope(fields: Mapping[str, Any], query_scaling: bool = False) -> dict[st
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *wanted.values()}
     if query_scaling:
         known |= {QUERY_SCALING, "max_position_embeddings"}
-    unknown = sorted(map(str, set(rope) - known))  # a key from YAML can have another type than str
+    unknown = sorted(map(str, set(rope) - known)) if only_known else []  # a key from YAML may be no str
     partial = "partial_rotary_factor"
     if unknown or (partial not in wanted.values() and rope.get(partial, 1) != 1):
         raise UserError(
@@ -319,7 +321,7 @@ def read_rope(fields: Mapping[str, Any], query_scaling: bool = False) -> dict[st
     return result
 
 
-def read_partial_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+def read_partial_rope(fields: Mapping[str, Any], only_known: bool) -> dict[str, Any]:
     """Reads the rotary fields of a family in which only the first `rotary_width` entries of a head are rotated: a share
     `partial_rotary_factor` of the head, by default a quarter. Fields of multimodal positions have no effect on text."""
     key = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
@@ -329,10 +331,10 @@ def read_partial_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     plain = {name: value for name, value in rope.items() if name not in PARTIAL_ROPE_FIELDS}
     share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 0.25))
     width = checked("head_dim", fields.get("head_dim")) * checked("partial_rotary_factor", share)
-    return read_rope({**fields, key: plain}) | {"rotary_width": int(width)}
+    return read_rope({**fields, key: plain}, only_known) | {"rotary_width": int(width)}
 
 
-def read_two_ropes(fields: Mapping[str, Any]) -> dict[str, Any]:
+def read_two_ropes(fields: Mapping[str, Any], only_known: bool) -> dict[str, Any]:
     """Reads the rotary fields of a family in which layers with a window have their own theta.
 
     Older HF folders have this theta in `rope_local_base_freq` (Gemma 3) or nowhere (OLMo 3). Newer folders have it in
@@ -346,9 +348,9 @@ def read_two_ropes(fields: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(both, Mapping) or set(both) - {"full_attention", "sliding_attention"}:
         raise UserError(f"rope_parameters must have only full_attention and sliding_attention, not {both!r}.")
     rest = {name: value for name, value in fields.items() if name != "rope_parameters"}
-    result = read_rope(rest | {"rope_parameters": both.get("full_attention")})
+    result = read_rope(rest | {"rope_parameters": both.get("full_attention")}, only_known)
     theta = fields.get("rope_local_base_freq")
-    local = read_rope({"rope_theta": theta, "rope_parameters": both.get("sliding_attention")})
+    local = read_rope({"rope_theta": theta, "rope_parameters": both.get("sliding_attention")}, only_known)
     if "rope_scaling" in local:
         raise UserError("rope_parameters: a scaling of sliding_attention layers is not supported.")
     scaling = result.get("rope_scaling")
