@@ -702,7 +702,8 @@ NOT_PACKED = {name: value for name, value in GPT_OSS.items() if name != QUANTISE
 UNSLOTH = {"unsloth_fixed": True, "unsloth_version": "2025.6.2"}
 
 # Maps checkpoints to their fields and to the words with which they are refused; None: they are accepted. The fields are
-# those that decide, as published or as logs of transformers show them; sizes may be those of another size of the model.
+# those that decide; most were written from memory of the published files, and sizes may be those of another size of the
+# model.
 CHECKPOINTS = {
     # Qwen
     "Qwen/Qwen1.5-0.5B-Chat": (QWEN25 | {"num_attention_heads": 16, "hidden_size": 1024}, None),

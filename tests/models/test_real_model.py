@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
 import random
 import re
 import signal
@@ -252,7 +253,9 @@ def start_run(folder):
     }  # fmt: skip
     command = [sys.executable, "-m", "tunix_like", "train", str(ROOT / "examples" / "smollm2" / "sums.yaml")]
     command += [f"{key}={value}" for key, value in changed.items()]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    # With the flags of the tests, the code of this model would run without optimizations, for minutes.
+    environment = {**os.environ, "XLA_FLAGS": ""}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def finish(process):
