@@ -181,7 +181,7 @@ def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | No
         raise UserError(f"doctor: programs of algorithm.advantage_estimator={name} are not described; use --dry-run.")
     section = config.model
     incomplete = section.path is None and "vocab_size" not in (section.config or {})
-    what = named_model(section, chosen_tokenizer(config, load_source(config.data).tokenizer) if incomplete else None)
+    what = named_model(section, chosen_tokenizer(config, load_source(config.data)) if incomplete else None)
     kinds: dict[str, Any] = {
         "dtype": jnp.dtype(section.dtype or ("float32" if device is None else "bfloat16")),
         "param_dtype": jnp.dtype(section.param_dtype),

@@ -77,7 +77,8 @@ def load(config: DataConfig) -> DataSource:
         if factors not in held_out:
             train.append((*factors, rng.random() * CALLS < 1, rng.random() * CONTINUED < 1))
     questions = [(*factors, False, False) for factors in held_out]
-    return DataSource(MappedRows(train, record), MappedRows(questions, record), tokenizer(), reward="gsm8k")
+    rows = MappedRows(train, record), MappedRows(questions, record)
+    return DataSource(rows[0], rows[1], tokenizer(), reward="gsm8k", chats=True)
 
 
 def _draw(rng: random.Random) -> tuple[int, int]:

@@ -47,6 +47,7 @@ class DataSource:
       train: rows to train on, in a fixed order; never empty.
       eval: held-out rows for evaluation; may be empty.
       tokenizer: the source's own tokenizer; None: the tokenizer of the model is used.
+      chats: whether the prompts are messages, so that a pretrained model reads them with its own tokenizer.
       reward: registered name of the default reward function.
       draw: `draw(row, completion)` returns a picture for the terminal; None: there is no picture.
       parts: the sources of a mix, by label; empty if this data source is not a mix. In `train` of such a source, each
@@ -59,6 +60,7 @@ class DataSource:
     reward: str
     draw: Callable[[Record, str], str] | None = None
     parts: Mapping[str, DataSource] = dataclasses.field(default_factory=dict)
+    chats: bool = False
 
 
 def with_prompt(row: Record) -> Record:

