@@ -58,10 +58,10 @@ _PREFIXES = re.compile(r"base_model\.model\.(?:model\.language_model|language_mo
 _IGNORED = """
 r lora_alpha peft_type bias init_lora_weights target_modules base_model_name_or_path revision task_type inference_mode
 lora_dropout auto_mapping peft_version exclude_modules layers_to_transform layers_pattern megatron_core loftq_config
-eva_config corda_config lora_ga_config qalora_group_size runtime_config ensure_weight_tying
+eva_config corda_config lora_ga_config qalora_group_size runtime_config ensure_weight_tying quantize param_dtype
 """
-"""Fields of a PEFT config that are read, or that do not change the computation of an adapter. Any other field must be
-empty: it belongs to a variant of LoRA."""
+"""Fields of a PEFT config that are read, or that do not change the computation of an adapter; the last two are of the
+adapters of a run. Any other field must be empty: it belongs to a variant of LoRA."""
 
 _ADDED_TO_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the weights of the base model unchanged. Others (PiSSA, OLoRA, LoftQ, CorDA,
