@@ -87,7 +87,7 @@ def load_model(
         the attention implementation; or the mesh does not divide the model.
     """
     path_or_hub_id = plain_hub_id(path_or_hub_id, "load_model")
-    found = None if isinstance(path_or_hub_id, Mapping) else find_checkpoint(path_or_hub_id)
+    found = find_checkpoint(path_or_hub_id) if isinstance(path_or_hub_id, str | Path) else None
     if found is None:
         kinds = {"dtype": dtype, "param_dtype": jnp.float32 if param_dtype is None else param_dtype}
         kinds |= {"attention": attention or "auto"}
