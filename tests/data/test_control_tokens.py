@@ -191,7 +191,7 @@ PATHS = (
     message, column, column_of_plain_text, answer, first_observation, observation, plain_observation, tool_result,
     rewritten_history, tools_of_an_environment, served, served_with_tools, verifiers,
 )  # fmt: skip
-WITHOUT_TOOLS = {("gemma", tool_result), ("tags", tool_result)}
+WITHOUT_TOOLS = {("gemma", tool_result), ("gemma", served_with_tools), ("tags", tool_result)}
 
 
 def evil(name):

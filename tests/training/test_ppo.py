@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import jax
@@ -139,7 +140,7 @@ def test_one_step_equals_brute_force(turns):
     several = turns == "several turns"
 
     def scored(prompts, completions, **columns):
-        return [None if i in (2, 9) else float(len(text)) for i, text in enumerate(completions)]
+        return [math.nan if i in (2, 9) else float(len(text)) for i, text in enumerate(completions)]
 
     def keep(prompts, completions, rewards, advantages, **columns):
         kept.append((rewards, advantages))

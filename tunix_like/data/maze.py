@@ -7,7 +7,6 @@ newlines. The task is from arXiv 2602.02710, section 6.2. Its reward is in `rewa
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 import random
@@ -62,7 +61,7 @@ def load(config: DataConfig) -> DataSource:
 def load_pairs(config: DataConfig) -> DataSource:
     """Generates the mazes of `load`, each with a right and a wrong walk: the columns `chosen` and `rejected`."""
     source = load(config)
-    train, held_out = (MappedRows(rows, with_pair) for rows in (source.train, source.eval))
+    train, held_out = (list(map(with_pair, rows)) for rows in (source.train, source.eval))
     return dataclasses.replace(source, train=train, eval=held_out)
 
 
@@ -178,25 +177,24 @@ def _neighbours(size: int) -> dict[int, list[tuple[int, int]]]:
 
 def solve(grid: str) -> list[str]:
     """Returns the shortest sequence of moves from START to GOAL, by breadth-first search."""
-    rows = grid.split("\n")
-    came: dict[tuple[int, int], tuple[tuple[int, int], str] | None] = {(1, 1): None}
-    queue = collections.deque([(1, 1)])
-    while queue:
-        row, column = cell = queue.popleft()
-        if rows[row][column] == "G":
+    width = grid.index("\n") + 1
+    steps = {down * width + right: move for move, (down, right) in MOVES.items()}  # as distances in the text
+    start = width + 1
+    arrived = {start: 0}  # the step with which each cell was reached
+    queue = [start]
+    for cell in queue:
+        if grid[cell] == "G":
             break
-        for move, (down, right) in MOVES.items():
-            beyond = (row + down, column + right)
-            if beyond not in came and rows[beyond[0]][beyond[1]] != "#":
-                came[beyond] = (cell, move)
-                queue.append(beyond)
+        for step in steps:
+            if cell + step not in arrived and grid[cell + step] != "#":
+                arrived[cell + step] = step
+                queue.append(cell + step)
     else:
         raise UserError(f"The maze has no path from START to GOAL:\n{grid}")
     moves: list[str] = []
-    step = came[cell]
-    while step is not None:
-        moves.append(step[1])
-        step = came[step[0]]
+    while step := arrived[cell]:
+        moves.append(steps[step])
+        cell -= step
     return moves[::-1]
 
 

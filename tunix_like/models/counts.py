@@ -39,7 +39,6 @@ def adapter_count(model: DecoderConfig, adapters: Adapters) -> int:
     return _size(part_params(parameter_shapes(model, jnp.float32, adapters, None))[0])
 
 
-@functools.lru_cache(maxsize=4)
 def _shapes(model: DecoderConfig) -> Params:
     return parameter_shapes(model, jnp.float32, None, None)
 
@@ -48,11 +47,12 @@ def _size(tree: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
+@functools.lru_cache(maxsize=16)
 def parameter_shapes(
     model: DecoderConfig, param_dtype: Any, adapters: Adapters | None, quantized: str | None
 ) -> Params:
     """Returns the abstract parameters of a decoder. Only one layer of each kind (`DecoderConfig.kind`) is traced. The
-    others have the same shapes."""
+    others have the same shapes. Calls share the returned tree, so it must not be changed."""
     kinds = [model.kind(layer) for layer in range(model.num_layers)]
     firsts = {kind: kinds.index(kind) for kind in kinds}
     places = {kind: place for place, kind in enumerate(firsts)}

@@ -102,7 +102,9 @@ def with_steps(config: Config) -> Config:
     for name in ("model", "teacher", "critic"):
         section = getattr(config, name)
         path = section.path
-        if path not in (None, SELF) and (found := find_checkpoint(path)) is not None:
+        if path in (None, SELF) or (name == "teacher" and config.teacher.served):
+            continue
+        if (found := find_checkpoint(path)) is not None:
             config = dataclasses.replace(config, **{name: dataclasses.replace(section, path=found.name)})
     return config
 

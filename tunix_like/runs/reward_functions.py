@@ -83,7 +83,7 @@ def reward_functions(config: Config, source: DataSource, mesh: Mesh | None = Non
     if config.environment.name is not None:
         columns.append("environments")  # added at the end of trajectories
     try:
-        check_arguments(functions, columns)
+        check_arguments([(entry.label, *rest) for entry, (_, *rest) in zip(entries, functions, strict=True)], columns)
         check_rewards(source, functions)
     except UserError:
         if config.algorithm.advantage_estimator == DISTILLATION and config.rewards.functions is None:
