@@ -36,6 +36,7 @@ from tunix_like.errors import NotSaved
 from tunix_like.runs import recipe
 from tunix_like.runs.build import Parts
 from tunix_like.runtime import processes
+from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.training.forward import ForwardOptions
 from tunix_like.training.loop import Stopped
@@ -235,8 +236,37 @@ def test_early_stop_is_kept_after_a_restart(tmp_path):
     first = make(20, evaluate=lambda params, step: {"eval/pass@1": 1.0}, sft=sft, output_dir=str(tmp_path))
     assert first.train(ROWS)["sft/step"] == 2
     again = make(20, evaluate=lambda params, step: pytest.fail("evaluated again"), sft=sft, output_dir=str(tmp_path))
-    assert again.train(ROWS) == {}
+    assert again.train(ROWS)["sft/step"] == 2
     jax.tree.map(np.testing.assert_array_equal, params_of(again.model), params_of(first.model))
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"sft": {"optimizer": OptimizerConfig(learning_rate=1e-3)}}, "optimizer.learning_rate"),
+        ({"rollout": RolloutConfig(max_prompt_length=8, max_tokens_to_generate=7)}, "lengths"),
+    ],
+    ids=["rate", "lengths"],
+)
+def test_other_settings_do_not_resume(change, key, tmp_path):
+    make(2, output_dir=str(tmp_path)).train(ROWS)
+    with pytest.raises(UserError, match=key):
+        make(3, output_dir=str(tmp_path), **change).train(ROWS)
+    assert make(3, output_dir=str(tmp_path)).train(ROWS)["sft/step"] == 3
+
+
+def test_checkpoint_of_an_earlier_version_resumes(tmp_path, monkeypatch):
+    """It stored neither the optimizer nor the lengths."""
+    save = Checkpoints.save
+
+    def earlier(self, step, state, iterator, meta):
+        identity = {name: value for name, value in meta["identity"].items() if name not in ("optimizer", "lengths")}
+        return save(self, step, state, iterator, meta | {"identity": identity})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", earlier)
+        make(2, output_dir=str(tmp_path)).train(ROWS)
+    assert make(3, output_dir=str(tmp_path)).train(ROWS)["sft/step"] == 3
 
 
 @pytest.fixture

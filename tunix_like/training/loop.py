@@ -64,8 +64,8 @@ def run(
     before_save: Callable[[], None] = lambda: None,
     another_follows: bool = False,
 ) -> dict[str, Any]:
-    """Runs the steps of a trainer, and returns the newest value of each metric. If the run folder has checkpoints,
-    resumes from the newest checkpoint that is not damaged.
+    """Runs the steps of a trainer, and returns the newest value of each metric (of a finished run, those in its log). If
+    the run folder has checkpoints, resumes from the newest checkpoint that is not damaged.
 
     A row of metrics is written before the checkpoint of its step. When a run resumes, the rows of steps after the
     checkpoint are removed. If a checkpoint cannot be written, a warning is logged and training continues to the next
@@ -90,6 +90,8 @@ def run(
         with progress.task("restoring the checkpoint"), trace.span("restore"):
             last = _resume(trainer, out.checkpoints, out.log)
         if last:
+            for row in by_first(out.log.rows):
+                out.last_row.update(row if trainer.step_key in row else {})
             if not another_follows:
                 key = f"{'training' if trainer.name == 'train' else trainer.name}.max_steps"
                 how = f"raise {key} to continue" if trainer.complete else "it ended early"
@@ -334,6 +336,9 @@ def _check_same_run(checkpoints: Checkpoints, saved: dict[str, Any], current: di
         if isinstance(saved.get(name), dict) and isinstance(current.get(name), dict):
             added = {key: value for key, value in dataclasses.asdict(section()).items() if key in current[name]}
             saved = saved | {name: with_defaults(saved[name], added)}
+    for name in ("optimizer", "lengths"):  # earlier versions of SFT stored neither
+        if name in current:
+            saved = {name: current[name]} | saved
     if (rewards := saved.get("rewards")) and rewards != current.get("rewards"):
         # Earlier versions stored the names with the folders of their files.
         saved = saved | {"rewards": dict(zip(labels_of(rewards), rewards.values(), strict=True))}

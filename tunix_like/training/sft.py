@@ -158,6 +158,9 @@ class SFTTrainer(Trainer):
         self.total = self.done + self.config.max_steps
         self._batches = self._open_stream(rows, self.config.batch_size, shuffle, forever=True, tokenizer=tokenizer)
         self.identity = {"sft_batch_size": self.config.batch_size, "seed": self.training.seed, "rows": len(rows)}
+        lengths = self.rollout_config
+        self.identity |= {"optimizer": as_dict(self.config.optimizer)}
+        self.identity |= {"lengths": [lengths.max_prompt_length, lengths.max_tokens_to_generate]}
         self.identity |= {"adapters": self.model.adapters and str(self.model.adapters)}
         self.identity |= {"quantized": self.model.quantized} | self._base_identity()
         self.identity |= {} if self.folder is None else {INPUTS: fingerprints(rows)}
