@@ -28,13 +28,6 @@ CORE = [
     "tensorboard>=2.21.0",  # event files of the metrics, and the program that shows them
 ]
 
-TEST = [
-    "pytest>=9.2.0",
-    "pytest-xdist>=3.8.0",  # two workers on two cores
-    "beartype>=0.23.1",  # checks the jaxtyping signatures while the tests run
-    "hypothesis>=6.170",  # properties over generated inputs
-]
-
 EXTRAS = {
     "cuda12": ["jax[cuda12]>=0.10.2"],  # NVIDIA GPUs, CUDA 12
     "cuda13": ["jax[cuda13]>=0.10.2"],  # NVIDIA GPUs, CUDA 13
@@ -52,7 +45,7 @@ EXTRAS = {
     # Sessions of OpenEnv servers. The package openenv is for servers: about 100 packages, gradio and pandas among them.
     "openenv": ["websockets>=15.0.1"],
     # Environments of the Environments Hub. It brings about 95 packages, clients of several providers among them, and
-    # needs openai below 3, so it cannot be installed beside the extra test.
+    # needs openai below 3, so it cannot be installed beside the extra judges.
     "envs": ["verifiers>=0.4.0"],
     "serve": [
         "starlette>=1.10.0",  # routes, requests and streamed answers of `tunix-like serve`
@@ -63,31 +56,35 @@ EXTRAS = {
     "judge": ["aiohttp>=3.14"],  # concurrent requests to the server of rewards.functions: judge, served_reward_model
     "wandb": ["wandb>=0.31.0"],  # metrics to Weights & Biases
     "trackio": ["trackio>=0.43.0"],  # metrics to trackio
-    "test": [
-        *TEST,
-        "transformers>=5.23.0",  # the reference that models, tokenizers and exports are compared with
-        "peft>=0.21.2",  # the reference that adapters are compared with
-        "trl>=1.16.0",  # the reference that losses of pairs are compared with; brings datasets
-        "aiohttp>=3.14",  # the engine over HTTP, whose servers the tests also play
-        "playwright>=1.65",  # drives a Chromium of the machine, where there is one, through the page of `report`
-        "websockets>=15.0.1",  # the extra `openenv`
-        "starlette>=1.10.0",  # as in the extra serve
+    "test": [  # what plain `pytest` needs
+        "pytest>=9.2.0",
+        "pytest-xdist>=3.8.0",  # two workers on two cores
+        "beartype>=0.23.1",  # checks the jaxtyping signatures while the tests run
+        "hypothesis>=6.170",  # properties over generated inputs
+        "gguf>=0.19",  # as in the extra gguf
+        "aiohttp>=3.14",  # as in vllm and judge, whose servers the tests also play
+        "websockets>=15.0.1",  # as in openenv
+        "starlette>=1.10.0",  # as in serve
         "uvicorn>=0.54.0",
         "pydantic>=2.12",
         "prometheus-client>=0.22",
-        "openai>=3.54.0",  # the client that the tests of `serve` use
-        "anthropic>=2.14.0",  # the client that the tests of its protocol use
         "httpx>=0.28.1",  # plain requests to it
         "fsspec>=2026.1",  # what the extras gcs and s3 are implementations of
-        "nbclient>=0.11.0",  # runs the notebooks of examples/notebooks
-        "ipykernel>=7.4.0",  # in a real kernel
-        "nbformat>=5.11.1",  # reads and checks their files
-        "pandas>=3.1.1",  # reads rollouts and metrics as the documentation says
-        "gguf>=0.19",  # the extra gguf
-        "reasoning-gym>=0.1.25",  # the extra reasoning-gym
-        "torch==2.13.0",  # what that reference runs on; never imported outside the tests
+        "nbformat>=5.11.1",  # reads and checks the notebooks of examples/notebooks
     ],
-    "quick-test": TEST,  # for tests without a reference, in the second environment of .ci/run
+    "judges": [  # other implementations, which the results are compared with; without one its tests are skipped
+        "transformers>=5.23.0",  # models, tokenizers and exports
+        "torch==2.13.0",  # what transformers runs on; never imported outside the tests
+        "peft>=0.21.2",  # adapters
+        "trl>=1.16.0",  # losses of pairs; brings datasets
+        "openai>=3.54.0",  # the client of `serve`
+        "anthropic>=2.14.0",  # the client of its other protocol
+        "playwright>=1.65",  # drives a Chromium of the machine, where there is one, through the page of `report`
+        "nbclient>=0.11.0",  # runs the notebooks
+        "ipykernel>=7.4.0",  # in a real kernel
+        "pandas>=3.1.1",  # reads rollouts and metrics as the documentation says
+        "reasoning-gym>=0.1.25",  # the extra reasoning-gym
+    ],
     "docs": [
         "mkdocs-material>=9.7",  # the pages of docs/ as a site
         "mkdocstrings[python]>=1.0",  # docs/api.md from docstrings

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Set before jax is imported. The pytest workers and the programs that tests start inherit these variables.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -58,6 +59,30 @@ TOO_MANY_MAPPINGS = 16_000
 LONGEST = ("training", "examples", "models", "runtime")
 """The folders with the longest files. They come first, because a file stays on one worker: a long file at the end would
 keep one worker busy and the others waiting."""
+
+
+JUDGES = ("torch", "transformers", "peft", "trl", "datasets", "openai", "anthropic", "pandas", "reasoning_gym")
+"""Modules of the extra `judges` that tests import where they need them."""
+
+
+def _skipped_without_judges() -> Iterator[Any]:
+    """Skips a test that imports a module of `JUDGES` which is not installed."""
+    try:
+        return (yield)
+    except ModuleNotFoundError as error:
+        if error.name in JUDGES:
+            pytest.skip(f"{error.name} is not installed: pip install -e '.[test,judges]'")
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[Any]:
+    return (yield from _skipped_without_judges())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup() -> Iterator[Any]:
+    return (yield from _skipped_without_judges())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,14 +8,14 @@ import gzip
 import json
 import lzma
 
-import datasets
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from tunix_like.config.schema import DataConfig
 from tunix_like.data import files, load_source
 from tunix_like.errors import UserError
+
+datasets = pytest.importorskip("datasets")
+pyarrow = pytest.importorskip("pyarrow.parquet") and pytest.importorskip("pyarrow")
 
 ROWS = [{"prompt": f'p{i} é, "q"\nline', "answer": f"00{i}", "more": "x"} for i in range(30)]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)

@@ -74,7 +74,7 @@ NOT_RUN = {
     "index.md: pip install -e .": "changes the environment that the tests run in",
     "README.md: pip install -e '.[test]'": RUN_BY_CI,
     "README.md: pytest": RUN_BY_CI,
-    "contributing.md: pip install -e '.[test,dev]'": RUN_BY_CI,
+    "contributing.md: pip install -e '.[test,judges,dev]'": RUN_BY_CI,
     "contributing.md: pytest": RUN_BY_CI,
     "contributing.md: python -m venv emulators": EMULATORS,
     "contributing.md: emulators/bin/pip install 'moto[server]' gcp-storage-emulator": EMULATORS,

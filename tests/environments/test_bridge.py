@@ -88,10 +88,20 @@ TOOLS = [
 TEXTS = ["Question text, an answer, another question.\n\nassistant user system tool response"] * 3
 
 
+class OfTransformers:
+    """The same tokenizer of transformers, which is imported for the first chat."""
+
+    def __init__(self, **settings):
+        self.settings = settings
+
+    def apply_chat_template(self, messages, **options):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(**self.settings).apply_chat_template(messages, **options)
+
+
 def build(name, template=None, **changed):
     """Returns a byte-level tokenizer of a family, and the same tokenizer of transformers."""
-    from transformers import PreTrainedTokenizerFast
-
     own, bos, ends, more = FAMILIES[name]
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -104,9 +114,7 @@ def build(name, template=None, **changed):
     backend.train_from_iterator(TEXTS, trainer)
     ids = [backend.token_to_id(end) for end in ends]
     ours = Tokenizer(backend, bos_token=bos, eos_token=ends[0], chat_template=template or own, eos_ids=ids)
-    theirs = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=bos, eos_token=ends[0], chat_template=template or own
-    )
+    theirs = OfTransformers(tokenizer_object=backend, bos_token=bos, eos_token=ends[0], chat_template=template or own)
     return ours, theirs
 
 

@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from tests.environments.test_bridge import BUILT, FAMILIES, QWEN3, QWEN25, TEXTS, TOOLS, tool, user
+from tests.environments.test_bridge import BUILT, FAMILIES, QWEN3, QWEN25, TEXTS, TOOLS, OfTransformers, tool, user
 from tunix_like import EnvironmentConfig, UserError
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.history import Continuation, Histories
@@ -16,8 +16,6 @@ from tunix_like.environments.history import Continuation, Histories
 def build_thinking(template=QWEN3):
     """Returns a byte-level tokenizer whose tokens of thoughts and calls are not control tokens, as in Qwen3, and the
     same tokenizer of transformers."""
-    from transformers import PreTrainedTokenizerFast
-
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -31,7 +29,7 @@ def build_thinking(template=QWEN3):
     backend.add_tokens([AddedToken(each, special=False, normalized=False) for each in plain])
     ids = [backend.token_to_id(end) for end in special[:2]]
     ours = Tokenizer(backend, eos_token="<|im_end|>", chat_template=template, eos_ids=ids)
-    theirs = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template)
+    theirs = OfTransformers(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template)
     return ours, theirs
 
 

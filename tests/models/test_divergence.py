@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from tunix_like.models.divergence import Outputs, token_divergence
 from tunix_like.models.sharding import scope
+
+torch = pytest.importorskip("torch")
 
 LANES, TOKENS, WIDTH, TEACHER_WIDTH, SIZE = 2, 13, 6, 9, 31
 RNG = np.random.default_rng(0)

@@ -6,10 +6,7 @@ import itertools
 import json
 import re
 
-import anthropic
 import httpx
-import httpx2
-import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +21,10 @@ from tunix_like.environments.responses_api import ResponsesReply
 from tunix_like.environments.wire import THINK, Thoughts, Usage, sealed, unsealed
 from tunix_like.serving import app, requests
 from tunix_like.serving.text import CallStream
+
+anthropic = pytest.importorskip("anthropic")
+openai = pytest.importorskip("openai")
+httpx2 = pytest.importorskip("httpx2")  # what both send requests with
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 CHAT_TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}

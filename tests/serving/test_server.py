@@ -13,7 +13,6 @@ import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import openai
 import pytest
 from flax import nnx
 
@@ -25,6 +24,8 @@ from tunix_like.rollout.sampler import Sampler
 from tunix_like.serving import app
 from tunix_like.serving.app import MOST_BYTES, error_response
 from tunix_like.types import Request, SamplingParams
+
+openai = pytest.importorskip("openai")
 
 NAME, GREEDY = served.NAME, SamplingParams(0.0)
 CALL = ["Let me add.", "\n\n", "<tool_call>", '{"name": "add", ', '"arguments": {"a": 2, "b": 3}}', "</tool_call>"]

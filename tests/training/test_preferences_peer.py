@@ -6,10 +6,7 @@ from __future__ import annotations
 import numpy as np
 import optax
 import pytest
-import torch
-from datasets import Dataset
 from flax.nnx.traversals import flatten_mapping
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 
 import tunix_like
 from tests.training import test_reward_model
@@ -17,12 +14,17 @@ from tests.training.test_preferences import LOSSES, ROWS, TOKENIZER, gradient_of
 from tunix_like import PreferenceConfig
 from tunix_like.models.weights import hf_name
 
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+datasets = pytest.importorskip("datasets")
+pytest.importorskip("trl")
+
 pytestmark = pytest.mark.slow
 
 PAIRS = ROWS[:4]
 
 
-class KeepGradients(TrainerCallback):
+class KeepGradients(transformers.TrainerCallback):
     def __init__(self):
         self.kept = {}
 
@@ -42,8 +44,8 @@ def peer(tmp_path):
         )  # fmt: skip
         callback = KeepGradients()
         made = trainer(
-            model=model, args=settings, train_dataset=Dataset.from_list(PAIRS), callbacks=[callback],
-            processing_class=AutoTokenizer.from_pretrained(tmp_path / "policy"), **given,
+            model=model, args=settings, train_dataset=datasets.Dataset.from_list(PAIRS), callbacks=[callback],
+            processing_class=transformers.AutoTokenizer.from_pretrained(tmp_path / "policy"), **given,
         )  # fmt: skip
         made.train()
         return next(row for row in made.state.log_history if "loss" in row), callback.kept
@@ -72,7 +74,7 @@ def test_dpo_and_ipo(name, tmp_path, peer):
 
     reference = make_model(seed=1, tie_word_embeddings=False)
     folders = [export(make_model(tie_word_embeddings=False), tmp_path / "policy"), export(reference, tmp_path / "ref")]
-    policy, ref = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders)
+    policy, ref = (transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders)
     settings = {"beta": 0.3, "loss_type": [name]}
     theirs, gradients = peer(DPOTrainer, DPOConfig, policy, ref_model=ref, settings=settings)
     model = make_model(tie_word_embeddings=False)
@@ -90,7 +92,7 @@ def test_orpo(tmp_path, peer):
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
     folder = export(make_model(tie_word_embeddings=False), tmp_path / "policy")
-    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    policy = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     theirs, gradients = peer(ORPOTrainer, ORPOConfig, policy, settings={"beta": 0.3})
     learner = make(
         LOSSES["orpo"], model=make_model(tie_word_embeddings=False), max_steps=1, actor_optimizer=optax.sgd(1.0)
@@ -119,7 +121,7 @@ def test_bradley_terry(tmp_path, peer):
 
     export(make_model(), tmp_path / "policy")  # for its tokenizer
     folder = export(test_reward_model.make_model(), tmp_path / "reward")
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
     theirs, gradients = peer(RewardTrainer, RewardConfig, model, settings={"center_rewards_coefficient": 0.05})
     preference = PreferenceConfig(center_rewards=0.05)
     row, _, ours = gradient_of(test_reward_model.make(preference, max_steps=1, actor_optimizer=optax.sgd(1.0)), PAIRS)

@@ -10,12 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import torch
 from flax import nnx
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import tunix_like
 from tests.tiny_model import HF
@@ -82,8 +80,11 @@ def trained(tmp_path_factory):
 
 
 def test_scores_are_those_of_transformers(trained):
+    import torch
+    import transformers
+
     learner, folder = trained
-    theirs = AutoModelForSequenceClassification.from_pretrained(folder)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
     assert theirs.config.num_labels == 1 and theirs.config.architectures == ["Qwen2ForSequenceClassification"]
     texts = [[row["chosen"], row["rejected"], row["chosen"] + "a"] for row in ROWS]
     prompts = [row["prompt"] for row in ROWS for _ in range(3)]
@@ -111,14 +112,17 @@ def test_scores_are_those_of_transformers(trained):
 )
 def test_exported_model_has_a_pad_token_that_ends_no_text(trained, tmp_path, pad, more, rows, own):
     """transformers takes the score of the last token that is no pad token."""
+    import torch
+    import transformers
+
     backend = Backend(WordLevel({letter: i for i, letter in enumerate("abcd>?")}, unk_token="?"))
     backend.pre_tokenizer = Split("", "isolated")
     backend.add_special_tokens(["<eos>", *more])
     tokenizer = Tokenizer(backend, eos_token="<eos>", pad_token=pad)
     model = make_model(vocab_size=tokenizer.vocab_size + rows)
     tunix_like.export_model(model, tokenizer, tmp_path / "model")
-    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
-    read = AutoTokenizer.from_pretrained(tmp_path / "model")
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     assert read.pad_token == own and theirs.config.pad_token_id == read.pad_token_id
     texts = ["ab", "abcd", "c"]
     rows = [read(f"ab>{text}<eos>")["input_ids"] for text in texts]
@@ -135,12 +139,15 @@ def test_exported_model_has_a_pad_token_that_ends_no_text(trained, tmp_path, pad
 
 
 def test_foreign_model_whose_pad_token_ends_a_text_has_the_score_of_transformers(trained, tmp_path):
+    import torch
+    import transformers
+
     _, folder = trained
     shutil.copytree(folder, tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     fields = json.loads(file.read_text())
     file.write_text(json.dumps(fields | {"pad_token_id": TOKENIZER.eos_id}))
-    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     texts, prompt = ["ba", "a", "", "dcb"], TOKENIZER.encode_prompt("ab>", False)[1]
     rows = [[*prompt, *TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_id] for text in texts]
     with torch.no_grad():

@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from transformers import AutoTokenizer
 
 import tunix_like
 from tests.callbacks import OnRow
@@ -143,6 +142,8 @@ def test_control_tokens_in_an_answer_are_plain_text(tmp_path):
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=16)
     found = make(model=model, tokenizer=tokenizer, rollout=rollout)._answer(prompt).tokens
     tokenizer.save(tmp_path)
+    from transformers import AutoTokenizer
+
     letters = AutoTokenizer.from_pretrained(tmp_path)(answer, split_special_tokens=True)["input_ids"]
     assert len(letters) == len(answer) and found == [*letters, tokenizer.eos_id]
 

@@ -83,7 +83,11 @@ def reward_functions(config: Config, source: DataSource, mesh: Mesh | None = Non
     if config.environment.name is not None:
         columns.append("environments")  # added at the end of trajectories
     try:
-        check_arguments([(entry.label, *rest) for entry, (_, *rest) in zip(entries, functions, strict=True)], columns)
+        # Two judges have one name and different labels.
+        labelled = [
+            (entry.label, function, weight) for entry, (_, function, weight) in zip(entries, functions, strict=True)
+        ]
+        check_arguments(labelled, columns)
         check_rewards(source, functions)
     except UserError:
         if config.algorithm.advantage_estimator == DISTILLATION and config.rewards.functions is None:

@@ -64,8 +64,8 @@ def run(
     before_save: Callable[[], None] = lambda: None,
     another_follows: bool = False,
 ) -> dict[str, Any]:
-    """Runs the steps of a trainer, and returns the newest value of each metric (of a finished run, those in its log). If
-    the run folder has checkpoints, resumes from the newest checkpoint that is not damaged.
+    """Runs the steps of a trainer, and returns the newest value of each metric. If the run folder has checkpoints,
+    resumes from the newest checkpoint that is not damaged. For a finished run, the values in its log are returned.
 
     A row of metrics is written before the checkpoint of its step. When a run resumes, the rows of steps after the
     checkpoint are removed. If a checkpoint cannot be written, a warning is logged and training continues to the next
@@ -90,8 +90,8 @@ def run(
         with progress.task("restoring the checkpoint"), trace.span("restore"):
             last = _resume(trainer, out.checkpoints, out.log)
         if last:
-            for row in by_first(out.log.rows):
-                out.last_row.update(row if trainer.step_key in row else {})
+            for logged in by_first(out.log.rows):
+                out.last_row.update(logged if trainer.step_key in logged else {})
             if not another_follows:
                 key = f"{'training' if trainer.name == 'train' else trainer.name}.max_steps"
                 how = f"raise {key} to continue" if trainer.complete else "it ended early"
