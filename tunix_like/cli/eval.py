@@ -6,7 +6,6 @@ The command prints tables. With `--out`, it also writes a JSONL file with one li
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
@@ -22,6 +21,7 @@ from tunix_like.evaluation import compare as eval_compare
 from tunix_like.evaluation.evaluate import Evaluation, Evaluator
 from tunix_like.runs.trained import Trained, evaluator_of, open_trained
 from tunix_like.runtime import console
+from tunix_like.runtime.atomic import replacing
 from tunix_like.runtime.processes import by_first, is_first
 
 SPLIT = "data.split="
@@ -184,20 +184,13 @@ def _summary_file(file: Path) -> Path:
 def _write(files: tuple[Path, Path], rows: Sequence[dict[str, Any]], summary: dict[str, Any]) -> None:
     """Writes both files, each completely or not at all. Values whose type JSON lacks are written as text."""
     lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-    texts = lines, json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
-    parts = [file.with_name(f"{file.name}.part") for file in files]
     try:
         files[0].parent.mkdir(parents=True, exist_ok=True)
-        for part, text in zip(parts, texts, strict=True):
-            part.write_text(text, encoding="utf-8")
-        for part, file in zip(parts, files, strict=True):
-            part.replace(file)
+        with replacing(files[0]) as results, replacing(files[1]) as described:
+            results.write_text(lines, encoding="utf-8")
+            described.write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out {files[0]}: cannot be written: {error.strerror or error}.") from error
-    finally:
-        for part in parts:
-            with contextlib.suppress(OSError):
-                part.unlink()
 
 
 def _known(value: float) -> float | None:

@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import functools
 import math
-import os
 import re
 import types
 import typing
@@ -24,6 +23,7 @@ from ml_collections import ConfigDict, config_dict
 from tunix_like.config.schema import Config
 from tunix_like.config.yaml_files import Dumper, config_file, parse_override, read_mapping, text_of
 from tunix_like.errors import UserError
+from tunix_like.runtime.atomic import write_atomically
 
 _NAMES = {str: "string", int: "integer", float: "number", bool: "true/false", dict: "mapping", list: "list"}
 _BOUNDS = {"at_least": "at least", "above": "above", "at_most": "at most", "below": "below"}
@@ -82,17 +82,9 @@ def save(config: Config, path: str | Path) -> None:
     leaves either the old or the new file.
     """
     path = Path(path)
-    data = yaml.dump(as_dict(config), Dumper=Dumper, sort_keys=False).encode()
-    if path.is_file() and path.read_bytes() == data:
-        return
-    temporary = temporary_of(path)
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
-
-
-def temporary_of(path: Path) -> Path:
-    """Returns the path of the temporary file that `save` writes for `path`. A killed process may leave this file."""
-    return path.with_name(f"{path.name}.tmp")
+    text = yaml.dump(as_dict(config), Dumper=Dumper, sort_keys=False)
+    if not path.is_file() or path.read_bytes() != text.encode():
+        write_atomically(path, text)
 
 
 def read_yaml(path: str | Path) -> Mapping[Any, Any]:

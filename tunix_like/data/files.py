@@ -8,7 +8,6 @@ stay there. Values of CSV files are text. Dates and other values without a form 
 from __future__ import annotations
 
 import bz2
-import contextlib
 import csv
 import errno
 import gzip
@@ -25,6 +24,7 @@ from typing import Any
 
 from tunix_like.errors import UserError, one_line
 from tunix_like.runtime import progress
+from tunix_like.runtime.atomic import replacing
 from tunix_like.runtime.input_files import file_problem
 from tunix_like.runtime.object_storage import cache_folder, cannot_cache
 
@@ -81,18 +81,14 @@ def as_json_lines(paths: Sequence[Path]) -> Path:
     target = cache_folder() / f"rows-{hashlib.sha256(json.dumps(versions).encode()).hexdigest()[:24]}.jsonl"
     if target.is_file():
         return target
-    part = target.with_suffix(f".{os.getpid()}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as out, progress.task(f"converting {paths[0].name} to JSON lines"):
+        what = f"converting {paths[0].name} to JSON lines"
+        with replacing(target) as part, part.open("wb") as out, progress.task(what):
             for path in paths:
                 _write(path, out)
-        part.replace(target)
     except OSError as error:
         raise UserError(f"{cannot_cache(error)} data.path: {paths[0]} is converted there.") from error
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
     return target
 
 

@@ -33,6 +33,7 @@ from tunix_like.models.quantization import LEAVES as QUANTIZED_LEAVES
 from tunix_like.models.quantization import quantize
 from tunix_like.models.stored_tensors import FLOATS, Index, OfExpert, Packed, RowsOfExpert, Stored, Tensor
 from tunix_like.runtime import progress
+from tunix_like.runtime.atomic import write_atomically
 from tunix_like.runtime.input_files import path_below, read_object
 
 Params = dict[Any, Any]
@@ -270,10 +271,7 @@ def save_tensors(arrays: dict[str, np.ndarray], file: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file atomically."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, json.dumps(value, indent=2) + "\n")
 
 
 def _publish(folder: Path, temporary: Mapping[str, str], files: Mapping[str, list[str]], total: int) -> None:

@@ -28,6 +28,7 @@ from tunix_like.report.listing import run_folders
 from tunix_like.report.reading import Run, Table, read_runs
 from tunix_like.report.rollouts import MOST_BYTES, read_kept
 from tunix_like.runtime import console, progress, trace
+from tunix_like.runtime.atomic import write_atomically
 from tunix_like.runtime.input_files import path_below
 from tunix_like.runtime.object_storage import download, is_remote, names_below, upload_file
 from tunix_like.runtime.visible import visible
@@ -81,15 +82,10 @@ def _local(folder: str, with_checkpoint: bool) -> Iterator[Path]:
 
 def _write(file: Path, page: str) -> int:
     """Writes the page and returns its size."""
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
-        part.write_text(page, encoding="utf-8")
-        part.replace(file)
+        write_atomically(file, page)
     except OSError as error:
         raise UserError(f"--out {file}: cannot write it: {error.strerror or error}.") from error
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink()
     return len(page)
 
 

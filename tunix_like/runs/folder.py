@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tunix_like.config.load import as_dict, differences, flat, read_yaml, save, temporary_of, with_defaults
+from tunix_like.config.load import as_dict, differences, flat, read_yaml, save, with_defaults
 from tunix_like.config.schema import Config
 from tunix_like.config.yaml_files import config_file
 from tunix_like.errors import UserError
@@ -22,6 +22,7 @@ from tunix_like.models.loading import save_description
 from tunix_like.models.lora import save_adapter_config
 from tunix_like.models.opening import newest_checkpoints
 from tunix_like.runs.build import Parts
+from tunix_like.runtime.atomic import is_temporary
 from tunix_like.runtime.object_storage import is_remote
 from tunix_like.runtime.processes import by_first
 from tunix_like.storage.mirror import STATE, local_folder
@@ -125,7 +126,9 @@ def _check_unused(place: str | Path, parts: Parts, begun: bool) -> None:
                 f"sweep, name the folder by the key: training.output_dir='{place}-{{{fixed[0].partition(':')[0]}}}'."
                 + ("\nThese keys differ too, which is allowed:\n  " + "\n  ".join(free) if free else "")
             )
-    elif folder.exists() and any(path.name not in (LOCK, STATE, temporary_of(file).name) for path in folder.iterdir()):
+        return
+    paths = folder.iterdir() if folder.exists() else ()
+    if any(path.name not in (LOCK, STATE) and not is_temporary(path) for path in paths):
         raise UserError(f"{place} is not empty and is not a run folder; choose another training.output_dir.")
 
 

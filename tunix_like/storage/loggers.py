@@ -30,6 +30,7 @@ from tunix_like.config.keys import shortened
 from tunix_like.config.load import read_yaml
 from tunix_like.config.shown import shown_sections
 from tunix_like.errors import UserError, nearest
+from tunix_like.runtime.atomic import write_atomically
 from tunix_like.runtime.input_files import read_object
 from tunix_like.runtime.processes import is_first
 from tunix_like.storage.metrics import MetricsLog, is_number, rows
@@ -337,7 +338,7 @@ class Trackers:
             state: dict[str, Any] = {"run": secrets.token_hex(4)}
             if start.kept and self._file.is_file():
                 state = read_object(self._file, CURE)
-            _save(self._file, state)
+            write_atomically(self._file, json.dumps(state))
         place = Place(state["run"], self._file.parent.resolve(), self._settings, 0)
         self._tools = [
             Tool(name, place._replace(mark=state.get(name, 0)), start) for name in self._names if not _is_busy(name)
@@ -357,12 +358,6 @@ class Trackers:
         for tool in self._tools:
             if not tool.ended(until):
                 logger.warning("%s: not done after %g s; the run does not wait any longer", tool.name, wait)
-
-
-def _save(file: Path, state: dict[str, Any]) -> None:
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(state), encoding="utf-8")
-    os.replace(temporary, file)
 
 
 def _is_busy(name: str) -> bool:
@@ -433,4 +428,4 @@ class Tool:
         with _LOCK, contextlib.suppress(OSError, UserError):  # e.g. a full disk; a later update may succeed
             state = read_object(file, CURE)
             if state.get("run") == self._place.id:  # otherwise the run was started over in the meantime
-                _save(file, state | {self.name: max(state.get(self.name, 0), number)})
+                write_atomically(file, json.dumps(state | {self.name: max(state.get(self.name, 0), number)}))

@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from tunix_like.errors import UserError
+from tunix_like.runtime.atomic import write_atomically
 from tunix_like.runtime.input_files import file_problem
 
 logger = logging.getLogger("tunix_like")
@@ -91,13 +92,9 @@ class MetricsLog:
             )
         if not self._path.exists():
             return 0
-        temporary = self._path.with_suffix(".tmp")
         try:
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-            os.replace(temporary, self._path)
+            write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in kept))
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             raise UserError(
                 f"{self._path} cannot be cut back to the checkpoint ({error}). Is the disk full or the folder not "
                 "writable? Free disk space and start again; nothing is lost."

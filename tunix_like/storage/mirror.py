@@ -23,6 +23,7 @@ from typing import Any
 
 from tunix_like.errors import NotSaved, UserError, one_line
 from tunix_like.runtime import object_storage, progress
+from tunix_like.runtime.atomic import replacing, write_atomically
 from tunix_like.runtime.input_files import path_below
 from tunix_like.runtime.object_storage import is_remote
 from tunix_like.runtime.processes import all_or_none, by_first, is_first
@@ -185,9 +186,7 @@ class Mirror:
         self._lock.release()
 
     def _write_state(self, owners: list[str]) -> None:
-        temporary = self._state.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"owners": owners, "stored": self._files}), encoding="utf-8")
-        os.replace(temporary, self._state)
+        write_atomically(self._state, json.dumps({"owners": owners, "stored": self._files}))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -236,11 +235,10 @@ class Mirror:
     def _get(self, name: str, size: int) -> None:
         target = self._folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f"{target.name}.part")
-        self._system.get_file(self._path(name), str(part))
-        if part.stat().st_size != size:
-            raise OSError(f"{name} has {size} bytes, and {part.stat().st_size} arrived")
-        part.replace(target)
+        with replacing(target) as part:
+            self._system.get_file(self._path(name), str(part))
+            if part.stat().st_size != size:
+                raise OSError(f"{name} has {size} bytes, and {part.stat().st_size} arrived")
         if _is_single(name):
             self._files[name] = _version(target)
 
