@@ -14,7 +14,6 @@ from tunix_like.config.schema import (
     AlgorithmConfig,
     EnvironmentConfig,
     EvalConfig,
-    OptimizerConfig,
     RLTrainingConfig,
     RolloutConfig,
 )
@@ -67,21 +66,15 @@ def identity_of(learner: Learner) -> dict[str, Any]:
         del rollout[name]
     for name in ("request_timeout_seconds", "wait_for_servers_seconds"):
         del rollout[name]
-    optimizer = learner.training.actor_optimizer or OptimizerConfig()
-    adapters = learner.model.adapters
     return {
         "algorithm": dataclasses.asdict(learner.algo),
         "rollout": rollout,
-        "optimizer": dataclasses.asdict(optimizer) if isinstance(optimizer, OptimizerConfig) else None,
         "rewards": {name: weight for name, _, weight in learner.rewards},
         "success_threshold": learner.success_threshold,
         **({} if learner.teacher is None else {"teacher": learner.teacher.identity(learner.mesh)}),
         **({} if learner.critic is None else {"critic": learner.critic.identity()}),
         **({} if learner.player is None else {"environment": _environment_identity(learner.player.config)}),
         "source_estimators": learner.source_estimators,
-        "adapters": adapters and str(adapters),
-        "quantized": learner.model.quantized,
-        "seed": learner.training.seed,
     }
 
 

@@ -37,7 +37,7 @@ from tunix_like.data.curriculum import Curriculum, CurriculumBatches, check_curr
 from tunix_like.data.shared import warn_shared, warn_text_prompts
 from tunix_like.data.stream import check_prompts, refusing
 from tunix_like.environments.arguments import check_reward_names, check_turns, make_player
-from tunix_like.errors import EngineLost, UserError, check_type
+from tunix_like.errors import EngineLost, UserError
 from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluation, Evaluator, check_best_metric, eval_problems
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit
@@ -49,11 +49,8 @@ from tunix_like.rollout.files import FirstFailure, RolloutFiles, saved_on_failur
 from tunix_like.rollout.rollouts import Rollout, Task, WeightedReward, warn_cut, weighted_rewards
 from tunix_like.rollout.samples import pick_samples
 from tunix_like.runtime import progress
-from tunix_like.runtime.processes import by_first
 from tunix_like.runtime.profile import Clock, Compilations, Profile
-from tunix_like.storage.checkpoints import Checkpoints
-from tunix_like.storage.metrics import Best, rows
-from tunix_like.storage.run_lock import owned
+from tunix_like.training import loop
 from tunix_like.training.arguments import (
     check_arguments,
     check_rows,
@@ -65,17 +62,14 @@ from tunix_like.training.arguments import (
 from tunix_like.training.callbacks import Callback
 from tunix_like.training.critic import Critic, resolve_critic
 from tunix_like.training.diagnosis import SignalWatch
-from tunix_like.training.display import shown
 from tunix_like.training.engine import CheckedEngine, check_routing_replay, check_staleness, make_engine
-from tunix_like.training.fingerprints import INPUTS, fingerprints
 from tunix_like.training.generation import generate_texts, with_rollout
 from tunix_like.training.guards import remove_files_after
-from tunix_like.training.loop import run
 from tunix_like.training.memory import CriticWork, TeacherWork
 from tunix_like.training.rollouts_ahead import RolloutsAhead
 from tunix_like.training.step_metrics import advantage_metrics, speed_metrics, user_metrics
 from tunix_like.training.teacher import Teacher, check_reference, make_teacher, resolve_teacher
-from tunix_like.training.trainer import Trainer, write_description
+from tunix_like.training.trainer import Trainer, check_batch_size
 from tunix_like.training.updates import Reference, Updates, make_reference
 from tunix_like.types import Engine, GroupBatch, RewardFunction
 
@@ -311,42 +305,33 @@ class Learner(Trainer):
         If a run with a folder ends with `EngineLost`, `SamplerDrifted`, `CallbackFailed`, `Stopped` or `Interrupted`,
         its last complete step is saved.
         """
-        check_type("batch_size", batch_size, int, "give an integer of at least 1")
-        if batch_size < 1:
-            raise UserError(f"batch_size: got {batch_size}; give an integer of at least 1.")
+        check_batch_size(batch_size)
         if eval_ds is not None:
             check_rows(eval_ds)
-        with owned(self.training.output_dir) as check_owner, shown(self.training, callbacks) as all_callbacks:
-            if self.folder is None and self.training.best_metric is not None:
-                raise UserError("training.best_metric: it needs an output folder; set training.output_dir.")
-            self._begin()
-            if self.critic is not None:
-                self.critic.begin(self.folder is not None)
-            call = self._call = self._prepare(train_ds, eval_ds, batch_size, shuffle, overlong_prompts, curriculum)
-            try:
-                last = run(self, all_callbacks, check_owner)
-            finally:
-                call.rollouts.close()
-                call.profile.close()
-                self._close_workers()
-                if self.critic is not None:
-                    self.critic.write_back()
-        if not last and self.folder is not None:  # the run was already finished
-            folder = self.folder
-            last = by_first(lambda: [row for row in rows(folder) if self.step_key in row][-1])
-        return last
+        if self.folder is None and self.training.best_metric is not None:
+            raise UserError("training.best_metric: it needs an output folder; set training.output_dir.")
+
+        def prepare() -> None:
+            self._call = self._prepare(train_ds, eval_ds, batch_size, shuffle, overlong_prompts, curriculum)
+
+        return loop.train(self, prepare, callbacks)
+
+    def begin(self) -> None:
+        super().begin()
+        if self.critic is not None:
+            self.critic.begin(self.folder is not None)
+
+    def end(self) -> None:
+        assert self._call is not None
+        self._call.rollouts.close()
+        self._call.profile.close()
+        self._close_workers()
+        if self.critic is not None:
+            self.critic.write_back()
 
     def _described(self) -> list[str]:
         names = ", ".join(name for name, _, _ in self.rewards)
         return [f"rewards {names or ('none' if self.player is None else 'of the environment')}"]
-
-    def open_checkpoints(self) -> Checkpoints | None:
-        if self.folder is None:
-            return None
-        model, best = self.folder / "model", self.training.best_metric
-        by_first(lambda: write_description(self.model, self.tokenizer, model))
-        kept = self.training.max_checkpoints_to_keep
-        return Checkpoints(self.folder / "checkpoints", kept, None if best is None else Best(best))
 
     def _prepare(
         self,
@@ -391,14 +376,14 @@ class Learner(Trainer):
         judged = bool(self.rewards) or self.player is not None
         evaluator = self.evaluator(eval_ds, overlong) if eval_ds is not None and len(eval_ds) and judged else None
         check_best_metric(training, evaluator)
-        self.identity = identity_of(self) | {"batch_size": batch_size, "mini_batch_size": mini} | self._base_identity()
-        self.identity |= {"rows": len(train_ds)} if sized else {}
+        optimizer = training.actor_optimizer or OptimizerConfig()
+        self.identity = self._identity(train_ds, optimizer, self.rewards) | identity_of(self)
+        self.identity |= {"batch_size": batch_size, "mini_batch_size": mini}
         self.identity |= {} if curriculum is None else {"curriculum": dataclasses.asdict(curriculum)}
-        self.identity |= {} if self.folder is None else {INPUTS: fingerprints(train_ds, self.rewards)}
         self._compile(
             objective,
             self.options,
-            training.actor_optimizer or OptimizerConfig(),
+            optimizer,
             None if self.total is None else max(self.total - self._warmup, 1) * updates,
             None if self.teacher is None else self.teacher.spec,
         )

@@ -25,7 +25,9 @@ from tunix_like.runtime import output, progress, trace
 from tunix_like.runtime.processes import by_first, gather
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.metrics import MetricsLog
+from tunix_like.storage.run_lock import owned
 from tunix_like.training.callbacks import Callback, Callbacks
+from tunix_like.training.display import shown
 from tunix_like.training.fingerprints import INPUTS
 from tunix_like.training.trainer import Trainer
 
@@ -56,6 +58,20 @@ class Interrupted(KeyboardInterrupt):
 
 def _stopped_after(step: int, saved: bool) -> str:
     return f"stopped by a signal after step {step}, " + ("which is saved" if saved else "nothing is saved")
+
+
+def train(
+    trainer: Trainer, prepare: Callable[[], None], callbacks: Sequence[Callback], another_follows: bool = False
+) -> dict[str, Any]:
+    """Is the template of every trainer's `train`: claims the run folder, takes the model's weights, checks the data and
+    builds what the call needs (`prepare`), and runs the steps. Returns and raises what `run` does."""
+    with owned(trainer.training.output_dir) as check_owner, shown(trainer.training, callbacks) as all_callbacks:
+        trainer.begin()
+        prepare()
+        try:
+            return run(trainer, all_callbacks, check_owner, another_follows)
+        finally:
+            trainer.end()
 
 
 def run(

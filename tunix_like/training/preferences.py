@@ -28,25 +28,18 @@ from tunix_like.models.lora import fingerprint
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.runtime import progress, trace
-from tunix_like.runtime.processes import by_first
 from tunix_like.runtime.profile import Profile
-from tunix_like.storage.checkpoints import Checkpoints
-from tunix_like.storage.metrics import Best
-from tunix_like.storage.metrics import rows as metric_rows
-from tunix_like.storage.run_lock import owned
+from tunix_like.training import loop
 from tunix_like.training.answers import Answers, with_tools
 from tunix_like.training.arguments import likelihood_options
 from tunix_like.training.callbacks import Callback
-from tunix_like.training.display import shown
-from tunix_like.training.fingerprints import INPUTS, fingerprints
 from tunix_like.training.forward import place_packed
 from tunix_like.training.guards import SkipWatch
-from tunix_like.training.loop import run
 from tunix_like.training.optimizer import updates_done
 from tunix_like.training.packing import Packed
 from tunix_like.training.teacher import check_reference
 from tunix_like.training.train_step import step_inputs
-from tunix_like.training.trainer import Trainer, write_description
+from tunix_like.training.trainer import Trainer, check_batch_size
 from tunix_like.training.updates import Reference, make_reference, pack_update
 from tunix_like.types import GroupBatch
 
@@ -157,28 +150,15 @@ class DPOLearner(Trainer):
             "error".
           callbacks: as in `Learner.train`.
         """
-        check_type("batch_size", batch_size, int, "give an integer of at least 1")
-        if batch_size < 1:
-            raise UserError(f"batch_size: got {batch_size}; give an integer of at least 1.")
-        with owned(self.training.output_dir) as check_owner, shown(self.training, callbacks) as all_callbacks:
-            self._begin()
-            self._prepare(train_ds, eval_ds, batch_size, shuffle, overlong_prompts)
-            try:
-                last = run(self, all_callbacks, check_owner)
-            finally:
-                self._profile.close()
-        if not last and self.folder is not None:  # the run was already finished
-            folder = self.folder
-            last = by_first(lambda: [row for row in metric_rows(folder) if self.step_key in row][-1])
-        return last
+        check_batch_size(batch_size)
 
-    def open_checkpoints(self) -> Checkpoints | None:
-        if self.folder is None:
-            return None
-        model, best = self.folder / "model", self.training.best_metric
-        by_first(lambda: write_description(self.model, self.tokenizer, model))
-        kept = self.training.max_checkpoints_to_keep
-        return Checkpoints(self.folder / "checkpoints", kept, None if best is None else Best(best))
+        def prepare() -> None:
+            self._prepare(train_ds, eval_ds, batch_size, shuffle, overlong_prompts)
+
+        return loop.train(self, prepare, callbacks)
+
+    def end(self) -> None:
+        self._profile.close()
 
     def _settings(self) -> dict[str, Any]:
         parts = {"preference": self.preference, "rollout": self.rollout_config, "training": self.training}
@@ -211,15 +191,15 @@ class DPOLearner(Trainer):
         self._batches = refusing(self._open_stream(rows, batch_size, shuffle, forever, tokenizer), overlong)
         self._batch_size = batch_size
         self._profile = Profile(training.profile_steps, self.folder)
-        self.identity = {"preference": as_dict(self.preference), "batch_size": batch_size, "seed": training.seed}
-        self.identity |= {"learner": type(self).__name__, "rows": len(rows)}
-        optimizer, lengths = training.actor_optimizer or OptimizerConfig(), self.rollout_config
-        self.identity |= {"optimizer": as_dict(optimizer) if isinstance(optimizer, OptimizerConfig) else None}
-        self.identity |= {"lengths": [lengths.max_prompt_length, lengths.max_tokens_to_generate]}
-        self.identity |= {"ref_model": self._given_reference}
-        self.identity |= {"adapters": self.model.adapters and str(self.model.adapters)}
-        self.identity |= {"quantized": self.model.quantized} | self._base_identity()
-        self.identity |= {} if self.folder is None else {INPUTS: fingerprints(rows)}
+        optimizer = training.actor_optimizer or OptimizerConfig()
+        lengths = self.rollout_config
+        self.identity = self._identity(rows, optimizer) | {
+            "learner": type(self).__name__,
+            "preference": as_dict(self.preference),
+            "batch_size": batch_size,
+            "lengths": [lengths.max_prompt_length, lengths.max_tokens_to_generate],
+            "ref_model": self._given_reference,
+        }
         self._compile(self.objective, likelihood_options(training), optimizer, self.total)
 
     def _pairs(self, rows: Any, what: str) -> Sequence[Mapping[str, Any]]:

@@ -31,15 +31,12 @@ from tunix_like.models.decoder import Decoder
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.storage.checkpoints import Checkpoints
-from tunix_like.storage.run_lock import owned
+from tunix_like.training import loop
 from tunix_like.training.answers import Answers, with_tools
 from tunix_like.training.arguments import likelihood_options
 from tunix_like.training.callbacks import Callback
-from tunix_like.training.display import shown
-from tunix_like.training.fingerprints import INPUTS, fingerprints
 from tunix_like.training.forward import place_packed
 from tunix_like.training.guards import SkipWatch
-from tunix_like.training.loop import run
 from tunix_like.training.optimizer import updates_done
 from tunix_like.training.train_step import step_inputs
 from tunix_like.training.trainer import Trainer
@@ -134,10 +131,7 @@ class SFTTrainer(Trainer):
           another_follows: whether more training follows in the same process. If True, a stop signal in the last step
             raises an exception, as in other steps. If False, a signal in the last step is ignored.
         """
-        with owned(self.training.output_dir) as check_owner, shown(self.training, callbacks) as all_callbacks:
-            self._begin()
-            self._prepare(rows, shuffle)
-            return run(self, all_callbacks, check_owner, another_follows)
+        return loop.train(self, lambda: self._prepare(rows, shuffle), callbacks, another_follows)
 
     def open_checkpoints(self) -> Checkpoints | None:
         # Keeps two checkpoints, because one of them can be damaged.
@@ -157,13 +151,11 @@ class SFTTrainer(Trainer):
         warn_text_prompts(rows, tokenizer)
         self.total = self.done + self.config.max_steps
         self._batches = self._open_stream(rows, self.config.batch_size, shuffle, forever=True, tokenizer=tokenizer)
-        self.identity = {"sft_batch_size": self.config.batch_size, "seed": self.training.seed, "rows": len(rows)}
         lengths = self.rollout_config
-        self.identity |= {"optimizer": as_dict(self.config.optimizer)}
-        self.identity |= {"lengths": [lengths.max_prompt_length, lengths.max_tokens_to_generate]}
-        self.identity |= {"adapters": self.model.adapters and str(self.model.adapters)}
-        self.identity |= {"quantized": self.model.quantized} | self._base_identity()
-        self.identity |= {} if self.folder is None else {INPUTS: fingerprints(rows)}
+        self.identity = self._identity(rows, self.config.optimizer) | {
+            "sft_batch_size": self.config.batch_size,
+            "lengths": [lengths.max_prompt_length, lengths.max_tokens_to_generate],
+        }
         self._compile(_Likelihood(), likelihood_options(self.training), self.config.optimizer, self.total)
 
     def step(self, number: int) -> dict[str, Any] | None:

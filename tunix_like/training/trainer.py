@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tunix_like.config.argument_names import NamedArguments
+from tunix_like.config.load import as_dict
 from tunix_like.config.schema import OptimizerConfig, RLTrainingConfig, RolloutConfig
 from tunix_like.data.curriculum import Curriculum, CurriculumBatches
 from tunix_like.data.stream import Prompt, Resumable, SharedBatches, prompt_batches
@@ -28,12 +29,14 @@ from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.loading import check_fit, save_description
 from tunix_like.models.lora import fingerprint, join_params, save_adapter_config, split_params
 from tunix_like.models.sharding import check_divides, check_experts, check_lengths, place_params, shardings_of
+from tunix_like.rollout.rollouts import WeightedReward
 from tunix_like.rollout.samples import Samples
-from tunix_like.runtime.processes import is_first
+from tunix_like.runtime.processes import by_first, is_first
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.loggers import check_loggers, open_metrics
-from tunix_like.storage.metrics import MetricsLog
+from tunix_like.storage.metrics import Best, MetricsLog
 from tunix_like.storage.mirror import local_folder
+from tunix_like.training.fingerprints import INPUTS, fingerprints
 from tunix_like.training.forward import ForwardOptions
 from tunix_like.training.optimizer import (
     build_optimizer,
@@ -254,9 +257,25 @@ class Trainer(NamedArguments, ModelInTraining, abc.ABC):
 
     # The loop calls the following methods.
 
-    @abc.abstractmethod
+    def begin(self) -> None:
+        """Takes the model's current weights. With a run folder, also discards the step number, the data position and
+        the optimizer state of the previous call of `train`, because the run resumes from a checkpoint."""
+        self._take_weights()
+        if self.folder is not None:
+            self.done, self._stream = 0, None
+            self.state = self.state._replace(opt_state=None)
+
+    def end(self) -> None:
+        """Closes what a call of `train` has opened besides checkpoints and log, also after an error."""
+
     def open_checkpoints(self) -> Checkpoints | None:
-        """Opens the checkpoints of the run folder; None without a run folder."""
+        """Opens the checkpoints of the run folder, beside the description of the model; None without a run folder."""
+        if self.folder is None:
+            return None
+        model, best = self.folder / "model", self.training.best_metric
+        by_first(lambda: _write_description(self.model, self.tokenizer, model))
+        kept = self.training.max_checkpoints_to_keep
+        return Checkpoints(self.folder / "checkpoints", kept, None if best is None else Best(best))
 
     def open_log(self) -> MetricsLog:
         """Opens the log of metrics, with the configured loggers."""
@@ -354,22 +373,31 @@ class Trainer(NamedArguments, ModelInTraining, abc.ABC):
         self._stream = _Stream(rows, settings, batches)
         return batches
 
-    def _begin(self) -> None:
-        """Takes the model's current weights. With a run folder, also discards the step number, the data position and
-        the optimizer state of the previous call of `train`, because the run resumes from a checkpoint."""
-        self._take_weights()
+    def _identity(self, rows: Any, optimizer: Any, rewards: Sequence[WeightedReward] = ()) -> dict[str, Any]:
+        """Returns the part of `identity` that all trainers have."""
+        adapters = self.model.adapters
+        shared: dict[str, Any] = {
+            "optimizer": as_dict(optimizer) if isinstance(optimizer, OptimizerConfig) else None,
+            "adapters": adapters and str(adapters),
+            "quantized": self.model.quantized,
+            "seed": self.training.seed,
+        }
+        if isinstance(rows, Sequence | grain.MapDataset):
+            shared["rows"] = len(rows)
+        if adapters is not None:
+            shared["base"] = fingerprint(self.model.config, self.frozen, self.mesh)
         if self.folder is not None:
-            self.done, self._stream = 0, None
-            self.state = self.state._replace(opt_state=None)
-
-    def _base_identity(self) -> dict[str, Any]:
-        """Returns the fingerprint of the frozen weights of a model with adapters, for `identity`."""
-        if self.model.adapters is None:
-            return {}
-        return {"base": fingerprint(self.model.config, self.frozen, self.mesh)}
+            shared[INPUTS] = fingerprints(rows, rewards)
+        return shared
 
 
-def write_description(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
+def check_batch_size(batch_size: int) -> None:
+    check_type("batch_size", batch_size, int, "give an integer of at least 1")
+    if batch_size < 1:
+        raise UserError(f"batch_size: got {batch_size}; give an integer of at least 1.")
+
+
+def _write_description(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes the config and the tokenizer of a model to `folder`, and the adapter config if the model has adapters."""
     save_description(model.config, tokenizer, folder, model.param_dtype.name)
     if model.adapters is not None:
