@@ -81,7 +81,7 @@ def pytest_runtest_call() -> Iterator[Any]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup() -> Iterator[Any]:
+def pytest_runtest_setup() -> Iterator[Any]:
     return (yield from _skipped_without_judges())
 
 
