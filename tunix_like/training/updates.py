@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -66,30 +67,66 @@ def _second_halves(adapters: Any) -> list[jax.Array]:
     return [leaf for path, leaf in leaves if path[-1].key == "lora_b"]
 
 
-class _Signals(NamedTuple):
+class _TokenSignals(NamedTuple):
     """What the tokens of a batch get in addition to the advantages of the estimator.
 
     Attributes:
-      taught: advantages that a teacher adds.
-      own: advantages of an estimator whose advantages differ between tokens.
-      lesson: the teacher, if its divergence is a term of the loss.
+      from_teacher: advantages that a teacher adds.
+      from_estimator: advantages of an estimator whose advantages differ between tokens.
+      teacher_loss: the teacher, if its divergence is a term of the loss.
       estimates: what a critic learns from.
     """
 
-    taught: Float[np.ndarray, "P G T"] | None = None
-    own: Float[np.ndarray, "P G T"] | None = None
-    lesson: TeacherInputs | None = None
+    from_teacher: Float[np.ndarray, "P G T"] | None = None
+    from_estimator: Float[np.ndarray, "P G T"] | None = None
+    teacher_loss: TeacherInputs | None = None
     estimates: Estimates | None = None
     metrics: dict[str, float] | None = None
 
     @property
     def advantages(self) -> Float[np.ndarray, "P G T"] | None:
-        parts = [part for part in (self.taught, self.own) if part is not None]
-        return sum(parts[1:], parts[0]) if parts else None
+        if self.from_teacher is None or self.from_estimator is None:
+            return self.from_estimator if self.from_teacher is None else self.from_teacher
+        return self.from_teacher + self.from_estimator
 
     def means(self, mask: Bool[np.ndarray, "P G T"]) -> Float[np.ndarray, "P G"] | float:
-        """Returns for each completion the mean of `own` over its tokens `mask`."""
-        return 0.0 if self.own is None else (self.own * mask).sum(-1) / np.maximum(mask.sum(-1), 1)
+        """Returns for each completion the mean of `from_estimator` over its tokens `mask`."""
+        if self.from_estimator is None:
+            return 0.0
+        return (self.from_estimator * mask).sum(-1) / np.maximum(mask.sum(-1), 1)
+
+
+class _Shared(NamedTuple):
+    """What all updates of a rollout batch share, on the devices (see `StepInputs`).
+
+    Attributes:
+      estimates: what the critic learns from; None without one.
+    """
+
+    batch: GroupBatch
+    old_logprobs: Any
+    ref_logprobs: Any
+    token_advantages: Any
+    scheduled: Any
+    estimates: Estimates | None
+    teacher: TeacherInputs | None
+
+
+class _Update(NamedTuple):
+    """What one optimizer update gave. The arrays of the first three fields are on the devices.
+
+    Attributes:
+      metrics: of the policy.
+      critic_metrics: of the critic; None without one.
+      advantages: those of the estimator.
+      tokens, token_places: computed tokens, and all token places of the packed chunks.
+    """
+
+    metrics: dict[str, Any]
+    critic_metrics: dict[str, Any] | None
+    advantages: Any
+    tokens: int
+    token_places: int
 
 
 class Updates:
@@ -164,67 +201,123 @@ class Updates:
           UserError: the estimator returned a non-finite advantage, too many consecutive updates were skipped, or the
             log-probabilities of sampler and trainer differ too much.
         """
-        trainer, mesh, count = self.trainer, self.trainer.mesh, len(problems)
         assert batch.estimator_ids is not None
-        rewards = self.objective.at(step).inputs(batch.rewards, batch.scored, batch.estimator_ids)
-        original, batch = batch, batch._replace(rewards=rewards)
+        shaped = self.objective.at(step).inputs(batch.rewards, batch.scored, batch.estimator_ids)
+        original, batch = batch, batch._replace(rewards=shaped)
         scheduled = self.objective.scheduled(step)
         live, metrics = self._live_rows(step, batch, scheduled)
-        critic = self.critic
-        learns = critic is None or step > critic.settings.warmup_steps
-        starts = [*range(0, count, self.mini_batch_size)] * self.algo.num_iterations
-        parts = [(np.arange(count) >= start) & (np.arange(count) < start + self.mini_batch_size) for start in starts]
-        old, signals = self._signals(problems, batch, live, ref, len(parts) > 1)
-        metrics |= (signals.metrics or {}) | expert_metrics(batch, trainer.model.config)
-        old = old if len(parts) > 1 else None
-        ref = ref if self.objective.reference_in_loss else None
-        if trainer.schedule is not None:
-            metrics["learning_rate"] = float(trainer.schedule(updates_done(trainer.state.opt_state)))
-        arrays = batch.routed_freely, old, ref, signals.advantages, scheduled, signals.estimates
-        placed, old, ref, by_token, scheduled, estimates = place_replicated(arrays, mesh)
-        given = {"token_advantages": by_token, "teacher": signals.lesson, "scheduled": scheduled}
-        rows: list[dict[str, Any]] = []
-        of_critic: list[dict[str, Any]] = []
-        advantages: Any = None
-        tokens = places = 0  # computed tokens, and all token places of the packed chunks
-        for part in parts:
-            packed = self._pack(batch, live & part[:, None], self.mini_batch_size)
-            tokens += int(np.sum(packed.length))
-            places += token_places(packed, batch.completion_tokens.shape[2])
-            packed = place_packed(packed, mesh)
-            if critic is not None:
-                of_critic.append(_update_critic(critic, placed, part, packed, estimates))
-            if not learns:  # an update without tokens, which changes nothing
-                part, packed = part & False, packed._replace(sets=0 * packed.sets)
-            inputs = step_inputs(placed, part, packed, old, ref, **given)
-            trainer.state, row, advantages = trainer.programs.train_step(trainer.state, inputs, trainer.frozen)
-            if not rows:
-                self._check_advantages(fetch(advantages, mesh), original, problems)
-            rows.append(row)
-        rows, of_critic, advantages = fetch((rows, of_critic, advantages), mesh)
+        mini_batches = self._mini_batches(len(problems))
+        several = len(mini_batches) > 1
+        old, signals = self._signals(problems, batch, live, ref, several)
+        metrics |= (signals.metrics or {}) | expert_metrics(batch, self.trainer.model.config)
+        if self.trainer.schedule is not None:
+            metrics["learning_rate"] = float(self.trainer.schedule(updates_done(self.trainer.state.opt_state)))
+        shared = self._shared(batch, old if several else None, ref, signals, scheduled)
+        trains_policy = self.critic is None or step > self.critic.settings.warmup_steps
+        updates: list[_Update] = []
+        for prompts in mini_batches:
+            updates.append(self._update(batch, live, prompts, shared, trains_policy))
+            if len(updates) == 1:
+                self._check_advantages(fetch(updates[0].advantages, self.trainer.mesh), original, problems)
+        rows, critic_rows, advantages = fetch(
+            ([each.metrics for each in updates], [each.critic_metrics for each in updates], updates[-1].advantages),
+            self.trainer.mesh,
+        )
         for number in self.skip_watch(rows):
-            if trainer.written_folder is not None:
-                save_skipped(
-                    trainer.written_folder, SkippedUpdate(step, number, original, live, parts[number], old, ref)
-                )
-        self.critic_watch(of_critic)
-        self.critic_watch.check()
+            if self.trainer.written_folder is not None:
+                prompts, old, ref = mini_batches[number], shared.old_logprobs, shared.ref_logprobs
+                skipped = SkippedUpdate(step, number, original, live, prompts, old, ref)
+                save_skipped(self.trainer.written_folder, skipped)
+        if self.critic is not None:
+            self.critic_watch(critic_rows)
+            self.critic_watch.check()
+            metrics |= _critic_metrics(critic_rows)
         self.skip_watch.check()
         if not stale:
             self.gap_watch(step, rows)
-        computed = np.where(live, batch.completion_lengths, 0)
-        frozen = trainer.model.adapters is not None
-        done = learns * update_operations(trainer.model.config, batch.prompt_lengths, computed, frozen)
+        token_places = sum(each.token_places for each in updates)
         means = {name: _aggregate(name, [row[name] for row in rows]) for name in rows[0]}
-        if critic is not None:
-            done += update_operations(critic.model.config, batch.prompt_lengths, computed, frozen)
-            means |= _critic_metrics(of_critic)
         return np.asarray(advantages) + signals.means(batch.sampled & live[..., None]), {
             **means,
             **metrics,
-            "perf/update_occupancy": tokens / places if places else float("nan"),
-            "perf/update_operations": done * self.algo.num_iterations,
+            "perf/update_occupancy": sum(each.tokens for each in updates) / token_places if token_places else math.nan,
+            "perf/update_operations": self._operations(batch, live, trains_policy),
         }
+
+    def _mini_batches(self, prompts: int) -> list[Bool[np.ndarray, "P"]]:
+        """Returns for each update the mask of its prompts."""
+        places = np.arange(prompts)
+        starts = range(0, prompts, self.mini_batch_size)
+        masks = [(places >= start) & (places < start + self.mini_batch_size) for start in starts]
+        return masks * self.algo.num_iterations
+
+    def _shared(
+        self,
+        batch: GroupBatch,
+        old: Float[np.ndarray, "P G T"] | None,
+        ref: Float[np.ndarray, "P G T"] | None,
+        signals: _TokenSignals,
+        scheduled: Scheduled | None,
+    ) -> _Shared:
+        """Places what all updates share on the devices."""
+
+        def placed(arrays: Any) -> Any:
+            return place_replicated(arrays, self.trainer.mesh)
+
+        return _Shared(
+            batch=placed(batch.routed_freely),
+            old_logprobs=placed(old),
+            ref_logprobs=placed(ref if self.objective.reference_in_loss else None),
+            token_advantages=placed(signals.advantages),
+            scheduled=placed(scheduled),
+            estimates=placed(signals.estimates),
+            teacher=signals.teacher_loss,
+        )
+
+    def _update(
+        self,
+        batch: GroupBatch,
+        live: Bool[np.ndarray, "P G"],
+        prompts: Bool[np.ndarray, "P"],
+        shared: _Shared,
+        trains_policy: bool,
+    ) -> _Update:
+        """Replaces the train state by that after one update with the completions `live` of the mini-batch `prompts`.
+        If not `trains_policy`, only the critic learns."""
+        trainer = self.trainer
+        packed = self._pack(batch, live & prompts[:, None], self.mini_batch_size)
+        tokens = int(np.sum(packed.length))
+        places = token_places(packed, batch.completion_tokens.shape[2])
+        packed = place_packed(packed, trainer.mesh)
+        critic_metrics = None
+        if self.critic is not None:
+            assert shared.estimates is not None
+            critic_metrics = _update_critic(self.critic, shared.batch, prompts, packed, shared.estimates)
+        if not trains_policy:  # an update without tokens changes nothing
+            prompts = np.zeros_like(prompts)
+            packed = packed._replace(sets=0 * packed.sets)
+        inputs = step_inputs(
+            shared.batch,
+            prompts,
+            packed,
+            shared.old_logprobs,
+            shared.ref_logprobs,
+            shared.token_advantages,
+            shared.teacher,
+            shared.scheduled,
+        )
+        trainer.state, metrics, advantages = trainer.programs.train_step(trainer.state, inputs, trainer.frozen)
+        return _Update(metrics, critic_metrics, advantages, tokens, places)
+
+    def _operations(self, batch: GroupBatch, live: Bool[np.ndarray, "P G"], trains_policy: bool) -> float:
+        """Returns the number of floating-point operations that the models need for the updates of a batch."""
+        lengths = np.where(live, batch.completion_lengths, 0)
+        models = [self.trainer.model] if trains_policy else []
+        if self.critic is not None:
+            models.append(self.critic.model)
+        frozen = self.trainer.model.adapters is not None
+        once = sum(update_operations(model.config, batch.prompt_lengths, lengths, frozen) for model in models)
+        return once * self.algo.num_iterations
 
     def _signals(
         self,
@@ -233,11 +326,11 @@ class Updates:
         live: Bool[np.ndarray, "P G"],
         ref: Float[np.ndarray, "P G T"] | None,
         several: bool,
-    ) -> tuple[Float[np.ndarray, "P G T"] | None, _Signals]:
+    ) -> tuple[Float[np.ndarray, "P G T"] | None, _TokenSignals]:
         """Returns the log-probabilities of the policy, if they are needed before the first update, and the signals per
         token of the completions `live`. `several`: the batch has several updates."""
         trainer, teacher, critic = self.trainer, self.teacher, self.critic
-        old, signals = None, _Signals()
+        old, signals = None, _TokenSignals()
         penalised = critic is not None and ref is not None and bool(self.algo.kl_in_reward)
         if several or (teacher is not None and teacher.spec is None) or penalised:
             old = self._logprobs(trainer.graphdef, trainer.params, batch, live)
@@ -245,15 +338,15 @@ class Updates:
             seen = teacher.batch(batch.routed_freely, problems)
             if teacher.spec is not None:
                 prompts = place_replicated((seen.prompt_tokens, seen.prompt_lengths), trainer.mesh)
-                signals = signals._replace(lesson=TeacherInputs(teacher.params, *prompts))
+                signals = signals._replace(teacher_loss=TeacherInputs(teacher.params, *prompts))
             else:
                 assert old is not None
                 taught, metrics = self._taught_advantages(teacher, batch, seen, live, old)
-                signals = signals._replace(taught=taught, metrics=metrics)
+                signals = signals._replace(from_teacher=taught, metrics=metrics)
         if critic is not None:
             estimates, metrics = self._estimates(critic, batch, live, old if penalised else None, ref)
             metrics |= signals.metrics or {}
-            return old, signals._replace(own=estimates.advantages, estimates=estimates, metrics=metrics)
+            return old, signals._replace(from_estimator=estimates.advantages, estimates=estimates, metrics=metrics)
         names = np.array([estimator.name for estimator in self.objective.estimators])[batch.estimator_ids]
         if (names == TOKEN_BASELINE).any():
             assert batch.scored is not None
@@ -261,7 +354,7 @@ class Updates:
             counted = batch.scored & (live.any(-1) & (names == TOKEN_BASELINE))[:, None]
             norms = self._values(trainer.programs.score_norms, trainer.graphdef, trainer.params, batch, counted)
             own = token_baseline_advantages(batch.rewards, counted, norms, batch.sampled)
-            signals = signals._replace(own=own.astype(np.float32))
+            signals = signals._replace(from_estimator=own.astype(np.float32))
         return old, signals
 
     def _taught_advantages(
