@@ -45,7 +45,7 @@ EVERY = 24
 CORNER = 256
 
 TRAINING = {
-    "sums": ["data.batch_size=32", "training.max_steps=24"],
+    "sums": ["data.batch_size=32", "optimizer.learning_rate=3e-5", "training.max_steps=24"],
     "gsm8k": ["eval.samples=8", "eval.k=[1,4,8]", "training.eval_every_n_steps=20", "training.max_steps=100"],
 }
 

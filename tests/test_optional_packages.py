@@ -17,7 +17,7 @@ from tunix_like.errors import UserError
 from tunix_like.rollout.engines import ENGINES
 from tunix_like.runtime.object_storage import opened
 from tunix_like.runtime.processes import start_pathways
-from tunix_like.training.teacher import make_teacher
+from tunix_like.training.companions import make_teacher
 
 server = TeacherConfig(path="http://127.0.0.1:1")
 calls = [
@@ -26,7 +26,7 @@ calls = [
     lambda: load_source(DataConfig(name="hub", path="owner/name")),
     lambda: _check_push("owner/name", "out"),
     lambda: ENGINES["vllm"].make(None),
-    lambda: make_teacher(SimpleNamespace(model=None, rollout_config=tunix_like.RolloutConfig()), None, server, None),
+    lambda: make_teacher(SimpleNamespace(model=None, rollout_config=tunix_like.RolloutConfig()), None, server, False),
     lambda: opened("gs://bucket/folder", "model.path"),
     require_websockets,
     start_pathways,

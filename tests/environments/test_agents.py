@@ -30,7 +30,9 @@ QUESTION = "2 + 3?"
 
 @pytest.fixture
 def program(monkeypatch):
-    """Makes `VerifiersProcess` run the program `agents_program.py`."""
+    """Makes `VerifiersProcess` run the program `agents_program.py`, which uses both clients."""
+    pytest.importorskip("openai")
+    pytest.importorskip("anthropic")
     start = process.Process.__init__
     name = "tests.environments.agents_program"
     monkeypatch.setattr(process.Process, "__init__", lambda self, _, *rest: start(self, name, *rest))

@@ -186,7 +186,7 @@ def _write(files: tuple[Path, Path], rows: Sequence[dict[str, Any]], summary: di
     lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
     try:
         files[0].parent.mkdir(parents=True, exist_ok=True)
-        with replacing(files[0]) as results, replacing(files[1]) as described:
+        with replacing(files[1]) as described, replacing(files[0]) as results:  # the last one is replaced first
             results.write_text(lines, encoding="utf-8")
             described.write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:

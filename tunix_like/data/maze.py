@@ -61,6 +61,8 @@ def load(config: DataConfig) -> DataSource:
 def load_pairs(config: DataConfig) -> DataSource:
     """Generates the mazes of `load`, each with a right and a wrong walk: the columns `chosen` and `rejected`."""
     source = load(config)
+    size = DEFAULT_SIZE if config.maze_size is None else config.maze_size
+    check_generated(config, len(source.train) + len(source.eval), 8 * size * (size + 1) + 5 * STRING_BYTES)
     train, held_out = (list(map(with_pair, rows)) for rows in (source.train, source.eval))
     return dataclasses.replace(source, train=train, eval=held_out)
 

@@ -128,7 +128,7 @@ def _check_unused(place: str | Path, parts: Parts, begun: bool) -> None:
             )
         return
     paths = folder.iterdir() if folder.exists() else ()
-    if any(path.name not in (LOCK, STATE) and not is_temporary(path) for path in paths):
+    if any(path.name not in (LOCK, STATE, "config.yaml.tmp") and not is_temporary(path) for path in paths):
         raise UserError(f"{place} is not empty and is not a run folder; choose another training.output_dir.")
 
 

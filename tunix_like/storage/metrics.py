@@ -71,6 +71,10 @@ class MetricsLog:
         """Returns the rows that have the value `step` in the column `key`."""
         return [row for row in self.rows() if row.get(key) == step]
 
+    def newest(self, key: str) -> dict[str, Any]:
+        """Returns the newest value of each metric in the rows that have the column `key`."""
+        return {name: value for row in self.rows() if key in row for name, value in row.items()}
+
     def rows(self) -> list[dict[str, Any]]:
         return [] if self._path is None else rows(self._path.parent)
 

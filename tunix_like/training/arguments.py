@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,9 +21,6 @@ from tunix_like.errors import UserError, check_type
 from tunix_like.rollout.engines.registry import MEMBERS
 from tunix_like.training.forward import ForwardOptions
 from tunix_like.types import Engine
-
-if TYPE_CHECKING:
-    from tunix_like.training.learner import Learner
 
 _TYPES: dict[str, tuple[Any, str]] = {
     "eval_config": (EvalConfig, "give a tunix_like.EvalConfig(...)"),
@@ -59,26 +56,21 @@ def forward_options(
     return options._replace(temperature=rollout.temperature, entropy_gradient=algorithm.entropy_coef > 0)
 
 
-def identity_of(learner: Learner) -> dict[str, Any]:
-    """Returns the settings of a learner on which the next step depends, which a run and its checkpoint must share."""
-    rollout = dataclasses.asdict(learner.rollout_config)
-    for name in ("max_concurrent_rows", "mesh", "engine", "engine_arguments", "urls", "weights_folder", "devices"):
-        del rollout[name]
-    for name in ("request_timeout_seconds", "wait_for_servers_seconds"):
-        del rollout[name]
-    return {
-        "algorithm": dataclasses.asdict(learner.algo),
-        "rollout": rollout,
-        "rewards": {name: weight for name, _, weight in learner.rewards},
-        "success_threshold": learner.success_threshold,
-        **({} if learner.teacher is None else {"teacher": learner.teacher.identity(learner.mesh)}),
-        **({} if learner.critic is None else {"critic": learner.critic.identity()}),
-        **({} if learner.player is None else {"environment": _environment_identity(learner.player.config)}),
-        "source_estimators": learner.source_estimators,
-    }
+CHANGEABLE_OF_ROLLOUT = (
+    "max_concurrent_rows",
+    "mesh",
+    "engine",
+    "engine_arguments",
+    "urls",
+    "weights_folder",
+    "devices",
+    "request_timeout_seconds",
+    "wait_for_servers_seconds",
+)
+"""Fields of `RolloutConfig` that a resumed run may change."""
 
 
-def _environment_identity(config: EnvironmentConfig) -> dict[str, Any]:
+def environment_identity(config: EnvironmentConfig) -> dict[str, Any]:
     """Returns the environment settings on which the tokens of a trajectory depend."""
     fields = dataclasses.asdict(config)
     for name in ("mode", "workers", "timeout_seconds", "memory_gb"):
@@ -103,19 +95,21 @@ def source_settings(source_estimators: Mapping[str, Any]) -> dict[str, dict[str,
     return {source: dict(entry) for source, entry in source_estimators.items()}
 
 
-def resolve_algorithm(learner: type[Learner], config: AlgorithmConfig | None) -> AlgorithmConfig:
-    """Returns `config` (None: an empty one) with the learner's defaults. Raises UserError for that of another one."""
-    config_class = learner.config_class
+def resolve_algorithm(
+    learner: str, config_class: type[AlgorithmConfig], config: AlgorithmConfig | None
+) -> AlgorithmConfig:
+    """Returns `config` (None: an empty one) with the defaults of the class named `learner`. Raises UserError for the
+    config of another learner."""
     config = config_class() if config is None else config
     if type(config) not in (AlgorithmConfig, config_class):
         raise UserError(
-            f"{learner.__name__} takes a {config_class.__name__}, got a {type(config).__name__}; "
+            f"{learner} takes a {config_class.__name__}, got a {type(config).__name__}; "
             f"pass a {config_class.__name__}, which has the learner's default loss and aggregation."
         )
     estimator = config_class().advantage_estimator
     if estimator is not None and config.advantage_estimator not in (None, estimator):
         raise UserError(
-            f"{learner.__name__} is the learner of '{estimator}', but the config has "
+            f"{learner} is the learner of '{estimator}', but the config has "
             f"advantage_estimator='{config.advantage_estimator}'; use the learner of that estimator."
         )
     return resolve(config, config_class)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,25 +29,24 @@ from tunix_like.models.lora import add_lora, fingerprint, part_params, without_a
 from tunix_like.models.sharding import check_divides, without_shared
 from tunix_like.training.arguments import likelihood_options
 from tunix_like.training.sizes import critic_work
-from tunix_like.training.trainer import ModelInTraining
-
-if TYPE_CHECKING:
-    from tunix_like.training.learner import Learner
+from tunix_like.training.trainer import ModelInTraining, Trainer
 
 
 class Critic(ModelInTraining):
-    """The critic of a learner.
+    """The critic of a trainer.
 
     Args:
       model: has a scalar head; None: `new_critic` of the policy. Its trained weights are donated to the compiled step,
         and written back to the model at the end of training.
+      held: weights of the other models beside the policy.
 
     Attributes:
       work: what the memory estimate needs.
     """
 
-    def __init__(self, settings: CriticConfig, learner: Learner, model: Decoder | None):
-        self.settings, policy = settings, learner.model
+    def __init__(self, settings: CriticConfig, trainer: Trainer, model: Decoder | None, held: Sequence[Any]):
+        self.settings = settings
+        policy = trainer.model
         own_base = model is not None or policy.adapters is None
         if model is None and settings.path is not None:
             raise UserError(
@@ -54,21 +54,19 @@ class Critic(ModelInTraining):
                 "critic=tunix_like.add_scalar_head(tunix_like.load_model(folder)[0])."
             )
         if model is None:
-            model = new_critic(policy, _lora_of(policy), learner.training.seed)
+            model = new_critic(policy, _lora_of(policy), trainer.training.seed)
         else:
             check_decoder("critic", model)
             if not model.config.scalar_head:
                 raise UserError("critic: it has no scalar head; call tunix_like.add_scalar_head(model).")
-            check_critic(model.config, learner.tokenizer, learner.rollout_config)
-            check_divides(learner.mesh, model.config)
-        super().__init__(model, learner.mesh)
+            check_critic(model.config, trainer.tokenizer, trainer.rollout_config)
+            check_divides(trainer.mesh, model.config)
+        super().__init__(model, trainer.mesh)
         kinds = model.param_dtype, model.adapters, model.quantized
-        self.work = critic_work(model.config, kinds, own_base, learner.mesh)
+        self.work = critic_work(model.config, kinds, own_base, trainer.mesh)
         # Each compiled step deletes the arrays that it replaces, so no other model may have them.
-        reference = None if learner.reference is None else learner.reference.params
-        others = learner.params, reference, None if learner.teacher is None else learner.teacher.params
-        self.state = self.state._replace(params=without_shared(self.state.params, others))
-        self.frozen = without_shared(self.frozen, learner.state.params)
+        self.state = self.state._replace(params=without_shared(self.state.params, (trainer.params, *held)))
+        self.frozen = without_shared(self.frozen, trainer.state.params)
         self.write_back()
 
     def identity(self) -> dict[str, Any]:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -52,14 +51,16 @@ from tunix_like.runtime import progress
 from tunix_like.runtime.profile import Clock, Compilations, Profile
 from tunix_like.training import loop
 from tunix_like.training.arguments import (
+    CHANGEABLE_OF_ROLLOUT,
     check_arguments,
     check_rows,
+    environment_identity,
     forward_options,
-    identity_of,
     resolve_algorithm,
     source_settings,
 )
 from tunix_like.training.callbacks import Callback
+from tunix_like.training.companions import Reference, make_reference, make_teacher
 from tunix_like.training.critic import Critic, resolve_critic
 from tunix_like.training.diagnosis import SignalWatch
 from tunix_like.training.engine import CheckedEngine, check_routing_replay, check_staleness, make_engine
@@ -68,9 +69,9 @@ from tunix_like.training.guards import remove_files_after
 from tunix_like.training.memory import CriticWork, TeacherWork
 from tunix_like.training.rollouts_ahead import RolloutsAhead
 from tunix_like.training.step_metrics import advantage_metrics, speed_metrics, user_metrics
-from tunix_like.training.teacher import Teacher, check_reference, make_teacher, resolve_teacher
+from tunix_like.training.teacher import Teacher, check_reference, resolve_teacher
 from tunix_like.training.trainer import Trainer, check_batch_size
-from tunix_like.training.updates import Reference, Updates, make_reference
+from tunix_like.training.updates import Updates
 from tunix_like.types import Engine, GroupBatch, RewardFunction
 
 logger = logging.getLogger("tunix_like")
@@ -172,7 +173,7 @@ class Learner(Trainer):
             success_threshold=success_threshold,
             source_estimators=source_estimators,
         )
-        self.algo = resolve_algorithm(type(self), algo_config)
+        self.algo = resolve_algorithm(type(self).__name__, self.config_class, algo_config)
         self.eval_config = EvalConfig() if eval_config is None else eval_config
         self.metric_fns = tuple(metric_fns)
         self.player = make_player(environment, environment_config, self.tokenizer, self.rollout_config)
@@ -200,11 +201,13 @@ class Learner(Trainer):
         check_staleness(self.algo, self.rollout_config, self.training, engine is not None)
         self.teacher: Teacher | None = None
         if self.teacher_config.path is not None:
-            initial = functools.partial(make_reference, self)
-            self.teacher = make_teacher(self, teacher, self.teacher_config, initial)
+            self.teacher = make_teacher(self, teacher, self.teacher_config, plays=self.player is not None)
         self.options = forward_options(self.rollout_config, self.training, self.algo)
         self.reference: Reference | None = make_reference(self, ref_model) if self.algo.beta > 0 else None
-        self.critic = Critic(self.critic_config, self, critic) if self.algo.advantage_estimator == PPO else None
+        self.critic: Critic | None = None
+        if self.algo.advantage_estimator == PPO:
+            held = [model.params for model in (self.reference, self.teacher) if model is not None]
+            self.critic = Critic(self.critic_config, self, critic, held)
         parts = self.graphdef, self.tokenizer, self.rollout_config, mesh, *self.others
         self.engine: Engine = make_engine(*parts) if engine is None else CheckedEngine(engine, model.config, self.task)
         self._warmup = 0 if self.critic is None else self.critic_config.warmup_steps
@@ -377,7 +380,7 @@ class Learner(Trainer):
         evaluator = self.evaluator(eval_ds, overlong) if eval_ds is not None and len(eval_ds) and judged else None
         check_best_metric(training, evaluator)
         optimizer = training.actor_optimizer or OptimizerConfig()
-        self.identity = self._identity(train_ds, optimizer, self.rewards) | identity_of(self)
+        self.identity = self._identity(train_ds, optimizer, self.rewards) | self._own_identity()
         self.identity |= {"batch_size": batch_size, "mini_batch_size": mini}
         self.identity |= {} if curriculum is None else {"curriculum": dataclasses.asdict(curriculum)}
         self._compile(
@@ -402,6 +405,26 @@ class Learner(Trainer):
         self.iterator = None if self.iterator is None else rollouts
         watch = SignalWatch(self.task, objective.extra_term)
         return _Call(rollouts, step_updates, evaluator, files, watch, profile)
+
+    def _own_identity(self) -> dict[str, Any]:
+        """Returns the settings of a learner on which the next step depends, besides those of every trainer."""
+        rollout = dataclasses.asdict(self.rollout_config)
+        for name in CHANGEABLE_OF_ROLLOUT:
+            del rollout[name]
+        own = {
+            "algorithm": dataclasses.asdict(self.algo),
+            "rollout": rollout,
+            "rewards": {name: weight for name, _, weight in self.rewards},
+            "success_threshold": self.success_threshold,
+            "source_estimators": self.source_estimators,
+        }
+        if self.teacher is not None:
+            own["teacher"] = self.teacher.identity(self.mesh)
+        if self.critic is not None:
+            own["critic"] = self.critic.identity()
+        if self.player is not None:
+            own["environment"] = environment_identity(self.player.config)
+        return own
 
     def to_save(self) -> Any:
         assert self._call is not None

@@ -63,8 +63,9 @@ def _stopped_after(step: int, saved: bool) -> str:
 def train(
     trainer: Trainer, prepare: Callable[[], None], callbacks: Sequence[Callback], another_follows: bool = False
 ) -> dict[str, Any]:
-    """Is the template of every trainer's `train`: claims the run folder, takes the model's weights, checks the data and
-    builds what the call needs (`prepare`), and runs the steps. Returns and raises what `run` does."""
+    """Runs a call of a trainer's `train`: claims the run folder, takes the model's weights, checks the data and builds
+    what the call needs (`prepare`), runs the steps, and closes what was opened, also after an error. Returns and raises
+    what `run` does."""
     with owned(trainer.training.output_dir) as check_owner, shown(trainer.training, callbacks) as all_callbacks:
         trainer.begin()
         prepare()
@@ -106,8 +107,7 @@ def run(
         with progress.task("restoring the checkpoint"), trace.span("restore"):
             last = _resume(trainer, out.checkpoints, out.log)
         if last:
-            for logged in by_first(out.log.rows):
-                out.last_row.update(logged if trainer.step_key in logged else {})
+            out.last_row.update(by_first(lambda: out.log.newest(trainer.step_key)))
             if not another_follows:
                 key = f"{'training' if trainer.name == 'train' else trainer.name}.max_steps"
                 how = f"raise {key} to continue" if trainer.complete else "it ended early"

@@ -33,6 +33,7 @@ from tunix_like.training import loop
 from tunix_like.training.answers import Answers, with_tools
 from tunix_like.training.arguments import likelihood_options
 from tunix_like.training.callbacks import Callback
+from tunix_like.training.companions import Reference, make_reference
 from tunix_like.training.forward import place_packed
 from tunix_like.training.guards import SkipWatch
 from tunix_like.training.optimizer import updates_done
@@ -40,7 +41,7 @@ from tunix_like.training.packing import Packed
 from tunix_like.training.teacher import check_reference
 from tunix_like.training.train_step import step_inputs
 from tunix_like.training.trainer import Trainer, check_batch_size
-from tunix_like.training.updates import Reference, make_reference, pack_update
+from tunix_like.training.updates import pack_update
 from tunix_like.types import GroupBatch
 
 COLUMNS = ("chosen", "rejected")

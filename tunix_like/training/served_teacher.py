@@ -7,20 +7,19 @@ import itertools
 import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 
-from tunix_like.config.schema import TeacherConfig
+from tunix_like.config.schema import RolloutConfig, TeacherConfig
+from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import EngineLost
+from tunix_like.models.config import DecoderConfig
 from tunix_like.rollout.engines.server import Server, Unavailable, WrongAnswer
 from tunix_like.runtime.processes import by_first
 from tunix_like.training.teacher import Scores, Teacher
 from tunix_like.types import GroupBatch
-
-if TYPE_CHECKING:
-    from tunix_like.training.learner import Learner
 
 _TEXT = "Tokens in, numbers out: 12 + 34 = 46."
 """A text that the tokenizer of a server must encode to the same ids as that of the run."""
@@ -37,11 +36,12 @@ class ServedTeacher(Teacher):
       UserError: the server cannot be used.
     """
 
-    def __init__(self, settings: TeacherConfig, learner: Learner):
-        limit = settings.max_prompt_length or learner.rollout_config.max_prompt_length
-        given = settings, None, None, learner.model.config, learner.tokenizer, None, limit
-        super().__init__(*given, learner.player is not None)
-        self.most = limit + learner.rollout_config.max_tokens_to_generate + 1
+    def __init__(
+        self, settings: TeacherConfig, config: DecoderConfig, tokenizer: Tokenizer, rollout: RolloutConfig, plays: bool
+    ):
+        limit = settings.max_prompt_length or rollout.max_prompt_length
+        super().__init__(settings, None, None, config, tokenizer, None, limit, plays)
+        self.most = limit + rollout.max_tokens_to_generate + 1
         self.model = by_first(lambda: _in_a_loop(self._check()))
 
     def identity(self, mesh: Any) -> dict[str, Any]:

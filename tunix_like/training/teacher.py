@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grain.python as grain
 import numpy as np
@@ -15,21 +15,17 @@ from jaxtyping import Bool, Float
 from tunix_like.config.schema import SELF, RolloutConfig, TeacherConfig
 from tunix_like.data.stream import SCANNED_ROWS, render, usable
 from tunix_like.data.tokenizer import Tokenizer
-from tunix_like.errors import UserError, check_type, one_line
+from tunix_like.errors import UserError, check_type
 from tunix_like.models.config import DecoderConfig
-from tunix_like.models.decoder import Decoder, check_decoder
+from tunix_like.models.decoder import check_decoder
 from tunix_like.models.lora import fingerprint
 from tunix_like.models.sharding import check_divides
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.runtime.untrusted import Filled, fill
 from tunix_like.training.forward import with_prompts
 from tunix_like.training.memory import TeacherWork
-from tunix_like.training.sizes import teacher_work
 from tunix_like.training.train_step import TeacherSpec
 from tunix_like.types import GroupBatch, Problem
-
-if TYPE_CHECKING:
-    from tunix_like.training.learner import Learner
 
 _PROMPT = "{prompt}"
 
@@ -163,49 +159,6 @@ def _filled(template: str, prompt: str, columns: Mapping[str, Any], where: str) 
         for begin, end in getattr(text, "values", ())
     ]
     return out
-
-
-def make_teacher(learner: Learner, model: Decoder | None, settings: TeacherConfig, initial: Any) -> Teacher:
-    """Checks and builds the teacher of a learner.
-
-    Args:
-      model: the teacher; None if `settings.path` is `self`.
-      initial: a function that returns graph and weights of a model that no update changes (`updates.make_reference`).
-    """
-    policy = learner.model
-    check_served(settings, learner.rollout_config)
-    if settings.served:
-        if model is not None:
-            raise UserError("teacher: teacher_config.path is a server; leave teacher unset.")
-        try:
-            from tunix_like.training.served_teacher import ServedTeacher  # imports aiohttp
-        except ImportError as error:
-            raise UserError(
-                f"teacher.path: a server needs more packages ({one_line(error)}); run pip install 'tunix-like[vllm]'."
-            ) from None
-        return ServedTeacher(settings, learner)
-    if settings.path == SELF:
-        if model is not None:
-            raise UserError("teacher: teacher_config.path='self' takes no model; leave teacher unset.")
-        graphdef, params = (learner.graphdef, None) if settings.of_policy else initial(None)
-        kinds = policy.config, policy.param_dtype, policy.quantized
-    else:
-        if model is None:
-            raise UserError(
-                f"teacher: give the model of teacher_config.path={settings.path!r}, e.g. "
-                "teacher=tunix_like.load_model(folder)[0]."
-            )
-        check_decoder("teacher", model)
-        check_divides(learner.mesh, model.config)
-        check_scorer("teacher.path", model.config, learner.tokenizer)
-        if settings.quantize not in (None, model.quantized):
-            raise UserError("teacher.quantize: the model has other weights; give load_model(folder, quantize=...).")
-        graphdef, params = initial(model)
-        kinds = model.config, model.param_dtype, model.quantized
-    check_positions(settings, kinds[0], learner.rollout_config)
-    work = teacher_work(settings, learner.rollout_config, policy, kinds, learner.mesh)
-    plays = learner.player is not None
-    return Teacher(settings, graphdef, params, kinds[0], learner.tokenizer, work, work.prompt_width, plays)
 
 
 def check_served(settings: TeacherConfig, rollout: RolloutConfig) -> None:

@@ -6,10 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float
 
@@ -22,8 +20,8 @@ from tunix_like.config.schema import AlgorithmConfig, RLTrainingConfig
 from tunix_like.errors import UserError
 from tunix_like.models.counts import update_operations
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.lora import without_adapters
-from tunix_like.models.sharding import fetch, place_params, place_replicated, prompt_parts, without_shared
+from tunix_like.models.sharding import fetch, place_replicated, prompt_parts
+from tunix_like.training.companions import Reference
 from tunix_like.training.critic import Critic
 from tunix_like.training.forward import place_packed
 from tunix_like.training.guards import GapWatch, SkippedUpdate, SkipWatch, save_skipped
@@ -36,35 +34,6 @@ from tunix_like.training.teacher import Teacher
 from tunix_like.training.train_step import MAXIMA, TeacherInputs, step_inputs
 from tunix_like.training.trainer import Trainer
 from tunix_like.types import GroupBatch, Problem
-
-
-class Reference(NamedTuple):
-    """Graph and weights of the reference model."""
-
-    graphdef: Any
-    params: Any
-
-
-def make_reference(trainer: Trainer, ref_model: Decoder | None) -> Reference:
-    """Returns the reference model: `ref_model`, or the trainer's current model if `ref_model` is None.
-
-    Weights that share memory with trained weights are copied, because trained weights are donated to the compiled step.
-    If `ref_model` is None and the adapters are newly initialised, the reference is the frozen weights without adapters,
-    and nothing is copied.
-    """
-    graphdef, params, trained = trainer.graphdef, trainer.params, trainer.state.params
-    if ref_model is not None:
-        graphdef, state = nnx.split(ref_model)
-        params = place_params(nnx.to_pure_dict(state), trainer.mesh)
-    elif trainer.frozen and not any(fetch([leaf.any() for leaf in _second_halves(trained)], trainer.mesh)):
-        return Reference(without_adapters(graphdef), trainer.frozen)
-    return Reference(graphdef, without_shared(params, trained))
-
-
-def _second_halves(adapters: Any) -> list[jax.Array]:
-    """Returns the B matrices of LoRA adapters. If all B matrices are 0, the adapters do not change the model."""
-    leaves = jax.tree_util.tree_leaves_with_path(adapters)
-    return [leaf for path, leaf in leaves if path[-1].key == "lora_b"]
 
 
 class _TokenSignals(NamedTuple):
