@@ -256,20 +256,6 @@ def test_other_settings_do_not_resume(change, key, tmp_path):
     assert make(3, output_dir=str(tmp_path)).train(ROWS)["sft/step"] == 3
 
 
-def test_rows_may_be_any_object_with_a_length(tmp_path):
-    class Sized:
-        def __len__(self):
-            return len(ROWS)
-
-        def __getitem__(self, index):
-            return ROWS[index]
-
-    make(2, output_dir=str(tmp_path)).train(Sized())
-    with Checkpoints(tmp_path / "sft_checkpoints", 2) as checkpoints:
-        assert checkpoints.meta(2)["identity"]["rows"] == len(ROWS), "as in earlier versions"
-    assert make(3, output_dir=str(tmp_path)).train(Sized())["sft/step"] == 3
-
-
 def test_checkpoint_of_an_earlier_version_resumes(tmp_path, monkeypatch):
     """It stored neither the optimizer nor the lengths."""
     save = Checkpoints.save

@@ -154,7 +154,7 @@ class SFTTrainer(Trainer):
         lengths = self.rollout_config
         self.identity = self._identity(rows, self.config.optimizer) | {
             "sft_batch_size": self.config.batch_size,
-            "rows": len(rows),
+            "rows": len(rows),  # also of data sets that are not a Sequence
             "lengths": [lengths.max_prompt_length, lengths.max_tokens_to_generate],
         }
         self._compile(_Likelihood(), likelihood_options(self.training), self.config.optimizer, self.total)
