@@ -83,6 +83,7 @@ def test_text_without_the_template(said, data, warned, template):
         assert (TEXT in log) == (warned or not keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "sft"])
 def test_the_warning_comes_once_in_training(said, command):
     _, _, log = said(command, "run.yaml", "data.name=jsonl", "data.path=text.jsonl", *LENGTHS, *TRAINING,

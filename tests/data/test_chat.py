@@ -222,6 +222,7 @@ def test_dry_run_prints_a_prompt_with_its_ids(home, tmp_path, question, capsys):
         assert re.search(rf"^ +{name}: {re.escape(expected)}$", said, re.M), said
 
 
+@pytest.mark.slow
 def test_trained_completions_have_the_sampled_ids(tmp_path, monkeypatch):
     """Checks one training step. Either end token closes a completion and belongs to it. No ids are computed from the
     text, which would give other ids."""

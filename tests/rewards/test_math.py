@@ -320,6 +320,7 @@ def test_equal_formulas_get_the_reward(gold, answer):
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="needs the files of GSM8K")
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_the_solutions_of_gsm8k_get_the_reward(split):

@@ -135,6 +135,7 @@ def steps():
     return play(responder), responder
 
 
+@pytest.mark.slow
 def test_row_contains_the_sampled_tokens_and_the_replies(steps):
     """Compares all tokens of all turns. A reply that leaves no space for another token ends the row before the
     reply."""

@@ -49,6 +49,7 @@ def same(a, b):
     jax.tree.map(np.testing.assert_array_equal, weights(a), weights(b))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["whole", "adapters", "chained"])
 @pytest.mark.parametrize("kinds", [{}, {"quantize": "int8"}, {"param_dtype": jnp.bfloat16}], ids=repr)
 def test_a_run_loads_as_its_export(place, name, kinds):
@@ -83,6 +84,7 @@ def test_a_reward_model_from_its_run(place):
     assert tunix_like.RewardModel("scored")(*given) == tunix_like.RewardModel("scored-export")(*given)
 
 
+@pytest.mark.slow
 def test_a_run_whose_start_has_moved_on_is_not_resumed_from_newer_weights(place):
     trained("first")
     trained("second", "model.path=first", *FROM)

@@ -269,6 +269,7 @@ def params_of_learner(made):
     return jax.tree.map(np.asarray, made.params)
 
 
+@pytest.mark.slow
 def test_unscored_completions_are_distilled_without_an_estimator():
     nothing = lambda prompts, completions, **columns: [None] * len(completions)  # noqa: E731
     rows = collect(distilled(reward=nothing))

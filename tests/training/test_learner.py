@@ -158,6 +158,7 @@ class Reversed:
         yield from reversed(list(self.inner.generate(*arguments)))
 
 
+@pytest.mark.slow
 def test_engine_of_the_user():
     """The order of its samples does not change the result."""
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=20)
@@ -247,6 +248,7 @@ def test_metrics_of_time_and_useful_work(tmp_path, monkeypatch):
     assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == 1
 
 
+@pytest.mark.slow
 def test_compilations_between_two_steps_are_counted():
     """An evaluation or a checkpoint may compile programs. They count for the step after it."""
     found = []
@@ -297,6 +299,7 @@ def test_resumed_run_equals_the_uninterrupted_run(kind, tmp_path):
     assert differ(params, params_of(make_model()))
 
 
+@pytest.mark.slow
 def test_folder_of_another_run_is_rejected(tmp_path):
     make(output_dir=str(tmp_path), max_steps=1).train(ROWS, batch_size=4)
     other = {"seed": {"seed": 5}, "batch_size": {}, "algorithm": {}, "rows": {}}

@@ -229,6 +229,7 @@ def test_invalid_reward_stops_at_step_1_with_completions_saved(kind, tmp_path):
     assert metric_rows(tmp_path / "run") == []
 
 
+@pytest.mark.slow
 def test_unscored_completions_are_excluded():
     """None and NaN are not zeros: such completions are excluded from the group's statistics, are counted, and have no
     weight in the loss."""
@@ -242,6 +243,7 @@ def test_unscored_completions_are_excluded():
     np.testing.assert_allclose(kept[0], [[2, -1, -1, 0]] * 4, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kinds"), [("maxrl", "non-negative"), ("passk", "binary")])
 def test_estimator_gets_the_shaped_rewards(name, kinds):
     """A negative weight (and for passk DAPO's penalty) gives signed rewards, which the estimator accepts after
@@ -271,6 +273,7 @@ def test_estimator_gets_the_shaped_rewards(name, kinds):
     assert row["train/rewards/mean"] == pytest.approx(np.mean(totals[0]))
 
 
+@pytest.mark.slow
 def test_truncated_completions_count_in_their_group_but_not_in_the_loss():
     """Tests overlong=mask against loops: advantages use the whole group, weights only the completions that ended by
     themselves."""

@@ -103,6 +103,7 @@ def test_small_and_empty_data():
         make().train([{"question": "ab"}])
 
 
+@pytest.mark.slow
 def test_long_prompts_are_skipped_and_counted(caplog):
     long = [{"prompt": "a" * 9, "answer": "a"}, {"prompt": "abcdefgh>", "answer": "b"}]
     seen = []

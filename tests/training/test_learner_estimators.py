@@ -92,6 +92,7 @@ def own(tmp_path, function, **settings):
     return functools.partial(make, config, learner=CustomLearner, output_dir=str(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_user_defined_estimator_by_file(tmp_path):
     kept = []
     learner = own(tmp_path, "mean", estimator_params={"scale": 2.0})(reward=varied, metric_fns=[watch_advantages(kept)])

@@ -42,6 +42,7 @@ from .small_learner import (
 )
 
 
+@pytest.mark.slow
 def test_a_step_without_a_counted_token_changes_nothing(tmp_path):
     """The optimizer is AdamW with weight decay: momentum does not change the weights, and the schedule does not
     advance. A step with equal rewards, in contrast, is a regular update of the optimizer."""

@@ -194,6 +194,7 @@ def test_loss_metrics_and_gradient_equal_those_of_whole_sequences(name):
     assert row["train/logps/chosen"] < 0
 
 
+@pytest.mark.slow
 def test_first_loss_of_dpo_is_log_2_and_the_reference_is_the_initial_model():
     rows = collect(make(max_steps=8), held_out=ROWS)
     first, last = rows[1], rows[-1]

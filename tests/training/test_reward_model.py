@@ -156,6 +156,7 @@ def test_foreign_model_whose_pad_token_ends_a_text_has_the_score_of_transformers
     assert RewardModel(folder)(["ab>"] * 4, texts) != pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_groups_of_unequal_sizes_and_texts_that_do_not_fit(trained):
     _, folder = trained
     prompts = ["ab>", "ab>", "cd>", "ab>", "ab>", "ab>", "ab>", "c" * 70 + ">", "d>"]
@@ -201,6 +202,7 @@ def test_a_resumed_run_equals_the_uninterrupted_run(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, trained("parts", 4), whole)
 
 
+@pytest.mark.slow
 def test_adapters_and_the_head_are_trained():
     model = add_lora(make_model(), LoraConfig(rank=2), 0)
     learner = make(model=model, max_steps=3)

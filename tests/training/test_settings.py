@@ -66,6 +66,7 @@ def test_a_subclass_of_the_user_has_attributes_of_its_own():
         learner.reward_fns = [varied]
 
 
+@pytest.mark.slow
 def test_new_rewards_between_calls_equal_a_learner_that_had_them_and_keep_programs():
     """The oracle: a function that itself switches after the first call of `train`."""
     chosen = [long_or_short]
@@ -103,6 +104,7 @@ def test_the_text_of_a_learner_its_tokenizer_and_an_evaluation_says_what_they_ar
     assert max(len(repr(each)) for each in (learner, learner.tokenizer, found)) < 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["training", "sft"])
 def test_a_run_whose_steps_are_done_says_so_and_names_the_key(kind, tmp_path, caplog):
     if kind == "training":

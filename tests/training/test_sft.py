@@ -116,6 +116,7 @@ def test_a_second_call_without_a_folder_continues():
     jax.tree.map(np.testing.assert_array_equal, params_of(model), params_of(whole))
 
 
+@pytest.mark.slow
 def test_long_answers_are_cut_without_an_end():
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=3)
     row = make(1, rollout=rollout).train(ROWS)
