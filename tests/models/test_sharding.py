@@ -30,7 +30,7 @@ from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.fields import DeltaRule, Experts, YarnScaling
 from tunix_like.models.lora import join_params, split_params
-from tunix_like.models.quantization import quantize_base
+from tunix_like.models.quantized_base import quantize_base
 from tunix_like.models.sharding import (
     build_mesh,
     check_divides,

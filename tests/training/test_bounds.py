@@ -17,7 +17,7 @@ from tunix_like.config.load import load
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.fields import DeltaRule, Experts
-from tunix_like.models.quantization import quantize_base
+from tunix_like.models.quantized_base import quantize_base
 from tunix_like.models.sharding import place_params
 from tunix_like.rollout.decoding import cast_params
 from tunix_like.runtime.accelerators import KINDS

@@ -39,7 +39,7 @@ from tunix_like.models.counts import Share, adapter_count, parameter_count, para
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.fields import DeltaRule, Experts
 from tunix_like.models.lora import add_lora, split_params
-from tunix_like.models.quantization import quantize_base
+from tunix_like.models.quantized_base import quantize_base
 from tunix_like.models.sharding import build_mesh, place_params, place_slots, prompt_parts
 from tunix_like.rollout import decoding
 from tunix_like.rollout.shapes import slot_shape

@@ -19,7 +19,8 @@ from tunix_like.config.schema import LoraConfig
 from tunix_like.models.config import Adapters, DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.lora import add_lora, part_params
-from tunix_like.models.quantization import LEAVES, quantize_base
+from tunix_like.models.quantization import LEAVES
+from tunix_like.models.quantized_base import quantize_base
 from tunix_like.models.sharding import param_shapes
 from tunix_like.models.weights import Params
 

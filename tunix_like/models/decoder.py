@@ -50,8 +50,7 @@ class Decoder(nnx.Module):
       adapters: rank, alpha and targets of the adapters that `lora.add_lora` added to the projections, or None.
       segments: the repeated patterns of layers (`layer_stack.py`) if the layers are stacked, else None.
       output_matrix: the transposed embedding table in a training step with tied embeddings, else None.
-      quantized: the quantisation of the projections by `quantization.quantize_base`, one of `schema.QUANTIZATIONS`, or
-        None.
+      quantized: the quantisation of the projections (`quantized_base.py`), one of `schema.QUANTIZATIONS`, or None.
 
     Raises:
       UserError: this device does not support the attention implementation.

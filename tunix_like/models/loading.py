@@ -26,7 +26,7 @@ from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.gguf_files import described, find_gguf
 from tunix_like.models.lora import merge_lora, source_of
-from tunix_like.models.quantization import quantize_base
+from tunix_like.models.quantized_base import quantize_base
 from tunix_like.models.sharding import check_model, param_shapes, place_params
 from tunix_like.models.weights import Params, check_weights, load_weights, save_weights, write_json
 from tunix_like.runtime import progress

@@ -32,7 +32,7 @@ from tunix_like.models.lora import (
     read_adapter_config,
     split_params,
 )
-from tunix_like.models.quantization import quantize_base
+from tunix_like.models.quantized_base import quantize_base
 from tunix_like.models.sharding import place_params
 from tunix_like.models.weights import Params
 from tunix_like.runtime.object_storage import is_remote, local_copy, names_below

@@ -13,19 +13,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float, Int8, UInt8
 
-from tunix_like.config.schema import QUANTIZATIONS
-from tunix_like.errors import UserError, nearest
 from tunix_like.models.sharding import row_axes
-
-if TYPE_CHECKING:
-    from tunix_like.models.decoder import Decoder
 
 BLOCK = 64
 """Number of weights along the input dimension that share a scale in NF4."""
@@ -155,32 +149,6 @@ def _half_weights(codes: UInt8[Array, "J O"], scale: Float[Array, "B O"]) -> tup
     outputs = codes.shape[1]
     scales = jnp.broadcast_to(scale[:, None], (len(scale), BLOCK // 2, outputs)).reshape(-1, outputs)
     return _nf4(codes & 15) * scales, _nf4(codes >> 4) * scales
-
-
-def quantize_base(model: Decoder, kind: str | None) -> Decoder:
-    """Replaces the kernel of every projection (`Decoder.projections`) by codes and scales, in place; returns the model.
-
-    Args:
-      kind: one of `schema.QUANTIZATIONS`; None: the model is not changed.
-
-    Raises:
-      UserError: the kind is unknown, or the NF4 block size does not divide the inputs of a kernel.
-    """
-    if kind is None:
-        return model
-    if kind not in QUANTIZATIONS:
-        raise UserError(f"model.quantize: unknown value '{kind}'. {nearest(kind, QUANTIZATIONS)}")
-    for name, linear in model.projections().items():
-        assert linear.kernel is not None, "already quantised"
-        if kind == "nf4" and (inputs := linear.kernel.shape[0]) % BLOCK:
-            raise UserError(
-                f"model.quantize: nf4 has blocks of {BLOCK} inputs, which do not divide the {inputs} inputs of {name}; "
-                "use int8."
-            )
-        codes, scale = quantize(linear.kernel[...], kind)
-        linear.kernel, linear.kernel_codes, linear.kernel_scale = None, nnx.Param(codes), nnx.Param(scale)
-    model.quantized = kind
-    return model
 
 
 def _nf4(codes: Array) -> Array:
