@@ -1,6 +1,7 @@
 """Five learners on sums with SmolLM2-135M-Instruct, three seeds each: `results/LEARNER-sSEED.json` beside this file.
 
     python examples/smollm2/study.py --out runs/smollm2 [--seeds 3]
+    python examples/smollm2/study.py --table     # of the results that are there, as Markdown
 
 Every run has the completions, the constant learning rate and the held-out problems of `sums.yaml`. Its result is
 written as soon as it ends, and results that are there are not made again; some 15 minutes a run on two idle cores.
@@ -58,11 +59,39 @@ def trained(folder: Path, learner: str, seed: int) -> dict[str, Any]:
     return found | {"steps": steps, "minutes": round(sum(row.get("train/step_time_sec", 0) for row in rows) / 60, 1)}
 
 
+def table() -> str:
+    """Returns pass@k of each result (with its 95% interval for k = 1), the share of the held-out problems that a sample
+    solved, and the entropy of the last step."""
+    lines = ["| | pass@1 | pass@4 | pass@16 | pass@64 | problems solved | entropy |", "|---|---|---|---|---|---|---|"]
+    names = [BEFORE, *(f"{learner}-s{seed}" for learner in LEARNERS for seed in range(9))]
+    for name in names:
+        file = RESULTS / f"{name}.json"
+        if not file.exists():
+            continue
+        found = json.loads(file.read_text())
+        at = {key.removeprefix("eval/pass@"): 100 * value for key, value in found["pass_at"].items()}
+        solved = sum(right > 0 for right in found["right"])
+        steps = found.get("steps")
+        entropy = f"{steps[-1]['train/entropy']:.2f}" if steps else ""
+        interval = f"{at['1']:.1f} [{at['1/low']:.1f}, {at['1/high']:.1f}]"
+        lines.append(
+            f"| {name} | {interval} | {at['4']:.1f} | {at['16']:.1f} | {at['64']:.1f} | "
+            f"{solved} of {len(found['right'])} | {entropy} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--out", type=Path, help="folder of the runs")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args()
+    if arguments.table:
+        print(table())
+        return
+    if arguments.out is None:
+        parser.error("--out: give the folder of the runs")
     (arguments.out / "eval").mkdir(parents=True, exist_ok=True)
     RESULTS.mkdir(exist_ok=True)
 
