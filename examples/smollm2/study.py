@@ -60,14 +60,11 @@ def trained(folder: Path, learner: str, seed: int) -> dict[str, Any]:
 
 
 def table() -> str:
-    """Returns pass@k of each result (with its 95% interval for k = 1), the share of the held-out problems that a sample
+    """Returns pass@k of each result (with its 95% interval for k = 1), the number of held-out problems that a sample
     solved, and the entropy of the last step."""
     lines = ["| | pass@1 | pass@4 | pass@16 | pass@64 | problems solved | entropy |", "|---|---|---|---|---|---|---|"]
-    names = [BEFORE, *(f"{learner}-s{seed}" for learner in LEARNERS for seed in range(9))]
-    for name in names:
-        file = RESULTS / f"{name}.json"
-        if not file.exists():
-            continue
+    patterns = [BEFORE, *(f"{learner}-s*" for learner in LEARNERS)]
+    for file in (file for pattern in patterns for file in sorted(RESULTS.glob(f"{pattern}.json"))):
         found = json.loads(file.read_text())
         at = {key.removeprefix("eval/pass@"): 100 * value for key, value in found["pass_at"].items()}
         solved = sum(right > 0 for right in found["right"])
@@ -75,7 +72,7 @@ def table() -> str:
         entropy = f"{steps[-1]['train/entropy']:.2f}" if steps else ""
         interval = f"{at['1']:.1f} [{at['1/low']:.1f}, {at['1/high']:.1f}]"
         lines.append(
-            f"| {name} | {interval} | {at['4']:.1f} | {at['16']:.1f} | {at['64']:.1f} | "
+            f"| {file.stem} | {interval} | {at['4']:.1f} | {at['16']:.1f} | {at['64']:.1f} | "
             f"{solved} of {len(found['right'])} | {entropy} |"
         )
     return "\n".join(lines)
