@@ -232,7 +232,7 @@ def test_a_resumed_run_names_what_changed_or_refuses(change, named, tmp_path, ca
 @pytest.mark.slow
 def test_a_run_without_fingerprints_resumes_in_silence_and_exactly(tmp_path, caplog, monkeypatch):
     with monkeypatch.context() as patch:  # as checkpoints of earlier versions
-        patch.setattr("tunix_like.training.learner.fingerprints", lambda *_: {})
+        patch.setattr("tunix_like.training.trainer.fingerprints", lambda *_: {})
         begin(tmp_path / "old", 1)
     old = begin(tmp_path / "old", 2)
     assert not warned(caplog)
