@@ -280,7 +280,9 @@ def maxk_mix(
 
 
 def _check_order_statistic(params: Params, size: int) -> None:
-    k, weights, statistic = params["k"], params.get("weights"), params.get("statistic")
+    k = params["k"]
+    weights = params.get("weights")
+    statistic = params.get("statistic")
     if (weights is None) == (statistic is None):
         raise UserError(
             "weights, statistic: 'order_statistic' needs exactly one of them. Set a list weights, or a statistic such "

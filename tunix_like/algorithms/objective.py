@@ -289,20 +289,24 @@ class Objective:
 
     def token_loss(self, tokens: TokenInputs, advantages: Rows) -> tuple[Tokens, dict[str, Tokens]]:
         """Computes the loss per token (0 where masked) and per-token metrics."""
-        config, mask = self.config, tokens.mask
+        config = self.config
+        mask = tokens.mask
         if self.needs_rollout_logprobs and tokens.rollout_logprobs is None:
             raise UserError("the loss needs the sampler's log-probabilities, and these rollouts have none.")
         loss_fn = find_policy_loss(str(config.policy_loss_fn))
         old = tokens.rollout_logprobs if loss_fn.behaviour == "rollout" else tokens.old_logprobs
         loss, metrics = self._policy_loss(tokens.logprobs, old, advantages, mask)
-        correction, rollout = sampler_correction(config), tokens.rollout_logprobs
+        correction = sampler_correction(config)
+        rollout = tokens.rollout_logprobs
         if correction is not None and rollout is not None:
             ratios = correction.ratios(tokens.old_logprobs, rollout, mask)
             weights = correction.weights(ratios)
-            loss, metrics = weights * loss, metrics | correction.metrics(ratios, weights, mask)
+            loss = weights * loss
+            metrics = metrics | correction.metrics(ratios, weights, mask)
         if config.off_policy_mask_threshold is not None and rollout is not None:
             kept = kept_by_mask(config.off_policy_mask_threshold, tokens.logprobs, rollout, advantages, mask)
-            loss, metrics = jnp.where(kept, loss, 0.0), metrics | {"off_policy_mask/dropped_frac": 1.0 - kept}
+            loss = jnp.where(kept, loss, 0.0)
+            metrics = metrics | {"off_policy_mask/dropped_frac": 1.0 - kept}
         if self.reference_in_loss:
             assert tokens.ref_logprobs is not None
             kl = kl_estimate(str(config.kl_loss_mode), tokens.logprobs, tokens.ref_logprobs, mask)
@@ -311,7 +315,8 @@ class Objective:
                 kl = correction.weights(correction.ratios(tokens.logprobs, rollout, mask)) * kl
             loss = loss + config.beta * kl
         if self.teacher_in_loss is not None:
-            divergence, known = tokens.teacher_divergence, tokens.teacher_logprobs
+            divergence = tokens.teacher_divergence
+            known = tokens.teacher_logprobs
             assert self.teacher is not None and divergence is not None and known is not None
             loss = loss + self.teacher.coef * divergence
             metrics = metrics | {"teacher/divergence": divergence, "teacher/logprob": known}
@@ -326,7 +331,8 @@ class Objective:
           UserError: the function raises, does not return a pair `(loss, metrics)`, or returns a value that does not
             have the shape of the tokens.
         """
-        name, shape = str(self.config.policy_loss_fn), inputs[0].shape
+        name = str(self.config.policy_loss_fn)
+        shape = inputs[0].shape
         try:
             result = find_policy_loss(name).function(*inputs, **self.loss_params)
         except Exception as error:
@@ -347,7 +353,8 @@ def trace_user_functions(objective: Objective, groups: int, group_size: int) -> 
     Raises:
       UserError: a function raises, or its result has a wrong form or shape.
     """
-    shape, loss = (groups, group_size), find_policy_loss(str(objective.config.policy_loss_fn))
+    shape = (groups, group_size)
+    loss = find_policy_loss(str(objective.config.policy_loss_fn))
 
     def array(shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -357,8 +364,9 @@ def trace_user_functions(objective: Objective, groups: int, group_size: int) -> 
             jax.eval_shape(estimator.at(1), array(shape), array(shape, jnp.bool_), array(shape, jnp.int32))
     if is_own(loss.function):
         tokens = (*shape, objective.max_tokens)
-        inputs = array(tokens), array(tokens), array((*shape, 1)), array(tokens, jnp.bool_)
-        jax.eval_shape(objective._policy_loss, *inputs)
+        jax.eval_shape(
+            objective._policy_loss, array(tokens), array(tokens), array((*shape, 1)), array(tokens, jnp.bool_)
+        )
 
 
 def resolve(config: AlgorithmConfig, defaults: type[AlgorithmConfig]) -> AlgorithmConfig:

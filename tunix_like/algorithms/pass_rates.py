@@ -13,7 +13,8 @@ PASS_RATES = ("0", "(0, 1/8]", *(f"({i}/8, {i + 1}/8]" for i in range(1, 7)), "(
 def bins_of(passed: Bool[np.ndarray, "P G"], scored: Bool[np.ndarray, "P G"]) -> Int[np.ndarray, "P"]:
     """Returns the bin of each group, from 0 to 9, by the fraction of its scored completions that passed; -1 if no
     completion is scored."""
-    successes, count = (passed & scored).sum(axis=1), scored.sum(axis=1)
+    successes = (passed & scored).sum(axis=1)
+    count = scored.sum(axis=1)
     inner = -(-8 * successes // np.maximum(count, 1))  # integer ceiling, so that k/8 falls into the bin that ends there
     return np.where(count == 0, -1, np.where(successes == 0, 0, np.where(successes == count, 9, inner)))
 

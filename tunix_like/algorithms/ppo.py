@@ -94,7 +94,8 @@ def gae(
         acts = mask[..., t]
         own = rewards[..., t] + gamma * value - values[..., t] + gamma * gae_lambda * after
         advantages[..., t] = np.where(acts, own, 0.0)
-        value, after = np.where(acts, values[..., t], value), np.where(acts, own, after)
+        value = np.where(acts, values[..., t], value)
+        after = np.where(acts, own, after)
     return advantages
 
 
@@ -147,8 +148,11 @@ class ValueObjective:
         return aggregation_weights("token-mean", lengths, scored & trained & in_update[:, None], 1)
 
     def token_loss(self, tokens: TokenInputs, advantages: Rows) -> tuple[Tokens, dict[str, Tokens]]:
-        values, old, returns = tokens.logprobs, tokens.old_logprobs, advantages
-        loss, metrics = (values - returns) ** 2, dict[str, Any]()
+        values = tokens.logprobs
+        old = tokens.old_logprobs
+        returns = advantages
+        loss = (values - returns) ** 2
+        metrics = dict[str, Any]()
         if self.value_clip is not None:
             clipped = (jnp.clip(values, old - self.value_clip, old + self.value_clip) - returns) ** 2
             metrics = {"clipfrac": (clipped > loss).astype(jnp.float32)}

@@ -24,7 +24,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from tunix_like.algorithms.losses import Rows, TokenInputs, Tokens
 
-CHOSEN, REJECTED = 1.0, -1.0
+CHOSEN = 1.0
+REJECTED = -1.0
 """The `GroupBatch.rewards` of the two completions of a pair, which tell the loss which one is chosen."""
 
 _PAIRS = "pairs"
@@ -41,7 +42,8 @@ class PairSums(NamedTuple):
 
 def over_pairs(metrics: Mapping[str, float]) -> dict[str, float]:
     """Converts the metrics of a compiled step per pair, which are means over tokens, to means over pairs."""
-    count, prefix = metrics[_PAIRS], f"{_PAIRS}/"
+    count = metrics[_PAIRS]
+    prefix = f"{_PAIRS}/"
     rest = {name: value for name, value in metrics.items() if not name.startswith(_PAIRS)}
     return rest | {
         name.removeprefix(prefix): value / count for name, value in metrics.items() if name.startswith(prefix)
@@ -91,7 +93,8 @@ class PairObjective:
 
     def token_loss(self, tokens: TokenInputs, advantages: Rows) -> tuple[Tokens, dict[str, Tokens]]:
         """Returns the loss and the metrics of each pair at the first trained token of its rejected completion."""
-        mask, role = tokens.mask, advantages[..., 0]
+        mask = tokens.mask
+        role = advantages[..., 0]
 
         def of(kind: float, values: Tokens) -> Float[Array, "A"]:
             return jnp.where((role == kind)[..., None] & mask, values, 0.0).sum((-2, -1))
@@ -120,9 +123,12 @@ class PairObjective:
             logps = jnp.where(tokens > 0, logps / count, -1.0)
             log_odds = logps - _log1mexp(logps)
             ratio = jax.nn.log_sigmoid(log_odds[0] - log_odds[1])
-            loss, rewards, extra = -self.beta * ratio, self.beta * logps, {"log_odds_ratio": ratio}
+            loss = -self.beta * ratio
+            rewards = self.beta * logps
+            extra = {"log_odds_ratio": ratio}
         else:
-            rewards, extra = self.beta * (logps - ref), {}
+            rewards = self.beta * (logps - ref)
+            extra = {}
             margin = rewards[0] - rewards[1]
             if self.loss == "ipo":
                 means = (logps - ref) / count
@@ -158,5 +164,6 @@ def _log1mexp(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns `log(1 - exp(x))` for `x <= 0`; at 0, where it is infinite, the value at the largest float below."""
     x = jnp.minimum(x, -jnp.finfo(jnp.float32).tiny)
     near = x > -0.6931472  # each branch gets an argument for which its gradient is finite
-    small, large = jnp.where(near, x, -0.5), jnp.where(near, -1.0, x)
+    small = jnp.where(near, x, -0.5)
+    large = jnp.where(near, -1.0, x)
     return jnp.where(near, jnp.log(-jnp.expm1(small)), jnp.log1p(-jnp.exp(large)))

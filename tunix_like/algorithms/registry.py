@@ -257,7 +257,8 @@ def with_schedules(name: str, params: Params, group_size: int, key: str = "algor
     Raises:
       UserError: as `check_parameters`, or the estimator does not accept a schedule.
     """
-    estimator, declared = find_estimator(name), find_estimator(name).parameters()
+    estimator = find_estimator(name)
+    declared = find_estimator(name).parameters()
     mappings = {field: value for field, value in params.items() if isinstance(value, Mapping) and field in declared}
     if estimator.table is None:
         for field in mappings.keys() & set(ESTIMATOR_KEYS):

@@ -219,7 +219,8 @@ def _candidates(request: Request) -> list[GroupEstimator]:
 
 def _cells(request: Request, named: Mapping[str, Float[np.ndarray, "P G"]]) -> tuple[int, list[list[str]]]:
     """Returns the number of columns before the first estimator, and the rows of the table, first the header."""
-    rewards, lengths = request.rewards, request.lengths
+    rewards = request.rewards
+    lengths = request.lengths
     count, size = rewards.shape
     values = {"reward": rewards} | ({} if lengths is None else {"length": lengths.astype(np.float64)}) | dict(named)
     left = ["completion"] if size <= _LONG_GROUP else ["count"]
@@ -267,7 +268,8 @@ def side_by_side(left: int, rows: list[list[str]], width: int) -> list[list[list
     """Divides the columns of a table into narrower tables of at most `width` characters per line. Each of these tables
     begins with the first `left` columns."""
     widths = [max(len(row[at]) for row in rows) + 3 for at in range(len(rows[0]))]
-    parts, part = [], list(range(left))
+    parts = []
+    part = list(range(left))
     for at in range(left, len(rows[0])):
         if len(part) > left and sum(widths[i] for i in part) + widths[at] + 1 > width:
             parts.append(part)
@@ -360,7 +362,9 @@ def drawn_estimators(group_size: int, given: Mapping[str, Any]) -> list[tuple[st
     """Returns the label, the family (which sets the line style) and the estimator of each curve that the group size and
     the given parameters, with `k`, allow. MaxRL of order `G - 1` is Algorithm 1 of the MaxRL paper; a lower order
     truncates the Taylor series of the log-likelihood earlier."""
-    k, truncation_order, ddof = given["k"], given.get("truncation_order"), given.get("ddof")
+    k = given["k"]
+    truncation_order = given.get("truncation_order")
+    ddof = given.get("ddof")
     label = "GRPO" if ddof is None else f"GRPO (ddof {ddof})"
     lines = [(label, "grpo", GroupEstimator("grpo", {} if ddof is None else {"ddof": ddof}))]
     for order in sorted({1, 4, group_size - 1, truncation_order or 1}, reverse=True):

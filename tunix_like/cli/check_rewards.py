@@ -34,11 +34,14 @@ from tunix_like.runtime import console
 from tunix_like.runtime.visible import visible
 from tunix_like.types import Problem
 
-SCORED_ROWS, PLAYED_ROWS = 256, 8
+SCORED_ROWS = 256
+PLAYED_ROWS = 8
 """Number of training rows, from the first, without and with an environment. The second number is small, because an
 environment that hangs needs its whole time limit in every row."""
 
-GOLD, WORDS, OTHER = "gold answer", "gold answer, a word a turn", "another row's answer"
+GOLD = "gold answer"
+WORDS = "gold answer, a word a turn"
+OTHER = "another row's answer"
 SENTENCE = "I do not know."
 FIXED_TURNS = {
     "no text": "",
@@ -181,11 +184,13 @@ def _tried(
     config: Config,
 ) -> Tried:
     """Scores completions as in training, after an episode with each problem if there are environments."""
-    texts, threshold = [script[0] for script in scripts], config.rewards.success_threshold
+    texts = [script[0] for script in scripts]
+    threshold = config.rewards.success_threshold
     if environments is None:
         scores = score_completions(rewards, problems, texts, 1)
         return Tried(kind, texts, scores, _passed(scores, threshold))
-    games, seconds = [Game() for _ in problems], list[float]()
+    games = [Game() for _ in problems]
+    seconds = list[float]()
     for number, problem in enumerate(problems):
         environments.reset(number, problem.columns)
     for outcome, _ in _outcomes(environments, len(games)):
@@ -262,7 +267,8 @@ class _Few(io.TextIOBase):
     """Writes the first `PRINTED` lines to standard error, escaped, and counts all lines."""
 
     def __init__(self) -> None:
-        self.to, self.lines = sys.stderr, 0
+        self.to = sys.stderr
+        self.lines = 0
 
     def write(self, text: str) -> int:
         for part in visible(text).splitlines(keepends=True):
@@ -296,7 +302,8 @@ def _mean(values: np.ndarray) -> str:
 
 
 def _print_scores(tried: Sequence[Tried], names: Sequence[str], config: Config) -> None:
-    threshold, names = config.rewards.success_threshold, names if len(names) > 1 else []
+    threshold = config.rewards.success_threshold
+    names = names if len(names) > 1 else []
     rows = [
         [
             each.kind, _mean(each.scores.total), f"{each.passed.mean():.1%}", f"{1 - each.scores.scored.mean():.1%}",
@@ -337,9 +344,12 @@ def _print_games(tried: Sequence[Tried], names: Sequence[str], config: Config) -
 
 def _print_tools(tools: Sequence[tuple[Mapping[str, Any], Outcome]]) -> list[str]:
     """Prints the schemas and the results of the tools. Returns messages on calls that timed out or failed."""
-    wrong, notes, rows = [], [], []
+    wrong = []
+    notes = []
+    rows = []
     for tool, outcome in tools:
-        function, observation = tool["function"], outcome.observation
+        function = tool["function"]
+        observation = outcome.observation
         console.print_text(json.dumps(dict(tool), indent=2, ensure_ascii=False))
         messages = observation if observation and not isinstance(observation, str) else []
         result = "\n".join(message["content"] for message in messages) or _text(observation)

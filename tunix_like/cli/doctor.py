@@ -84,8 +84,10 @@ def _core(name: str, module: str) -> Check:
 
 
 def _jax(version: str) -> Check:
-    first, last = _numbers(TESTED_JAX[0]), _numbers(TESTED_JAX[-1])[:2]
-    found, below = _numbers(version), f"{last[0]}.{last[1] + 1}"
+    first = _numbers(TESTED_JAX[0])
+    last = _numbers(TESTED_JAX[-1])[:2]
+    found = _numbers(version)
+    below = f"{last[0]}.{last[1] + 1}"
     tested = first <= found and found[:2] <= last
     advice = "" if tested else f"not tested; if something fails: pip install 'jax>={TESTED_JAX[0]},<{below}'"
     return Check("jax", f"{version} (tested: {', '.join(TESTED_JAX)})", advice)

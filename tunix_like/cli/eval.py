@@ -47,7 +47,8 @@ def evaluate(source: str, overrides: Sequence[str], out: str | None) -> None:
     Arguments are checked before sampling."""
     files = None if out is None else out_files(Path(out))
     evaluated = measured(source, overrides)
-    size, samples = len(evaluated.evaluator.problems), evaluated.evaluator.config.samples
+    size = len(evaluated.evaluator.problems)
+    samples = evaluated.evaluator.config.samples
     number = console.problems(size, evaluated.evaluator.skipped_prompts)
     title = f"{evaluated.trained.origin}: {number}, {console.samples_each(samples)}, with 95% intervals"
     if files is not None:  # written before printing, because printing to a closed output ends the command
@@ -70,7 +71,8 @@ def compare(a: str, b: str, overrides: Sequence[str]) -> None:
     for name in (a, b):
         if name not in rows:
             evaluated = measured(name, overrides)
-            rows[name], settings[name] = problem_rows(evaluated), summary_of(evaluated)
+            rows[name] = problem_rows(evaluated)
+            settings[name] = summary_of(evaluated)
     eval_compare.check_same(rows[a], rows[b], (a, b))
     differences = eval_compare.differences(rows[a], rows[b], eval_compare.threshold_of(settings.values()))
     if not differences:
@@ -124,9 +126,11 @@ def _with_fitting_k(trained: Trained, overrides: Sequence[str]) -> Trained:
 def problem_rows(found: Measured) -> list[dict[str, Any]]:
     """Returns the result of each problem as a row of JSON values; unknown rewards, successes and metric values are
     None."""
-    rows, result = [], found.result
+    rows = []
+    result = found.result
     for i, problem in enumerate(found.evaluator.problems):
-        rewards, answers = result.rewards[i].tolist(), result.answers[i]
+        rewards = result.rewards[i].tolist()
+        answers = result.answers[i]
         row: dict[str, Any] = {"problem": problem.number, "prompt": problem.text, "columns": dict(problem.columns)}
         row |= {"completions": result.texts[i], "rewards": [_known(reward) for reward in rewards]}
         row["succeeded"] = [
@@ -142,7 +146,8 @@ def problem_rows(found: Measured) -> list[dict[str, Any]]:
 def summary_of(found: Measured) -> dict[str, Any]:
     """Returns the settings and all metrics of an evaluation. `eval/<name>/low` and `eval/<name>/high` are the ends of
     the confidence interval of the metric `eval/<name>`."""
-    settings, config = found.evaluator.config, found.trained.config
+    settings = found.evaluator.config
+    config = found.trained.config
     metrics: dict[str, Any] = {}
     for key, value in found.result.metrics.items():
         name = key.removeprefix("eval/")
@@ -200,7 +205,8 @@ def _known(value: float) -> float | None:
 def run(arguments: argparse.Namespace) -> None:
     """Evaluates a run or a model, or compares two runs or models."""
     setup_jax()
-    source, overrides = arguments.source, arguments.overrides
+    source = arguments.source
+    overrides = arguments.overrides
     # argparse takes the first override as the source if there is no source.
     if arguments.compare is not None and source is not None and "=" in source:
         source, overrides = None, [source, *overrides]

@@ -53,9 +53,11 @@ def generate(arguments: argparse.Namespace) -> None:
     _check_options(arguments)
     overrides = _greedy(arguments.overrides) if arguments.greedy else arguments.overrides
     setup_jax()
-    source, by_row = chosen_source(arguments.source, arguments.best), arguments.row is not None
+    source = chosen_source(arguments.source, arguments.best)
+    by_row = arguments.row is not None
     trained = open_trained(source, overrides, need_data=by_row)
-    config, rollout = trained.config, trained.config.rollout
+    config = trained.config
+    rollout = trained.config.rollout
     check_fit(trained.model_config, trained.tokenizer, rollout)
     environments = environments_of(config)
     try:
@@ -74,9 +76,8 @@ def generate(arguments: argparse.Namespace) -> None:
         else:
             if by_row:
                 print(f"prompt: {console.excerpt(_rendered(trained, row).text, 2000)}", file=sys.stderr)
-            given = sampler, trained.params, trained.tokenizer, [row["prompt"]], sampling, config.training.seed
             watch = Stopwatch()
-            out = completed(*given)
+            out = completed(sampler, trained.params, trained.tokenizer, [row["prompt"]], sampling, config.training.seed)
             seconds = watch.seconds()
             (completion,) = completion_texts(out, trained.tokenizer)
             _print_completion(completion)
@@ -126,7 +127,8 @@ def _rendered(trained: Trained, row: Mapping[str, Any]) -> Prompt:
 
 def _print_score(trained: Trained, row: Mapping[str, Any], completion: str) -> None:
     """Prints the column `answer` and rewards to standard error, or why the reward functions cannot be used."""
-    config, prompt = trained.config, _rendered(trained, row)
+    config = trained.config
+    prompt = _rendered(trained, row)
     if "answer" in row:
         print(f"column answer: {console.excerpt(str(row['answer']), 600)}", file=sys.stderr)
     try:
@@ -179,7 +181,9 @@ class Person:
     lockstep = True
 
     def __init__(self, tokenizer: Tokenizer, histories: Histories, history: History):
-        self._tokenizer, self._histories, self._history = tokenizer, histories, history
+        self._tokenizer = tokenizer
+        self._histories = histories
+        self._history = history
         self._opening = history.opening
         self._turn: Turn | None = None
 
@@ -205,7 +209,8 @@ class Person:
     def replies(self, wait: bool) -> list[Reply]:
         """Reads the person's answer to the last turn of the model, again if a line cannot be converted to tokens.
         Returns no reply if the turn was truncated; at the end of the input, the tokens of the reply are None."""
-        turn, self._turn = self._turn, None
+        turn = self._turn
+        self._turn = None
         while turn is not None:
             with progress.paused():
                 line = read_line("you> ")
@@ -226,7 +231,8 @@ def talk(engine: Engine, trained: Trained, prompt: Any, sampling: SamplingParams
     """Lets a person answer the turns of the model, until the end of standard input, `/quit` or the token limit. If the
     prompt is a list of messages, each line of the person becomes a user message. Otherwise each line is appended as
     plain text."""
-    rollout, tokenizer = trained.config.rollout, trained.tokenizer
+    rollout = trained.config.rollout
+    tokenizer = trained.tokenizer
     tokens = rendered(prompt, tokenizer, engine.max_prompt_length).tokens
     most = rollout.max_tokens_to_generate
     ends = rollout.eos_tokens or tokenizer.eos_ids
@@ -251,7 +257,8 @@ def play(
     engine: Engine, trained: Trained, row: Mapping[str, Any], sampling: SamplingParams, environments: Environments
 ) -> None:
     """Plays one trajectory of a data row. Prints the turns to standard output and the reward to standard error."""
-    config, tokenizer = trained.config, trained.tokenizer
+    config = trained.config
+    tokenizer = trained.tokenizer
     prompt = rendered(row["prompt"], tokenizer, engine.max_prompt_length)
     columns = {name: value for name, value in row.items() if name != "prompt"}
     problem = Problem(0, prompt.text, prompt.tokens, columns, row["prompt"])
@@ -265,8 +272,7 @@ def play(
     except UserError as error:
         raise UserError(f"{visible(str(error))}{cure}") from error
     key = jax.random.key(config.training.seed)
-    given = engine, player, engine.place(trained.params), [problem], 1, key, sampling
-    (opened,), out, trajectories = sample(*given)
+    (opened,), out, trajectories = sample(engine, player, engine.place(trained.params), [problem], 1, key, sampling)
     assert trajectories is not None, "a player was given"
     (episode,) = trajectories.episodes()
     if opened.text != problem.text:

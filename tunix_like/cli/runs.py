@@ -54,7 +54,8 @@ class _Sweeping:
     """Trains each run in a process of its own, whose output appears unchanged."""
 
     def __init__(self, plan: Sweep):
-        self.plan, self.ended = plan, dict[str, int]()
+        self.plan = plan
+        self.ended = dict[str, int]()
         self.child: subprocess.Popen[bytes] | None = None
         self.stop = False
 

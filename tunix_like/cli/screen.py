@@ -28,7 +28,8 @@ def announce(parts: Parts, place: str | Path) -> None:
     config = parts.config
     for rows, what in ((parts.source.train, "training"), (parts.source.eval, "evaluation")):
         if len(rows):
-            limit, policy = config.rollout.max_prompt_length, config.data.overlong_prompts
+            limit = config.rollout.max_prompt_length
+            policy = config.data.overlong_prompts
             with progress.task(f"reading the {what} prompts"):
                 skipped = str(check_prompts(rows, parts.tokenizer, limit, policy, what))
             most = config.eval.max_problems if what == "evaluation" else None
@@ -102,7 +103,8 @@ def _say_best(folder: Path, metric: str, place: str | Path) -> None:
 
 def _before_and_after(before: dict[str, Any], after: dict[str, Any], parts: Parts) -> None:
     limit = len(parts.source.eval)
-    first, cells = console.evaluation_cells(before), console.evaluation_cells(after)
+    first = console.evaluation_cells(before)
+    cells = console.evaluation_cells(after)
 
     def is_needless(name: str) -> bool:  # a rate of failures that is 0 in both evaluations
         is_rate = name.endswith(("_frac", "_ratio", "skipped_prompts")) and not name.startswith("environment/")
@@ -127,7 +129,8 @@ def picture(parts: Parts, learner: Learner | DPOLearner) -> None:
     """Prints a drawing of the first held-out problem with the greedy answer, if the data source can draw it."""
     if parts.source.draw is None or not len(parts.source.eval) or parts.model.config.scalar_head:
         return
-    row, greedy = parts.source.eval[0], SamplingParams(temperature=0)
+    row = parts.source.eval[0]
+    greedy = SamplingParams(temperature=0)
     # Uses a new engine, because the sampling servers of a run are disconnected when the run ends.
     others = learner.others if isinstance(learner, Learner) else (learner.reference is not None,)
     engine = make_engine(learner.graphdef, parts.tokenizer, parts.config.rollout, parts.mesh, *others)

@@ -116,7 +116,8 @@ def _refused(host: str, port: int, error: OSError) -> UserError:
 def _settings(arguments: argparse.Namespace, trained: Trained) -> Settings:
     from tunix_like.serving.requests import Settings
 
-    rollout, model = trained.config.rollout, trained.model_config
+    rollout = trained.config.rollout
+    model = trained.model_config
     usual = rollout.max_prompt_length + rollout.max_tokens_to_generate
     longest = arguments.max_length or min(usual, model.max_positions)
     if longest > model.max_positions:
@@ -143,7 +144,8 @@ def _server(arguments: argparse.Namespace, settings: Settings, trained: Trained)
     from tunix_like.serving.server import Server
     from tunix_like.training.engine import make_engine
 
-    longest, rows = settings.longest, arguments.max_rows
+    longest = settings.longest
+    rows = arguments.max_rows
     rollout = dataclasses.replace(
         trained.config.rollout,
         max_prompt_length=longest // 2,

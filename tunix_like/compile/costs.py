@@ -102,7 +102,8 @@ class Counter:
     """
 
     def __init__(self, text: str, trips: Trips):
-        self.module, self.trips = Module(text), trips
+        self.module = Module(text)
+        self.trips = trips
         self.unknown: set[str] = set()
         self._costs = functools.cache(self._computation)
 
@@ -120,7 +121,9 @@ class Counter:
 
     def _computation(self, name: str, around: float) -> Costs:
         """Returns the costs of executing a computation once, in a loop of `around` iterations (1 if there is none)."""
-        total, channels, computation = Costs(), set[str](), self.module[name]
+        total = Costs()
+        channels = set[str]()
+        computation = self.module[name]
         for instruction in computation.values():
             if instruction.opcode == "while":
                 count = self._count(name, instruction, around)
@@ -182,7 +185,9 @@ class Counter:
         For a kernel, this is `bytes_accessed` of its `pl.CostEstimate` or, on a GPU, of its `set_xla_metadata`. Kernels
         without an estimate are assumed to read every operand and to write every result once.
         """
-        opcode, shapes, inputs = instruction.opcode, instruction.shapes, computation.operands(instruction)
+        opcode = instruction.opcode
+        shapes = instruction.shapes
+        inputs = computation.operands(instruction)
         if opcode in _FREE or opcode.endswith(("-done", "-update")):
             return 0.0
         if _is_kernel(instruction) and (estimate := _KERNEL_BYTES.search(instruction.attributes)):
@@ -274,7 +279,8 @@ def _received(computation: Computation, instruction: Instruction, kind: str) -> 
 
     An all-reduce counts as a reduce-scatter followed by an all-gather.
     """
-    size, devices = sum(each.bytes for each in computation.operands(instruction)), _group_size(instruction.attributes)
+    size = sum(each.bytes for each in computation.operands(instruction))
+    devices = _group_size(instruction.attributes)
     if kind == "collective-permute":
         return size
     return size * (devices - 1) * {"all-gather": 1.0, "all-reduce": 2.0 / devices}.get(kind, 1.0 / devices)

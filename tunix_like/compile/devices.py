@@ -58,7 +58,8 @@ def parse_devices(text: str) -> tuple[Accelerator | None, int, int]:
         raise UserError(
             f"--devices: expected KIND-N, SxKIND-N, NxKIND or N (v5e-8, 2xv5e-16, 8xh100, 8), got '{text}'."
         )
-    name, number = match["kind"] or match["other"], int(match["last"] or match["first"])
+    name = match["kind"] or match["other"]
+    number = int(match["last"] or match["first"])
     name = {"v5litepod": "v5e"}.get(name, name)  # the name of Cloud TPU
     slices = int(match["slices"] or 1)
     if name is not None and name not in KINDS:

@@ -142,14 +142,16 @@ class Module(dict[str, Computation]):
         """
         if known := _KNOWN.search(loop.attributes):
             return int(known[1])
-        condition, body = self[loop.attribute("condition")], self[loop.attribute("body")]
+        condition = self[loop.attribute("condition")]
+        body = self[loop.attribute("body")]
         if condition.root.opcode != "compare" or condition.root.attribute("direction") != "LT":
             return None
         name, limit = condition.root.operands
         end = condition.constant(limit)
         if name not in condition or condition[name].opcode != "get-tuple-element" or end is None:
             return None
-        index, state = int(condition[name].attribute("index")), self[parent].get(loop.operands[0])
+        index = int(condition[name].attribute("index"))
+        state = self[parent].get(loop.operands[0])
         start = self[parent].constant(state.operands[index]) if state and state.opcode == "tuple" else 0
         step = _increment(body, body.root.operands[index]) if body.root.opcode == "tuple" else 0
         return math.ceil(max(0, end - (start or 0)) / step) if step else None
@@ -158,7 +160,8 @@ class Module(dict[str, Computation]):
 def _increment(body: Computation, name: str) -> int:
     """Returns the sum of the constants that are added up to the value `name` in the body of a loop; 0 if a number is
     added that is not constant."""
-    total, value = 0, body.get(name)
+    total = 0
+    value = body.get(name)
     while value is not None and value.opcode in ("add", *_PASSED_ON):
         constants = {name: constant for name in value.operands if (constant := body.constant(name)) is not None}
         if len(value.operands) - len(constants) != 1:
@@ -181,7 +184,9 @@ def _instruction(line: str) -> Instruction | None:
     opcode = _OPCODE.search(match[3]) if match else None
     if match is None or opcode is None:
         return None
-    text, depth, end = match[3], 0, opcode.end() - 1
+    text = match[3]
+    depth = 0
+    end = opcode.end() - 1
     for end in range(opcode.end() - 1, len(text)):
         depth += {"(": 1, ")": -1}.get(text[end], 0)
         if depth == 0:

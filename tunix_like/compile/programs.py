@@ -156,7 +156,8 @@ class Plan:
     @property
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
         """Lengths of the prompts and of the completions of a step, as arrays. All lengths are the maximum lengths."""
-        (prompts, group), (width, steps) = self.group, self.widths
+        prompts, group = self.group
+        width, steps = self.widths
         return np.full(prompts, width), np.full((prompts, group), steps)
 
     def phase(self, *names: str) -> Phase:
@@ -244,7 +245,8 @@ def critic_program(plan: Plan) -> Program | None:
     """Describes the program of one update of the critic."""
     if plan.critic is None:
         return None
-    settings, options = plan.config.critic, likelihood_options(plan.config.training, plan.device.backend)
+    settings = plan.config.critic
+    options = likelihood_options(plan.config.training, plan.device.backend)
     optimizer = dataclasses.replace(plan.config.optimizer, learning_rate=settings.learning_rate)
     spec = StepSpec(None, ValueObjective(settings.value_clip), optimizer, options)
     return _update(plan, "critic", plan.critic, plan.judged_by, spec)
@@ -259,7 +261,8 @@ def values_program(plan: Plan) -> Program | None:
 
 def _update(plan: Plan, name: str, model: Decoder, split: tuple[Any, Any], spec: StepSpec) -> Program:
     """Describes the program of an update of a model. `spec` has the settings of the optimizer, and no graph."""
-    config, graphdef = plan.config, split[0]
+    config = plan.config
+    graphdef = split[0]
     params, frozen = split_params(split[1])
     copies_base = plan.mesh is None and bool(frozen)
     segments = moment_segments(model.config, spec.optimizer, spec.options.stacked, copies_base)
@@ -268,7 +271,8 @@ def _update(plan: Plan, name: str, model: Decoder, split: tuple[Any, Any], spec:
     shardings = shardings_of(state, plan.mesh)
     step = jit_train_step(spec._replace(graphdef=graphdef, optimizer=optimizer, shardings=shardings, segments=segments))
     most = min(config.training.mini_batch_size or plan.group[0], plan.group[0])
-    packed, calls = _packed(plan, most), updates_per_batch(config)
+    packed = _packed(plan, most)
+    calls = updates_per_batch(config)
     lower = functools.partial(step.lower, state, _step_inputs(plan, spec.objective, packed), frozen)
     done = update_operations(model.config, *plan.lengths, frozen=model.adapters is not None)
     return Program(
@@ -287,7 +291,8 @@ def logprobs_program(plan: Plan) -> Program | None:
     """Describes the program that computes the log-probabilities of a batch without a gradient (`training/updates.py`).
     A step runs it if a batch has several updates or advantages of a teacher, if there is a KL term, and once more if
     this is in the reward. The program of score norms, which has the same shapes, counts as one more run."""
-    config, algorithm = plan.config, plan.config.algorithm
+    config = plan.config
+    algorithm = plan.config.algorithm
     several = updates_per_batch(config) > 1 or _scores_before(config)
     penalised = algorithm.beta > 0 and bool(algorithm.kl_in_reward)
     policy = several + penalised if plan.critic is None else several or penalised  # with a critic, one result for both
@@ -315,8 +320,9 @@ def _logprobs(name: str, plan: Plan, model: Decoder, split: tuple[Any, Any], bat
         packed = packed._replace(experts=None, prompt_experts=None)
     program = jax.jit(functools.partial(batch_logprobs, options=options), static_argnums=0)
     lower = functools.partial(program.lower, *split, batch, packed_shapes(packed, plan.mesh))
-    lengths = np.full(plan.group[0], batch.prompt_tokens.shape[1]), plan.lengths[1]
-    operations = calls * forward_operations(model.config, *lengths)
+    operations = calls * forward_operations(
+        model.config, np.full(plan.group[0], batch.prompt_tokens.shape[1]), plan.lengths[1]
+    )
     needed = calls * weight_bytes(model, plan.mesh, _tokens(plan, plan.group[0]) / token_parts(plan.mesh))
     return Program(name, lower, plan.mesh, operations, needed, calls, _packed_trips(plan, packed))
 
@@ -366,7 +372,8 @@ def _packed(plan: Plan, most: int) -> Packed:
 
 def _batch(plan: Plan) -> GroupBatch:
     """Returns a rollout batch with shapes instead of arrays."""
-    (prompts, group), (width, steps) = plan.group, plan.widths
+    prompts, group = plan.group
+    width, steps = plan.widths
 
     def shape(*axes: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(axes, dtype)
@@ -400,8 +407,13 @@ def _step_inputs(plan: Plan, objective: Any, packed: Packed) -> StepInputs:
     if isinstance(objective, ValueObjective):
         values = batch.rollout_logprobs
         packed = packed._replace(experts=None, prompt_experts=None)
-        parts = batch._replace(rollout_logprobs=None), in_update, packed_shapes(packed, plan.mesh)
-        return StepInputs(*parts, values, token_advantages=values)
+        return StepInputs(
+            batch._replace(rollout_logprobs=None),
+            in_update,
+            packed_shapes(packed, plan.mesh),
+            values,
+            token_advantages=values,
+        )
     old = batch.rollout_logprobs if updates_per_batch(plan.config) > 1 else None
     ref = batch.rollout_logprobs if objective.reference_in_loss else None
     by_token = batch.rollout_logprobs if _scores_before(plan.config) or plan.critic is not None else None
@@ -459,7 +471,10 @@ def _prompt_operations(plan: Plan) -> float:
 
 def decode_program(plan: Plan) -> Program:
     """Describes the decoding program (`rollout/sampler.py`) with all completions active and a cache of full size."""
-    graphdef, params, (prompts, group), steps = plan.split[0], plan.sampled, plan.group, plan.widths[1]
+    graphdef = plan.split[0]
+    params = plan.sampled
+    prompts, group = plan.group
+    steps = plan.widths[1]
     slots, size = _slots(plan)
     rollout = plan.config.rollout
     record = plan.config.rollout.routing_replay

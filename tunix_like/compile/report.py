@@ -134,7 +134,8 @@ def find_target(text: str) -> Target:
     """
     kind, number, slices = parse_devices(text)
     if kind is not None:
-        name, reason = compiler_of(kind), "it is not installed"
+        name = compiler_of(kind)
+        reason = "it is not installed"
         if name is not None:
             try:
                 return Target(text, kind, number, described_devices(kind, number, slices), name)
@@ -155,7 +156,8 @@ def find_target(text: str) -> Target:
 
 def check_size(plan: Plan, target: Target) -> None:
     """Raises UserError if the estimated weights, gradients and optimizer state exceed `FAR` times the device memory."""
-    kind, fixed = target.kind, max(phase.fixed for phase in plan.estimate.phases)
+    kind = target.kind
+    fixed = max(phase.fixed for phase in plan.estimate.phases)
     if kind is None or fixed <= FAR * kind.memory:
         return
 
@@ -181,7 +183,8 @@ def compile_program(program: Program) -> Compiled:
         if "HbmOom" not in str(error) and "Ran out of memory" not in str(error):
             raise  # an error that does not concern memory
         return Compiled(program, time.perf_counter() - start, refusal=refusal_of(str(error)))
-    seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
     temporaries = memory.temp_size_in_bytes + max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
     counter = Counter(compiled.as_text(), program.trips)
     step = Costs()
@@ -222,7 +225,8 @@ def print_report(config: Config, devices: str, file: str | None = None) -> int:
     device = None if kind is None else Device(kind.backend, kind.memory, kind)
     plan = make_plan(config, device, target.described)
     check_size(plan, target)
-    mesh, dtype = describe_devices(plan.mesh), plan.model.dtype
+    mesh = describe_devices(plan.mesh)
+    dtype = plan.model.dtype
     console.print_text(f"{devices}: {mesh}; {amount(plan.device.memory)} per device; {dtype} matrix products")
     model = f"{describe_model(plan.model)}, {plan.config.model.path or 'inline'}"
     console.print_text(f"{model}; attention {plan.model.attention}")
@@ -267,7 +271,8 @@ def rows_of(done: Sequence[Compiled], target: Target) -> list[tuple[str, ...]]:
         return "-" if found is None else f"{found.limit} ({found.share:.0%})"
 
     def of_the_bound(compiled: Compiled) -> str:
-        found, bound = predicted[compiled.program.name], compiled.bound(target)
+        found = predicted[compiled.program.name]
+        bound = compiled.bound(target)
         return "-" if found is None or bound is None else f"{bound / found.predicted:.0%}"
 
     def duration(value: float | None) -> str:
@@ -370,7 +375,10 @@ def write_json(file: Path, done: Sequence[Compiled], target: Target) -> None:
 
 
 def _as_json(compiled: Compiled, target: Target) -> dict[str, Any]:
-    program, costs, token, found = compiled.program, compiled.costs, compiled.token, compiled.times(target)
+    program = compiled.program
+    costs = compiled.costs
+    token = compiled.token
+    found = compiled.times(target)
     known = {
         "argument_bytes": compiled.arguments,
         "temporary_bytes": compiled.temporaries,

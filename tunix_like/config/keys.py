@@ -12,7 +12,8 @@ from tunix_like.config.urls import plain_hub_id
 from tunix_like.errors import UserError, nearest
 
 LARGEST_INT = 2**31 - 1
-SMALLEST_FLOAT, LARGEST_FLOAT = 1.1754944e-38, 3.4028235e38
+SMALLEST_FLOAT = 1.1754944e-38
+LARGEST_FLOAT = 3.4028235e38
 
 
 def key(
@@ -86,7 +87,9 @@ def check_ranges(section: Any, path: str) -> None:
     """Raises `UserError` for the first value of a config dataclass that is outside its declared range. The message
     names the key as `path.key`."""
     for field in dataclasses.fields(section):
-        value, rule, name = getattr(section, field.name), field.metadata, f"{path}.{field.name}"
+        value = getattr(section, field.name)
+        rule = field.metadata
+        name = f"{path}.{field.name}"
         if value is None or not rule:
             continue
         if isinstance(value, str) and not value.strip() and not rule["blank"]:

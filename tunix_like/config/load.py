@@ -141,7 +141,8 @@ def keys(section: Any = None, path: str = "") -> Iterator[Key]:
     section = Config() if section is None else section
     hints = _hints(type(section))
     for field in _fields(type(section)):
-        value, name = getattr(section, field.name), f"{path}.{field.name}".lstrip(".")
+        value = getattr(section, field.name)
+        name = f"{path}.{field.name}".lstrip(".")
         if dataclasses.is_dataclass(value):
             yield from keys(value, name)
             continue
@@ -157,7 +158,8 @@ def _leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the dotted name and the declared type of every key in a config dataclass."""
     hints = _hints(cls)
     for field in _fields(cls):
-        hint, name = hints[field.name], prefix + field.name
+        hint = hints[field.name]
+        name = prefix + field.name
         if dataclasses.is_dataclass(hint):
             yield from _leaves(typing.cast(type, hint), f"{name}.")
         else:
@@ -193,9 +195,11 @@ def _defaults(section: Any) -> dict[str, Any]:
     """Returns the defaults of a config section as nested dicts. A default of a key of type str, int, float or bool is
     returned as it is. Any other default is wrapped in a `FieldReference` of type `object`, so that ml_collections
     accepts values of any type for its key."""
-    hints, result = _hints(type(section)), {}
+    hints = _hints(type(section))
+    result = {}
     for field in _fields(type(section)):
-        value, hint = getattr(section, field.name), hints[field.name]
+        value = getattr(section, field.name)
+        hint = hints[field.name]
         if dataclasses.is_dataclass(value):
             result[field.name] = _defaults(value)
         elif hint in (str, int, float, bool):
@@ -208,7 +212,8 @@ def _defaults(section: Any) -> dict[str, Any]:
 def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
     """Builds the frozen dataclass `cls` from nested mappings whose values have the declared types. The error for a
     value out of range names the full path of the key."""
-    hints, arguments = _hints(cls), {}
+    hints = _hints(cls)
+    arguments = {}
     for name, value in values.items():
         nested = dataclasses.is_dataclass(hints[name])
         arguments[name] = _build(hints[name], value, f"{path}.{name}".lstrip(".")) if nested else value
@@ -360,9 +365,11 @@ def _assign_inside(tree: ConfigDict, free: str, rest: str, value: Any) -> None:
         whole = whole[part]
     whole = copy.deepcopy(whole) or {}
     *parents, last = rest.split(".")
-    inner, seen = whole, free
+    inner = whole
+    seen = free
     for part in parents:
-        inner, seen = inner.setdefault(part, {}), f"{seen}.{part}"
+        inner = inner.setdefault(part, {})
+        seen = f"{seen}.{part}"
         if not isinstance(inner, dict):
             raise UserError(f"{free}.{rest}: {seen} is {inner!r}, which has no keys; set {seen} as a whole.")
     inner[last] = value

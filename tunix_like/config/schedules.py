@@ -49,7 +49,8 @@ def read_schedule(values: Mapping[Any, Any], name: str, whole: bool) -> Schedule
             "{start: 1, end: 4, steps: 200}."
         )
     for field in _FIELDS:
-        value, kinds = values[field], (int,) if whole or field == "steps" else (int, float)
+        value = values[field]
+        kinds = (int,) if whole or field == "steps" else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds):
             kind = "an integer" if kinds == (int,) else "a number"
             raise UserError(f"{name}.{field}: got {shortened(value)}; it must be {kind}.")

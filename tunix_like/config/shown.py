@@ -34,7 +34,8 @@ _NAME = re.compile(r"(?:[^:]*/)?([\w.+-]{1,60}(?::[\w.]{1,60})?)")  # of code: w
 
 def _fields(section: Any, path: str = "") -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     for field in dataclasses.fields(section):
-        value, name = getattr(section, field.name), f"{path}{field.name}"
+        value = getattr(section, field.name)
+        name = f"{path}{field.name}"
         if dataclasses.is_dataclass(value):
             yield from _fields(value, f"{name}.")
         elif not field.metadata.get("python_only"):

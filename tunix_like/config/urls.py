@@ -21,7 +21,8 @@ def plain_hub_id(name: Any, key: str, kind: str = "models") -> Any:
     """
     if not isinstance(name, str) or not name.startswith(_HUB):
         return name
-    found, of_data = name.removeprefix(_HUB), kind == "datasets"
+    found = name.removeprefix(_HUB)
+    of_data = kind == "datasets"
     found = found.removeprefix("datasets/") if of_data else found
     if not HUB_ID.fullmatch(found.partition(":")[0] if of_data else found):
         raise UserError(f"{key}: got {name!r}; give hf://{'datasets/' if of_data else ''}OWNER/NAME.")

@@ -19,7 +19,8 @@ from tunix_like.errors import UserError
 if TYPE_CHECKING:
     from tunix_like.config.schema import DataConfig
 
-SMALLEST, LARGEST = 100, 999
+SMALLEST = 100
+LARGEST = 999
 CALLS = 6
 """Among the training rows whose prompt is only a question, one in `CALLS` has a call of the calculator as SFT answer.
 The SFT answer of the other rows is the product."""
@@ -27,7 +28,8 @@ The SFT answer of the other rows is the product."""
 CONTINUED = 3
 """In one of `CONTINUED` training rows, the prompt already contains a call of the calculator and its result."""
 
-DEFAULT_TRAIN, DEFAULT_EVAL = 8000, 128
+DEFAULT_TRAIN = 8000
+DEFAULT_EVAL = 128
 
 _OPEN = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
 _CLOSE = '"}}</tool_call>'
@@ -92,7 +94,8 @@ def record(drawn: tuple[int, int, bool, bool]) -> Record:
     `drawn` has the two factors, whether `answer` is a call of the calculator, and whether `prompt` already contains the
     call and its result (`answer` is then the product)."""
     first, second, calls, continued = drawn
-    question, product = f"{first} * {second}", str(first * second)
+    question = f"{first} * {second}"
+    product = str(first * second)
     call = f"{_OPEN}{question}{_CLOSE}"
     prompt = [{"role": "user", "content": f"What is {question}?"}]
     if continued:

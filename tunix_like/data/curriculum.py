@@ -144,7 +144,9 @@ class CurriculumBatches(SharedBatches):
         source = rows if isinstance(rows, grain.MapDataset) else grain.MapDataset.source(rows)
         numbered = source.map_with_index(lambda place, row: (place, row))
         super().__init__(numbered, tokenizer, batch_size, limit, len(rows), forever)
-        self.seed, self.curriculum, self.group_size = seed, curriculum, group_size
+        self.seed = seed
+        self.curriculum = curriculum
+        self.group_size = group_size
         self.counts = np.zeros((len(rows), 2), np.float32)
         with progress.task("reading prompts", len(rows)) as advance:
 

@@ -21,8 +21,13 @@ from tunix_like.rewards.maze import MOVES
 if TYPE_CHECKING:
     from tunix_like.config.schema import DataConfig
 
-NUMBERS, MOST_GUESSES, MOST_MOVES = 64, 7, 16  # the same as in the environments; a test compares them
-HIGHER, LOWER, INVALID = "HIGHER", "LOWER", "INVALID"
+# The same as in the environments; a test compares them.
+NUMBERS = 64
+MOST_GUESSES = 7
+MOST_MOVES = 16
+HIGHER = "HIGHER"
+LOWER = "LOWER"
+INVALID = "INVALID"
 DEFAULT_GAMES = 8192
 _GAME_BYTES = 100  # size of the answer
 
@@ -51,7 +56,8 @@ def load_guess(config: DataConfig) -> DataSource:
 def game(number: int, rng: random.Random) -> tuple[int, str]:
     """Returns `number` and the text of a random game with this hidden number. Each guess is uniform among the numbers
     that the earlier replies leave possible."""
-    low, high = 0, NUMBERS - 1
+    low = 0
+    high = NUMBERS - 1
     words: list[str] = []
     for turn in range(MOST_GUESSES):
         guess = low + int(rng.random() * (high - low + 1))
@@ -89,7 +95,9 @@ def random_walk(grid: str) -> str:
     """Returns a random walk through a maze as text: the open moves at each position, and the move that was made there.
     Each move is uniform among the open moves. For equal grids, the walks are equal."""
     rng = random.Random(grid)
-    rows, row, column = grid.split("\n"), 1, 1
+    rows = grid.split("\n")
+    row = 1
+    column = 1
     words = []
     for _ in range(MOST_MOVES):
         moves = [move for move, (down, right) in MOVES.items() if rows[row + down][column + right] != "#"]

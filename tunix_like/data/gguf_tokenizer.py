@@ -11,12 +11,15 @@ from tokenizers import Tokenizer as Backend
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
 """Values of `tokenizer.ggml.token_type` (llama.cpp)."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CAPITALS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SPLITS = {
     "llama-bpe": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}",
     "qwen2": rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}",
@@ -40,7 +43,8 @@ def gguf_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
       UserError: it is of an unsupported kind. The message is to be continued with a cure.
     """
     given = {name.removeprefix("tokenizer.ggml."): value for name, value in fields.items()}
-    kind, tokens = given.get("model"), given.get("tokens") or []
+    kind = given.get("model")
+    tokens = given.get("tokens") or []
     if kind == "gpt2":
         backend = _byte_level(tokens, given)
     elif kind == "llama" and "scores" in given:
@@ -108,7 +112,8 @@ def _sentence_piece(tokens: Sequence[str], given: Mapping[str, Any]) -> Backend:
     merges: list[tuple[float, int, int]] = []
     for number, token in enumerate(tokens):
         for cut in range(1, len(token)):
-            left, right = vocabulary.get(token[:cut]), vocabulary.get(token[cut:])
+            left = vocabulary.get(token[:cut])
+            right = vocabulary.get(token[cut:])
             if left is not None and right is not None:
                 merges.append((-scores[number], left, right))
     pairs = [(tokens[left], tokens[right]) for _, left, right in sorted(merges)]

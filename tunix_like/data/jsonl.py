@@ -45,7 +45,8 @@ class JsonlRows(Rows):
     def __init__(self, path: str | Path, check: Callable[[Record, str], None], name: str | Path | None = None) -> None:
         """Indexes the file and runs `check(row, "name:line")` on every row. `name` is that of a file that was converted
         to this one (`data/files.py`)."""
-        self._path, self._name = Path(path), Path(path if name is None else name)
+        self._path = Path(path)
+        self._name = Path(path if name is None else name)
         self._descriptor: int | None = None
         self._starts = array.array("q")
         self._columns: dict[str, None] = {}
@@ -80,7 +81,8 @@ class JsonlRows(Rows):
         return len(self._starts) - 1
 
     def _row(self, index: int) -> Record:
-        start, stop = self._starts[index], self._starts[index + 1]
+        start = self._starts[index]
+        stop = self._starts[index + 1]
         line = os.pread(self._open(), stop - start, start)
         return {**self._columns, **_parse(line, f"{self._name}, row {index + 1} (changed since it was opened)")}
 
@@ -149,7 +151,8 @@ def load(config: DataConfig) -> DataSource:
     out: `data.eval_size`, or a tenth of the rows, but at most 256. Other formats: `data/files.py`."""
     if config.path is None:
         raise UserError("data.path is required with data.name=jsonl; set it to a JSON-lines file or a folder of them.")
-    path, format = local_path(config.path), PromptFormat.of(config, template=None)
+    path = local_path(config.path)
+    format = PromptFormat.of(config, template=None)
     if path.is_dir() and not is_saved(path):
         return split_folder(config, path, format.check, format, reward="exact_match")
     for key, unset in (("split", "train"), ("eval_split", "test")):

@@ -43,7 +43,9 @@ _NAMED = ["GRID_START", "GRID_END", "PATH_START", "DONE", "PATH", "WALL", "GOAL"
 VOCABULARY = [*_SPECIAL, *_NAMED, *(f"<reserved_{i}>" for i in range(15))]
 """The 32 tokens of the maze tokenizer, in the order of their ids."""
 
-DEFAULT_SIZE, DEFAULT_TRAIN, DEFAULT_EVAL = 9, 8000, 256
+DEFAULT_SIZE = 9
+DEFAULT_TRAIN = 8000
+DEFAULT_EVAL = 256
 
 
 def load(config: DataConfig) -> DataSource:
@@ -73,7 +75,8 @@ def with_pair(row: Record) -> Record:
 
     On a path without junctions, the wrong walk stops one move before GOAL.
     """
-    grid, right = row["grid"].split("\n"), row["answer"].split()[:-1]
+    grid = row["grid"].split("\n")
+    right = row["answer"].split()[:-1]
     rng = random.Random(row["grid"])
 
     def onward(walk: list[str]) -> list[str]:

@@ -155,7 +155,8 @@ def load(config: DataConfig, load_one: Callable[[DataConfig], DataSource]) -> Da
     row at least once; a weight above the share of rows repeats rows. A training row is dropped if its prompt is a
     held-out prompt of another source with the same `name`. The rows of each source are spread evenly, so every prefix
     of an epoch has about the same proportions."""
-    mix_entries, sources = entries(config), []
+    mix_entries = entries(config)
+    sources = []
     for entry in mix_entries:
         try:
             sources.append(load_one(entry.config))
@@ -202,7 +203,8 @@ def _tokenizer(mix_entries: Sequence[Entry], sources: Sequence[DataSource]) -> T
 
 def _not_held_out(mix_entries: Sequence[Entry], sources: Sequence[DataSource], number: int) -> Sequence[Record]:
     """Returns the training rows of a source without prompts that another source with the same `name` holds out."""
-    entry, rows = mix_entries[number], sources[number].train
+    entry = mix_entries[number]
+    rows = sources[number].train
     same = [i for i, other in enumerate(mix_entries) if other.config.name == entry.config.name and i != number]
     held_out = {repr(sources[i].eval[j]["prompt"]) for i in same for j in range(len(sources[i].eval))}
     if not held_out:
@@ -274,7 +276,8 @@ class Repeated(Rows):
     """A sequence of `count` rows that repeats `rows` cyclically."""
 
     def __init__(self, rows: Sequence[Any], count: int) -> None:
-        self._rows, self._count = rows, count
+        self._rows = rows
+        self._count = count
 
     def __len__(self) -> int:
         return self._count

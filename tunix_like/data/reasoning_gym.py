@@ -14,7 +14,8 @@ from tunix_like.runtime import progress
 if TYPE_CHECKING:
     from tunix_like.config.schema import DataConfig
 
-DEFAULT_TRAIN, DEFAULT_EVAL = 2000, 128
+DEFAULT_TRAIN = 2000
+DEFAULT_EVAL = 128
 
 MOST_DRAWS = 20
 """Number of problems that are generated per wanted one before a task counts as having too few different ones."""

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from tunix_like.config.schema import DataConfig
 
 LETTERS = "abcdefgh"
-SHORTEST, DEFAULT_LONGEST = 2, 4
-DEFAULT_TRAIN, DEFAULT_EVAL = 2000, 64
+SHORTEST = 2
+DEFAULT_LONGEST = 4
+DEFAULT_TRAIN = 2000
+DEFAULT_EVAL = 64
 
 
 def load(config: DataConfig) -> DataSource:

@@ -126,7 +126,8 @@ class MappedRows(Rows):
     """Applies `function` to each row on access. `function` must be picklable for worker processes."""
 
     def __init__(self, rows: Sequence[Any], function: Callable[[Any], Record]) -> None:
-        self._rows, self._function = rows, function
+        self._rows = rows
+        self._function = function
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -139,7 +140,8 @@ class RowRange(Rows):
     """A view of the rows from `start` to `stop` (exclusive) of another sequence, without a copy."""
 
     def __init__(self, rows: Sequence[Any], start: int, stop: int) -> None:
-        self._rows, self._range = rows, range(start, stop)
+        self._rows = rows
+        self._range = range(start, stop)
 
     def __len__(self) -> int:
         return len(self._range)

@@ -135,7 +135,8 @@ def check_prompts(
     bad = next((i for i, length in enumerate(lengths) if length == 0 or length > max_prompt_length), None)
     if bad is not None and overlong == "error":
         raise unusable(lengths[bad], max_prompt_length, f"{what} row {bad}", most)
-    long, empty = sum(length > max_prompt_length for length in lengths), lengths.count(0)
+    long = sum(length > max_prompt_length for length in lengths)
+    empty = lengths.count(0)
     if lengths.count(-1) == count:
         raise UserError(f"the {what} data is empty: its filter removes all of the first {count} rows.")
     if long + empty + lengths.count(-1) == count:
@@ -242,8 +243,13 @@ class SharedBatches(Iterator[list[Prompt]]):
         epoch: int,
         forever: bool,
     ):
-        self.rows, self.tokenizer, self.batch_size, self.limit, self.epoch = rows, tokenizer, batch_size, limit, epoch
-        self.next, self.end = 0, None if forever else epoch
+        self.rows = rows
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        self.limit = limit
+        self.epoch = epoch
+        self.next = 0
+        self.end = None if forever else epoch
         self.refuses = self._warned = False
 
     def __next__(self) -> list[Prompt]:
@@ -265,7 +271,8 @@ class SharedBatches(Iterator[list[Prompt]]):
     def next_epoch(self) -> None:
         """Skips the remaining rows of the current epoch, if epochs end."""
         if self.end is not None:
-            self.next, self.end = self.end, self.end + self.epoch
+            self.next = self.end
+            self.end = self.end + self.epoch
 
     def _render(self, places: Sequence[int]) -> list[Prompt | None]:
         pairs = (self.rows[place] for place in places)

@@ -15,7 +15,8 @@ from tunix_like.errors import UserError
 if TYPE_CHECKING:
     from tunix_like.config.schema import DataConfig
 
-SMALLEST, LARGEST = 2, 30
+SMALLEST = 2
+LARGEST = 30
 DEFAULT_EVAL = 64
 QUESTION = "What is {} + {}? Reply with the number only."
 

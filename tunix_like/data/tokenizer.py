@@ -95,7 +95,8 @@ class Tokenizer:
         named = {self.bos_id, self.pad_id, *self.eos_ids}
         added = backend.get_added_tokens_decoder().items()
         control = {i: token.content for i, token in added if token.content and (token.special or i in named)}
-        self._control, self._control_ids = tuple(control.values()), frozenset(control)
+        self._control = tuple(control.values())
+        self._control_ids = frozenset(control)
         self._written: set[tuple[Any, ...]] = set()  # the forms of conversations that the template writes completely
 
     def __repr__(self) -> str:
@@ -372,7 +373,8 @@ class Tokenizer:
     def _enough(self, prompt: Any, most: int) -> Any:
         """Truncates the texts of a prompt, but the longest to more than `2 * most` tokens. This bounds the time:
         encoding a text of 30 MB takes a minute."""
-        longest, size = max(texts(prompt), key=len, default=""), _LONG_TOKEN * max(most, 1)
+        longest = max(texts(prompt), key=len, default="")
+        size = _LONG_TOKEN * max(most, 1)
         while size < len(longest):
             if len(self.encode(longest[:size], add_special_tokens=False)) > 2 * most:
                 return beginnings(prompt, size)

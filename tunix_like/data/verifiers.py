@@ -34,7 +34,8 @@ def load(config: DataConfig) -> DataSource:
       UserError: the package `verifiers` is not installed, the environment cannot be loaded, the arguments of the
         environment are wrong, or the environment has too few tasks.
     """
-    train, held_out = config.train_size, config.eval_size
+    train = config.train_size
+    held_out = config.eval_size
     both = None if train is None or held_out is None else train + held_out
     wanted = {
         "train": both if config.eval_arguments is None else train,
@@ -48,7 +49,8 @@ def load(config: DataConfig) -> DataSource:
     if not found["train"]:
         raise UserError(f"data.path={config.path}: its taskset has no tasks; check data.arguments.")
     if "eval" in found:
-        rows, tests = take(found["train"], train, "data.train_size"), take(found["eval"], held_out, "data.eval_size")
+        rows = take(found["train"], train, "data.train_size")
+        tests = take(found["eval"], held_out, "data.eval_size")
     else:
         rows, tests = _split(found["train"], train, held_out)
     return DataSource(MappedRows(rows, record), MappedRows(tests, record), None, reward="exact_match")

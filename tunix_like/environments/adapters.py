@@ -57,7 +57,8 @@ def kind_of(kind: type) -> Kind | None:
 def check_class(kind: type) -> None:
     """Raises UserError if objects of a class cannot be environments: it has no `reset`, neither `step` nor tools, a
     method that is async or a generator, or a tool without docstring or type hints."""
-    name, how = kind.__name__, kind_of(kind)
+    name = kind.__name__
+    how = kind_of(kind)
     if how is None or (how != "tunix" and not callable(getattr(kind, "reset", None))):
         missing = "reset" if how is not None else "step"
         form = {
@@ -121,8 +122,14 @@ class Adapted:
         if self._functions is not None:
             return list(self._schemas.values())
         by_position, by_name = self._task == "by position", self._task == "by name"
-        given = int(by_position), ("task",) if by_name else ()
-        check_arguments("environment.arguments", self.name, self._factory, self._arguments, *given)
+        check_arguments(
+            "environment.arguments",
+            self.name,
+            self._factory,
+            self._arguments,
+            int(by_position),
+            ("task",) if by_name else (),
+        )
         if callable(getattr(self._factory, "tool_schemas", None)):
             return list(self._make({}).tool_schemas())
         if isinstance(self._factory, type):
@@ -213,7 +220,8 @@ class _StepEnvironment:
     """An environment with the methods `reset(**columns)`, `step(completion)` and perhaps `close`."""
 
     def __init__(self, environment: Any):
-        self.environment, self.name = environment, type(environment).__name__
+        self.environment = environment
+        self.name = type(environment).__name__
 
     def reset(self, columns: Mapping[str, Any]) -> str | Sequence[Message] | None:
         return _reset(self.environment, columns)
@@ -239,7 +247,8 @@ class _ToolEnvironment:
         environment: Any = None,
     ):
         self.environment = environment
-        self._functions, self._calls = functions, ToolCalls(schemas)
+        self._functions = functions
+        self._calls = ToolCalls(schemas)
 
     def reset(self, columns: Mapping[str, Any]) -> str | Sequence[Message] | None:
         return None if self.environment is None else _reset(self.environment, columns)

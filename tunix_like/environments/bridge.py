@@ -58,7 +58,8 @@ class TemplateDifference:
     """
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], tools: bool) -> None:
-        self._tokenizer, self._tools = tokenizer, tools
+        self._tokenizer = tokenizer
+        self._tools = tools
         self._checked: set[str | None] = set()
         if tools:
             check_tools(tokenizer, "environment")
@@ -215,7 +216,9 @@ class Bridge:
                 "environment: tools need a chat template, but the prompts are plain text; give prompts as messages "
                 "(data.apply_chat_template=true)."
             )
-        self._tokenizer, self._most, self._cuts = tokenizer, most_tokens, overlong == "cut"
+        self._tokenizer = tokenizer
+        self._most = most_tokens
+        self._cuts = overlong == "cut"
         self.difference = TemplateDifference(tokenizer, eos_ids, tools) if chat else None
         if self._tokens([{"role": "user", "content": _mark(10**9) if self._cuts else ""}], -1) is None:
             shortest = "a text that is shortened to nothing" if self._cuts else "an empty message"
@@ -284,13 +287,15 @@ class Bridge:
         limit for which there are at most `most_tokens` tokens, with a tolerance of three percent.
         """
         best = None
-        low, high = 0, min(max((len(message["content"]) for message in messages), default=0), _LONG_TOKEN * self._most)
+        low = 0
+        high = min(max((len(message["content"]) for message in messages), default=0), _LONG_TOKEN * self._most)
         size = 0
         while best is None or high - low > max(1, low // 32):
             limited = [message | {"content": _limited(message["content"], size)} for message in messages]
             tokens = self._tokens(limited, end)
             if tokens is not None:
-                low, best = size, Bridged(tokens, limited, cut=True)
+                low = size
+                best = Bridged(tokens, limited, cut=True)
             elif best is None:
                 return None
             else:

@@ -12,7 +12,8 @@ from tunix_like.runtime.tool_calls import tool_calls, without_calls
 
 THOUGHT = "</think>"
 
-MOST_MESSAGES, MOST_TOOLS = 4096, 512
+MOST_MESSAGES = 4096
+MOST_TOOLS = 512
 
 
 class RequestError(UserError):
@@ -22,7 +23,9 @@ class RequestError(UserError):
         self, message: str, param: str | None = None, http: int = 400, kind: str = "invalid_request_error"
     ) -> None:
         super().__init__(message)
-        self.param, self.http, self.kind = param, http, kind
+        self.param = param
+        self.http = http
+        self.kind = kind
 
 
 def wrong(field: str, reason: str) -> RequestError:

@@ -12,7 +12,9 @@ NUMBERS = 64
 MOST_GUESSES = 7
 """The game is lost after this many turns. Bisection needs at most this many turns."""
 
-HIGHER, LOWER, INVALID = "HIGHER", "LOWER", "INVALID"
+HIGHER = "HIGHER"
+LOWER = "LOWER"
+INVALID = "INVALID"
 
 COST = 0.05
 """Reduction of the reward for each turn after the first."""
@@ -29,7 +31,8 @@ class Guess:
 
     def reset(self, number: int) -> None:
         """Starts a game with the hidden number `number`."""
-        self.number, self.turns = number, 0
+        self.number = number
+        self.turns = 0
 
     def step(self, completion: str) -> EnvStepResult:
         """Compares the guess in a turn with the hidden number. Answers HIGHER or LOWER if the hidden number is higher

@@ -89,7 +89,8 @@ class History:
 
     def add_turn(self, text: str, tokens: Sequence[int]) -> None:
         if self._continued:  # the turn continues the last message of the prompt
-            text, self._continued = self.messages.pop()["content"] + text, False
+            text = self.messages.pop()["content"] + text
+            self._continued = False
         self.messages.append({"role": "assistant", "content": text})
         self._append(tokens)
         self.restarted = self.rewritten
@@ -115,7 +116,8 @@ class History:
                 "after a later turn, the rendered conversation does not begin with the prompt. The trajectories of a "
                 "row share their prompt, so its tokens must stay the same."
             )
-        self.messages, self.tokens = [*messages], [*tokens]
+        self.messages = [*messages]
+        self.tokens = [*tokens]
         if tokens[: len(seen)] == seen:
             return Continuation(tokens[len(seen) :])
         self.rewritten += 1
@@ -139,13 +141,15 @@ class Histories:
     def __init__(
         self, tokenizer: Tokenizer, chat: bool, eos_ids: Sequence[int], tools: bool, config: EnvironmentConfig
     ) -> None:
-        self._tokenizer, self._rewrites = tokenizer, config.history == "template"
+        self._tokenizer = tokenizer
+        self._rewrites = config.history == "template"
         if self._rewrites and not chat:
             raise UserError(
                 "environment.history=template: it needs a chat template, but the prompts are plain text; give prompts "
                 "as messages (data.apply_chat_template=true), or set environment.history=sampled."
             )
-        most, overlong = config.max_observation_tokens, config.overlong_observation
+        most = config.max_observation_tokens
+        overlong = config.overlong_observation
         self._bridge = Bridge(tokenizer, chat, eos_ids, tools, most_tokens=most, overlong=overlong)
         for role in ROLES[: 1 + tools] if self._rewrites else ():
             history = self.begin([QUESTION], tokenizer.encode_prompt([QUESTION], True)[1])
@@ -209,7 +213,9 @@ class Demonstrations:
     """
 
     def __init__(self, tokenizer: Tokenizer, chat: bool, eos_ids: Sequence[int], eos_id: int) -> None:
-        self._tokenizer, self._eos_ids, self._eos_id = tokenizer, frozenset(eos_ids), eos_id
+        self._tokenizer = tokenizer
+        self._eos_ids = frozenset(eos_ids)
+        self._eos_id = eos_id
         self._bridge = Bridge(tokenizer, chat, eos_ids, most_tokens=NO_LIMIT, overlong="unscored")
 
     def encode(self, answer: Sequence[Mapping[str, Any]], most: int) -> Demonstration:
@@ -222,7 +228,8 @@ class Demonstrations:
         difference = self._bridge.difference
         places = [place for place, message in enumerate(answer) if message["role"] == "assistant"]
         for place, following in zip(places, [*places[1:], 0], strict=True):
-            turn, after = self._turn(answer[place], most), []
+            turn = self._turn(answer[place], most)
+            after = []
             if following:
                 new: Any = answer[place + 1 : following]
                 if difference is None:

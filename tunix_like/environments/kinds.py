@@ -185,4 +185,5 @@ KINDS: dict[str, EnvironmentKind] = {
 }
 """The kinds that have a name. `environment.name` can also name a class, and `environment.tools` functions."""
 
-OWN, TOOLS = EnvironmentKind(_own), EnvironmentKind(_tools, KEYS - {"name", "arguments"})
+OWN = EnvironmentKind(_own)
+TOOLS = EnvironmentKind(_tools, KEYS - {"name", "arguments"})

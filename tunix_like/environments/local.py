@@ -25,7 +25,8 @@ class LocalEnvironments:
       UserError: `factory` cannot make environments.
     """
 
-    where, workers = "in this process", 0
+    where = "in this process"
+    workers = 0
 
     def __init__(self, factory: Callable[..., Any] | Sequence[Callable[..., Any]] | Adapted):
         self._adapted = as_environment(factory)
@@ -65,7 +66,8 @@ class LocalEnvironments:
 
     def outcomes(self, wait: bool) -> list[Outcome]:
         """See `Environments.outcomes`. The outcomes are always ready."""
-        ready, self._ready = self._ready, []
+        ready = self._ready
+        self._ready = []
         return ready
 
     def close(self) -> None:

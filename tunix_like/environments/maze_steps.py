@@ -22,7 +22,11 @@ class MazeSteps:
     def reset(self, hidden: str) -> str:
         """Starts a walk. `hidden` is the grid: rows of `#` (wall), `.` (free), `S` (start) and `G` (goal), joined by
         newlines."""
-        self.rows, self.row, self.column, self.turns, self.blocked = hidden.split("\n"), 1, 1, 0, 0
+        self.rows = hidden.split("\n")
+        self.row = 1
+        self.column = 1
+        self.turns = 0
+        self.blocked = 0
         return f" {self._open()}"
 
     def step(self, completion: str) -> EnvStepResult:

@@ -29,7 +29,9 @@ def messages_of(given: Any, system: Any) -> list[dict[str, Any]]:
     RequestError."""
     messages: list[dict[str, Any]] = []
     for place, message in enumerate(items_of("messages", given)):
-        name, role, content = f"messages[{place}]", message.get("role"), message.get("content")
+        name = f"messages[{place}]"
+        role = message.get("role")
+        content = message.get("content")
         if role not in ("user", "assistant", "system"):
             raise wrong(f"{name}.role", f"got {str(role)[:24]!r}; valid: user, assistant, system")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -52,7 +54,8 @@ def _given(name: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterato
         if texts:
             yield {"role": role, "content": "".join(texts)}
             texts = []
-        where, content = f"{name}[{place}]", block.get("content")
+        where = f"{name}[{place}]"
+        content = block.get("content")
         result = "" if content is None else text_of(f"{where}.content", content, ("text",))
         yield {"role": "tool", "tool_call_id": field_of(where, block, "tool_use_id"), "content": result}
     if texts or not blocks:
@@ -60,9 +63,11 @@ def _given(name: str, role: str, blocks: Sequence[Mapping[str, Any]]) -> Iterato
 
 
 def _turn(name: str, blocks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    content, calls = "", []
+    content = ""
+    calls = []
     for place, block in enumerate(blocks):
-        where, kind = f"{name}[{place}]", block.get("type")
+        where = f"{name}[{place}]"
+        kind = block.get("type")
         if kind == "text":
             content += text_of(name, [block], ("text",))
         elif kind == "thinking":

@@ -70,8 +70,11 @@ class OpenEnv:
         for name, value in (("action", action), ("observation", observation)):
             if value is not None and not isinstance(value, str):
                 raise UserError(f"environment.arguments: {name} is {show(value)}; write the name of a field.")
-        self.url, self.action, self.observation = checked_url(url), action, observation
-        self._wrong, self._calls = 0, ToolCalls()  # the server checks the arguments of calls
+        self.url = checked_url(url)
+        self.action = action
+        self.observation = observation
+        self._wrong = 0
+        self._calls = ToolCalls()  # without a schema: the server checks the arguments
         self._session: Session | None = None
 
     def tool_schemas(self) -> list[dict[str, Any]]:
@@ -135,7 +138,8 @@ class OpenEnv:
         if self._session is None:
             raise UserError("OpenEnv: a step came before the reset.")
         answer = self._session.call("step", action)
-        observation, where = answer["observation"], f"OpenEnv server {self.url}: step"
+        observation = answer["observation"]
+        where = f"OpenEnv server {self.url}: step"
         reward = 0.0 if answer.get("reward") is None else checked_number(answer["reward"], f"{where}: reward")
         numbers = answer.get("metadata") or observation.get("metadata")
         info = numbers if isinstance(numbers, Mapping) else {}

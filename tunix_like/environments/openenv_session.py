@@ -162,7 +162,8 @@ class Session:
     def __init__(self, url: str):
         self._url = url
         waiting = patience(MOST_WAITING_SECONDS)
-        end, pause = time.monotonic() + waiting, PAUSES[0]
+        end = time.monotonic() + waiting
+        pause = PAUSES[0]
         while True:
             try:
                 return self._connect(max(end - time.monotonic(), 1.0) if waiting else None)
@@ -239,7 +240,8 @@ class Session:
         return content
 
     def _refuse(self, message: str, content: Mapping[str, Any]) -> None:
-        code, text = content.get("code"), str(content.get("message"))[:_MOST_REASON]
+        code = content.get("code")
+        text = str(content.get("message"))[:_MOST_REASON]
         if code == "VALIDATION_ERROR" and message == "step":
             raise InvalidAction(_invalid_fields(content.get("errors")) or text)
         if code == "CAPACITY_REACHED":

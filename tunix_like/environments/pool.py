@@ -62,7 +62,9 @@ class EnvironmentPool:
             raise UserError(f"EnvironmentPool: workers is {workers}; give 1 or more, or pass the class itself instead.")
         self.settings = settings_of(place, arguments)
         self.name = self.settings.get("environment", "tools").rpartition(":")[2]
-        self.workers, self.timeout_seconds, self.memory_gb = workers, timeout_seconds, memory_gb
+        self.workers = workers
+        self.timeout_seconds = timeout_seconds
+        self.memory_gb = memory_gb
         self._supervisor = Supervisor("environment", timeout_seconds, memory_gb)
         self._server: ForkServer | None = None
         self._loaded_bytes: int | None = None  # memory of the fork server; None while it imports the user's module
@@ -131,7 +133,8 @@ class EnvironmentPool:
         while True:
             self._advance(news)
             if self._ready or not wait or not (self._supervisor.calls or self._requests):
-                ready, self._ready = self._ready, []
+                ready = self._ready
+                self._ready = []
                 return ready
             news = self._supervisor.wait(self._server)
 
@@ -209,7 +212,8 @@ class EnvironmentPool:
         """Handles the first message of the fork server."""
         assert self._server is not None and self._server.pid is not None
         if not isinstance(answer, Failure):
-            self._tools, self._loaded_bytes = answer["tools"], memory_of(self._server.pid)
+            self._tools = answer["tools"]
+            self._loaded_bytes = memory_of(self._server.pid)
             return
         self._problem = answer
         self._stop_server()

@@ -116,7 +116,8 @@ def checked_observation(value: Any, where: str) -> str | Sequence[Message] | Non
         )
     if len(value) > MOST_MESSAGES:
         raise UserError(f"{where}: the observation has {len(value)} messages; at most {MOST_MESSAGES} are possible.")
-    messages, room = [], MOST_CHARACTERS
+    messages = []
+    room = MOST_CHARACTERS
     for message in value:
         valid = isinstance(message, Mapping) and all(isinstance(message.get(k), str) for k in ("role", "content"))
         if not valid:

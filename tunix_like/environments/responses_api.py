@@ -35,13 +35,16 @@ def messages_of(given: Any, instructions: str | None) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None  # the assistant's message to which further items belong
     for place, item in enumerate(items_of("input", given)):
-        name, kind = f"input[{place}]", item.get("type", "message")
+        name = f"input[{place}]"
+        kind = item.get("type", "message")
         if kind == "function_call_output":
-            turn, output = None, text_of(f"{name}.output", item.get("output"), _TEXTS)
+            turn = None
+            output = text_of(f"{name}.output", item.get("output"), _TEXTS)
             messages.append({"role": "tool", "tool_call_id": field_of(name, item, "call_id"), "content": output})
             continue
         if kind == "message" and (role := _role(name, item)) != "assistant":
-            turn, content = None, text_of(f"{name}.content", item.get("content"), _TEXTS)
+            turn = None
+            content = text_of(f"{name}.content", item.get("content"), _TEXTS)
             messages.append({"role": role, "content": content})
             continue
         if kind == "item_reference":

@@ -21,7 +21,8 @@ def check_effect(config: EnvironmentConfig, environments: Environments, made: bo
         if made and getattr(config, key) is not None:
             raise UserError(f"environment_config.{key}: it has no effect together with environment=...; remove it.")
     for key in ("workers", "timeout_seconds", "memory_gb"):
-        value, own = getattr(config, key), getattr(environments, key, None)
+        value = getattr(config, key)
+        own = getattr(environments, key, None)
         if value in (getattr(EnvironmentConfig(), key), own):
             continue
         why = "these environments do not run in an EnvironmentPool" if not own else f"the pool has {own:g}"

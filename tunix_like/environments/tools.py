@@ -63,7 +63,9 @@ class ToolCalls:
         without a call is the final answer."""
         calls = self.read(completion)
         messages: list[dict[str, str]] = []
-        reward, done, info = 0.0, not calls, dict[str, Any]()
+        reward = 0.0
+        done = not calls
+        info = dict[str, Any]()
         for call in calls:
             if call.error is not None:
                 messages.append(tool_message(call.name, f"error: {call.error}"))
@@ -71,7 +73,9 @@ class ToolCalls:
             result = run(call)
             self._errors += result.failed
             messages.append(tool_message(call.name, result.text))
-            reward, done, info = reward + result.reward, result.done, {**info, **result.info}
+            reward = reward + result.reward
+            done = result.done
+            info = {**info, **result.info}
             if done:
                 break
         return EnvStepResult(checked_observation(messages or None, "tools"), reward, done, info | self.counts())
@@ -197,7 +201,8 @@ def _hints(function: Callable[..., Any], label: str) -> dict[str, Any]:
 
 
 def _schema(hint: Any, label: str, parameter: str) -> dict[str, Any]:
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    inner = typing.get_args(hint)
     if origin is None and isinstance(hint, typing.Hashable) and hint in _TYPES:
         return dict(_TYPES[hint])
     if origin is Literal and all(type(value) in _JSON_TYPES for value in inner):
@@ -265,13 +270,15 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 def _described(body: str) -> dict[str, str]:
     described: dict[str, str] = {}
-    name, indent = None, None
+    name = None
+    indent = None
     for line in body.splitlines():
         if not line.strip():
             continue
         match = _PARAMETER.match(line)
         if match and (indent is None or len(match[1]) <= indent):
-            indent, name = len(match[1]), match[2]
+            indent = len(match[1])
+            name = match[2]
             described[name] = match[3].strip()
         elif name is not None:
             described[name] = f"{described[name]} {line.strip()}".strip()

@@ -108,7 +108,10 @@ class Player:
     ):
         if config.mode == "eager" and jax.process_count() > 1:
             raise UserError("environment.mode: several processes need lockstep; set environment.mode=lockstep.")
-        self.environments, self.config, self.tokenizer, self.eos_ids = environments, config, tokenizer, tuple(eos_ids)
+        self.environments = environments
+        self.config = config
+        self.tokenizer = tokenizer
+        self.eos_ids = tuple(eos_ids)
         self._histories: dict[bool, Histories] = {}
         self.seconds = 0.0
         self.playing: Trajectories | None = None
@@ -157,7 +160,8 @@ class Player:
         long = sorted(i for i, length in lengths.items() if length > max_prompt_length)
         what = f"rollout.max_prompt_length={max_prompt_length}: with the first observation of the environment, "
         if long and len(long) == sum(map(bool, lengths.values())):
-            row, length = long[0], lengths[long[0]]
+            row = long[0]
+            length = lengths[long[0]]
             raise UserError(f"{what}the prompt of row {row} (counted from 0) has {length} tokens; raise it.")
         if long:
             logger.warning("%s%d of %d tried prompts are longer and are unscored", what, len(long), len(lengths))
@@ -190,7 +194,8 @@ class Trajectories:
     """
 
     def __init__(self, player: Player, problems: Sequence[Problem], size: int, max_prompt_length: int):
-        self.player, self.size = player, size
+        self.player = player
+        self.size = size
         self._environments = player.environments
         self._own = share(len(problems))
         self._states = {number: State() for group in self._own for number in self._numbers(group)}
@@ -243,7 +248,8 @@ class Trajectories:
             self._ready += self._answered(self._outcomes(waits))
             if not waits:
                 break
-        ready, self._ready = self._ready, []
+        ready = self._ready
+        self._ready = []
         return [list(reply) for reply in ready]
 
     def _outcomes(self, wait: bool) -> list[Outcome]:
@@ -273,7 +279,8 @@ class Trajectories:
         or has not begun a new segment at each `Reply.restart`."""
         starts = [[0]] * out.lengths.size if out.segment_start is None else segment_starts(out)
         for number, state in self._states.items():
-            index, opening = divmod(number, self.size), self._openings[number // self.size]
+            index = divmod(number, self.size)
+            opening = self._openings[number // self.size]
             restarted = state.history.restarted
             if len(starts[number]) != restarted + 1 or out.tokens[index][: len(opening)].tolist() != list(opening):
                 raise UserError(
@@ -406,7 +413,8 @@ class Trajectories:
         state.info |= outcome.info
         state.environment = outcome.environment
         if outcome.failure is not None:
-            state.failure, state.over = outcome.failure, True
+            state.failure = outcome.failure
+            state.over = True
             self.player.overtime |= outcome.failure.kind == "timeout"
 
     def _answered(self, outcomes: Sequence[Outcome]) -> list[Reply]:

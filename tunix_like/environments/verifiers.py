@@ -77,7 +77,9 @@ class VerifiersEnvironments:
     count: Callable[[Call], int]
 
     def __init__(self, settings: Mapping[str, Any], timeout_seconds: float = 20.0, workers: int = 32):
-        self.settings, self.timeout_seconds, self.workers = settings, timeout_seconds, workers
+        self.settings = settings
+        self.timeout_seconds = timeout_seconds
+        self.workers = workers
         self._ids = itertools.count()
         self._process: VerifiersProcess | None = None
         self._clear()
@@ -149,7 +151,8 @@ class VerifiersEnvironments:
             self._ready.append(episode.end._replace(done=False))
             self._drop(number)
         else:
-            episode.closing, episode.deadline = True, time.monotonic() + self.timeout_seconds
+            episode.closing = True
+            episode.deadline = time.monotonic() + self.timeout_seconds
             self._refuse(episode)
 
     def outcomes(self, wait: bool) -> list[Outcome]:
@@ -165,7 +168,8 @@ class VerifiersEnvironments:
             self._take(max(0.0, min(limits) - time.monotonic()))
             self._expire()
             self._start()
-        ready, self._ready = self._ready, []
+        ready = self._ready
+        self._ready = []
         self._looked = time.monotonic()
         return ready
 
@@ -178,7 +182,8 @@ class VerifiersEnvironments:
 
     def close(self) -> None:
         """Ends the process of the environment, and all its episodes."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         self._clear()
         if process is not None:
             process.kill()
@@ -304,7 +309,8 @@ class VerifiersEnvironments:
 
     def _lose(self, why: str) -> None:
         """Kills the process of the environment. All running episodes fail with the reason `why`."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             process.kill()
         for number, episode in list(self._episodes.items()):

@@ -123,7 +123,8 @@ class VerifiersTrajectories(Trajectories):
         for number in self._numbers(group):
             if number not in first:
                 continue
-            state, call = self._states[number], self._environments.calls.get(number)
+            state = self._states[number]
+            call = self._environments.calls.get(number)
             if call is None:
                 state.fail("the episode has ended without a request.")
                 continue

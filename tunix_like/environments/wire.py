@@ -60,7 +60,10 @@ class Thoughts:
     """
 
     def __init__(self, opened: bool):
-        self._opened, self._held, self._raw, self._state = opened, "", "", "start"
+        self._opened = opened
+        self._held = ""
+        self._raw = ""
+        self._state = "start"
 
     def add(self, content: str, last: bool) -> Iterator[tuple[str, str]]:
         """Yields the kind and the text of each new part. Spaces beside the marks belong to the seal only."""
@@ -81,7 +84,8 @@ class Thoughts:
         if self._state == "thought":
             yield from self._thought(last)
         if self._state == "text" and self._held:
-            text, self._held = self._held, ""
+            text = self._held
+            self._held = ""
             yield "text", text
 
     def _thought(self, last: bool) -> Iterator[tuple[str, str]]:
@@ -100,7 +104,8 @@ class Thoughts:
 
     def _pass(self, size: int) -> str:
         """Moves the next characters from the held text to the sealed text."""
-        passed, self._held = self._held[:size], self._held[size:]
+        passed = self._held[:size]
+        self._held = self._held[size:]
         self._raw += passed
         return passed
 

@@ -152,8 +152,17 @@ def differences(
     out = []
     for name, values in change.items():
         known = ~np.isnan(values)
-        means = mean_known(left[name][known]), mean_known(right[name][known]), mean_known(values)
-        out.append(Difference(name, *means, *ends[name], int((values > 1e-9).sum()), int((values < -1e-9).sum())))
+        out.append(
+            Difference(
+                name,
+                mean_known(left[name][known]),
+                mean_known(right[name][known]),
+                mean_known(values),
+                *ends[name],
+                int((values > 1e-9).sum()),
+                int((values < -1e-9).sum()),
+            )
+        )
     return out
 
 

@@ -118,7 +118,8 @@ def eval_problems(
             problems.append(Problem(read, *prompt))
         elif overlong == "error":
             raise unusable(len(prompt.tokens), max_prompt_length, f"evaluation row {read}", most)
-        long, empty = long + (len(prompt.tokens) > max_prompt_length), empty + (not prompt.tokens)
+        long = long + (len(prompt.tokens) > max_prompt_length)
+        empty = empty + (not prompt.tokens)
         read += 1
     if not problems:
         raise UserError(
@@ -186,7 +187,8 @@ class Evaluator:
         self, params: Any, advance: progress.Advance, rollouts: Path | None, step: int
     ) -> tuple[list[Rollout], float]:
         """Returns one `Rollout` per batch of problems, and the seconds of sampling."""
-        config, problems = self.config, self.problems
+        config = self.config
+        problems = self.problems
         sampling = SamplingParams(config.temperature, config.top_p)
         size = min(config.batch_size, len(problems))
         parts: list[Rollout] = []
@@ -199,9 +201,10 @@ class Evaluator:
             padded = part + [part[-1]] * (size - len(part) if self.player is None else 0)
             # Each problem of a call must have a unique number.
             padded[len(part) :] = [dataclasses.replace(p, number=unused + i) for i, p in enumerate(padded[len(part) :])]
-            given = self.engine, self.player, params, padded, config.samples, self.key, sampling
             watch = Stopwatch()
-            padded, out, trajectories = generate(*given)
+            padded, out, trajectories = generate(
+                self.engine, self.player, params, padded, config.samples, self.key, sampling
+            )
             seconds += watch.seconds()
             part = padded[: len(part)]
             out = first_axis(with_width(out, out.tokens.shape[-1]), slice(len(part)))
@@ -241,7 +244,8 @@ class Evaluator:
         scores = functools.reduce(Scores.join, [rollout.scores for rollout in parts])
         lengths = np.concatenate([rollout.sampled_lengths for rollout in parts])
         finished = np.concatenate([rollout.completions.finished for rollout in parts])
-        samples, flat = self.config.samples, [text for rollout in parts for text in rollout.texts]
+        samples = self.config.samples
+        flat = [text for rollout in parts for text in rollout.texts]
         texts = [flat[i : i + samples] for i in range(0, len(flat), samples)]
         total: np.ndarray = scores.total.reshape(lengths.shape)
         known = ~np.isnan(total)

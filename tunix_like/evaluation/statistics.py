@@ -31,7 +31,8 @@ def pass_at_k(samples: Int[np.ndarray, "N"], successes: Int[np.ndarray, "N"], k:
 
     `c` of the `n` completions succeed. The result is NaN if `n < k`.
     """
-    failing, left = np.ones(len(samples)), samples - successes
+    failing = np.ones(len(samples))
+    left = samples - successes
     for i in range(k):
         failing = failing * np.maximum(left - i, 0) / np.maximum(samples - i, 1)
     return np.where(samples >= k, 1.0 - failing, np.nan)
@@ -87,7 +88,8 @@ def problem_values(
         are None for all problems, the result has no maj@k.
     """
     known = ~np.isnan(rewards)
-    scored, hits = known.sum(axis=1), (known & successes).sum(axis=1)
+    scored = known.sum(axis=1)
+    hits = (known & successes).sum(axis=1)
     values = {f"pass@{k}": pass_at_k(scored, hits, k) for k in ks}
     total = np.where(known, rewards, 0.0).sum(axis=1)
     values[f"avg@{rewards.shape[1]}"] = np.where(scored > 0, total / np.maximum(scored, 1), np.nan)
@@ -143,7 +145,8 @@ def intervals(
     """
     out: dict[str, tuple[float, float]] = {}
     for name, per_problem in values.items():
-        known, (low, high) = per_problem[~np.isnan(per_problem)], ranges[name]
+        known = per_problem[~np.isnan(per_problem)]
+        low, high = ranges[name]
         if known.size < 2:
             out[name] = math.nan, math.nan
         elif low < high and np.isin(known, (low, high)).all():
@@ -161,12 +164,15 @@ def _weighted_quantiles(table: Float[np.ndarray, "N M"], ends: Float[np.ndarray,
     """Computes the ends of the confidence intervals of `M` metrics (see `intervals`) with `DRAWS` random vectors of
     problem weights. `ends` has the lowest and the highest possible value of each metric."""
     known = ~np.isnan(table)
-    values, size, rng = np.where(known, table, 0.0), len(table), np.random.default_rng(0)
+    values = np.where(known, table, 0.0)
+    size = len(table)
+    rng = np.random.default_rng(0)
     means: list[Float[np.ndarray, "2 rows M"]] = []
     block = max(1, _CELLS // (size + 1))
     for start in range(0, DRAWS, block):
         weights = rng.standard_exponential((min(block, DRAWS - start), size + 1))  # Dirichlet after normalisation
-        inner, extra = weights[:, :-1], weights[:, -1:]
+        inner = weights[:, :-1]
+        extra = weights[:, -1:]
         means.append((inner @ values + extra * ends[:, None]) / (inner @ known.astype(np.float64) + extra))
     low, high = np.concatenate(means, axis=1)
     return np.stack([np.quantile(low, _TAIL, axis=0), np.quantile(high, 1 - _TAIL, axis=0)])

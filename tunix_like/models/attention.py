@@ -182,7 +182,8 @@ def _group_attention(
         x = x.reshape(groups, size, *x.shape[1:])
         return jnp.moveaxis(x, 1, 3).reshape(groups, *x.shape[2:4], size * steps, 1)
 
-    prompt_scores, own_scores = _scores(by_prompt, prompt, cap), [_scores(by_row, part, cap) for part in own]
+    prompt_scores = _scores(by_prompt, prompt, cap)
+    own_scores = [_scores(by_row, part, cap) for part in own]
     tops = [to_rows(prompt_scores.max(-1, keepdims=True)), *(scores.max(-1, keepdims=True) for scores in own_scores)]
     top = _top(tops, sinks)
     prompt_exp = jnp.exp(prompt_scores - to_prompts(top))

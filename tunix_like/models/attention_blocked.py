@@ -24,7 +24,8 @@ BLOCK = 256
 """Maximum number of queries and keys per block. On a CPU, the blocked implementation is as fast as the plain
 implementation for 256 positions, and twice as fast for 1024. Blocks of 512 are not faster on a CPU."""
 
-CAUSAL_BLOCKS, ALL_BLOCKS = "causal_blocks", "all_blocks"
+CAUSAL_BLOCKS = "causal_blocks"
+ALL_BLOCKS = "all_blocks"
 """Names of the loops over key blocks in a compiled program, for a `Causal` mask and for other masks."""
 
 NOTHING = -1e30
@@ -81,7 +82,8 @@ def _joined_backward(cap: float | None, saved: Any, cotangent: Array) -> tuple[A
     the gradient of the scores is `dS = P * (dO V^T - rowsum(dO * O))`. S and P are recomputed for each block.
     """
     q, parts, out, lse, sinks = saved
-    total, gradients = jnp.zeros(q.shape, jnp.float32), []
+    total = jnp.zeros(q.shape, jnp.float32)
+    gradients = []
     for part in parts:
         level = lse.reshape(part.k.shape[0], -1, q.shape[-2])
         q_rows, cotangent_rows, out_rows = (_rows(x, part) for x in (q, cotangent, out))
@@ -150,7 +152,8 @@ def part_forward(
             j = work.order[i, n]
             scores, seen = blocks.scores(work, queries, i, j)
             new = jnp.maximum(top, jnp.where(seen, scores, NOTHING).max(-1, keepdims=True))
-            weights, shrink = jnp.where(seen, jnp.exp(scores - new), 0.0), jnp.exp(top - new)
+            weights = jnp.where(seen, jnp.exp(scores - new), 0.0)
+            shrink = jnp.exp(top - new)
             values = _product(weights.astype(work.v.dtype), blocks.keys(work.v, j, 2))
             return new, total * shrink + weights.sum(-1, keepdims=True), out * shrink + values
 
@@ -194,7 +197,8 @@ def part_backward(
             of_scores = weights * (_product(out, blocks.keys(work.v, j, 2).swapaxes(2, 3)) - mean)
             if cap is not None:
                 of_scores *= 1 - (scores / cap) ** 2
-            weights, of_scores = weights.astype(queries.dtype), of_scores.astype(queries.dtype)
+            weights = weights.astype(queries.dtype)
+            of_scores = of_scores.astype(queries.dtype)
             of_q += _product(of_scores, blocks.keys(work.k, j, 3).swapaxes(2, 3))
             of_k = blocks.added(of_k, _over_queries(queries, of_scores), j, 3)
             return of_q, of_k, blocks.added(of_v, _over_queries(weights, out), j, 2)
@@ -242,12 +246,14 @@ class _Blocks(NamedTuple):
 
 
 def _plan(q: Float[Array, "B N H h"], part: Part, cap: float | None) -> tuple[_Work, _Blocks]:
-    count, width = q.shape[1], part.k.shape[-1]
+    count = q.shape[1]
+    width = part.k.shape[-1]
     causal = part.mask if isinstance(part.mask, Causal) else None
     blocks = _Blocks(min(BLOCK, count), min(BLOCK, width), ALL_BLOCKS if causal is None else CAUSAL_BLOCKS, cap)
     rows = None if causal is None else padded(causal.positions(count), 0, blocks.query, -1)
     queries, keys = segment_ids(part, count)
-    queries, keys = padded(queries, 1, blocks.query, -2), padded(keys, 1, blocks.key, -1)
+    queries = padded(queries, 1, blocks.query, -2)
+    keys = padded(keys, 1, blocks.key, -1)
     if (starts := first_keys(part, count)) is not None:
         starts = padded(starts, 1, blocks.query, jnp.iinfo(jnp.int32).max)
     positions = padded(key_positions(part), 1, blocks.key, -1)
@@ -277,7 +283,8 @@ def _meetings(
         ids = ids.reshape(ids.shape[0], -1, size)
         return jnp.where(ids < 0, jnp.iinfo(ids.dtype).max, ids).min(-1), ids.max(-1)
 
-    (first, last), (key_first, key_last) = ranges(queries, blocks.query), ranges(keys, blocks.key)
+    first, last = ranges(queries, blocks.query)
+    key_first, key_last = ranges(keys, blocks.key)
     meet = (first[:, :, None] <= key_last[:, None]) & (key_first[:, None] <= last[:, :, None])
     if starts is not None:
         last_keys = positions.reshape(positions.shape[0], -1, blocks.key).max(-1)

@@ -32,13 +32,15 @@ of outputs (5 MiB). Scores and weights of a block, the state of the softmax, and
 are padded to 128 elements, take up to 1 MiB each. A copy of 2**20 bytes takes 2,000 cycles, several times the fixed
 time of a step of the pipeline."""
 
-_LANES, _SUBLANES = 128, 8
+_LANES = 128
+_SUBLANES = 8
 
 GPU_PROGRAMS = 256
 """Number of programs of the GPU kernel below which the keys of an entry are split among several programs. An H200 has
 132 multiprocessors."""
 
-_GPU_QUERIES, _GPU_COLUMNS = 64, 64  # maximum number of queries of a program, and keys of a block; powers of 2
+_GPU_QUERIES = 64  # maximum number of queries of a program; a power of 2
+_GPU_COLUMNS = 64  # keys of a block; a power of 2
 
 
 def decoding_kernel(kind: str, head_dim: int) -> str | None:
@@ -142,7 +144,8 @@ def _tpu_call(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    (entries, count, width), room = q.shape, k.shape[-1]
+    entries, count, width = q.shape
+    room = k.shape[-1]
     columns = min(_LANES, room)
     keys = BLOCK_BYTES // (width * columns * k.dtype.itemsize)
     queries = BLOCK_BYTES // 2 // (-(-count // _SUBLANES) * _SUBLANES * max(width, _LANES) * 4)
@@ -164,13 +167,15 @@ def _tpu_call(
         @pl.when(j < number[i])
         def _() -> None:
             scores = capped(_product(q[...], k[...]), cap)
-            seen, values = positions[...] >= starts[...], v[...]
+            seen = positions[...] >= starts[...]
+            values = v[...]
             if room % columns:  # beyond the room, the last block has any values, also NaN
                 left = room - order[i * grid[1] + j] * columns
                 seen &= jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2) < left
                 values = jnp.where(jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < left, values, 0)
             new = jnp.maximum(top[...], jnp.where(seen, scores, NOTHING).max(-1, keepdims=True))
-            weights, shrink = jnp.where(seen, jnp.exp(scores - new), 0.0), jnp.exp(top[...] - new)
+            weights = jnp.where(seen, jnp.exp(scores - new), 0.0)
+            shrink = jnp.exp(top[...] - new)
             top[...] = new
             total[...] = total[...] * shrink + weights.sum(-1, keepdims=True)
             out[...] = out[...] * shrink + _product(weights.astype(values.dtype), values)
@@ -236,7 +241,8 @@ def _gpu_call(
     from jax.experimental.pallas import triton as plgpu
     from jax.experimental.xla_metadata import set_xla_metadata
 
-    (entries, count, width), room = q.shape, k.shape[-1]
+    entries, count, width = q.shape
+    room = k.shape[-1]
     columns = _GPU_COLUMNS
     rows = min(_GPU_QUERIES, max(16, pl.next_power_of_2(count)))  # matrix products in Triton have at least 16 rows
     blocks, tiles = -(-room // columns), -(-count // rows)
@@ -261,7 +267,8 @@ def _gpu_call(
             seen = plgpu.load(positions.at[block], mask=inside, other=-1)[None] >= first[:, None]
             scores = capped(plgpu.dot(queries, keys), cap)
             new = jnp.maximum(top, jnp.where(seen, scores, NOTHING).max(-1))
-            weights, shrink = jnp.where(seen, jnp.exp(scores - new[:, None]), 0.0), jnp.exp(top - new)
+            weights = jnp.where(seen, jnp.exp(scores - new[:, None]), 0.0)
+            shrink = jnp.exp(top - new)
             sums = sums * shrink[:, None] + plgpu.dot(weights.astype(values.dtype), values)
             return new, total * shrink + weights.sum(-1), sums
 

@@ -56,7 +56,8 @@ def cudnn_attention(q: Float[Array, "*B H h"], parts: tuple[Part, ...]) -> Float
         return call(*whole, is_causal=True)[:, : q.shape[1]]
     batch = max(part.k.shape[0] for part in parts)
     rows = q.reshape(batch, -1, *q.shape[-2:])
-    count, total = rows.shape[1], sum(part.k.shape[-1] for part in parts)
+    count = rows.shape[1]
+    total = sum(part.k.shape[-1] for part in parts)
     if batch * count * total > MASK_ELEMENTS:
         return joined_attention(q, parts)
     pairs = [_positions_first(part) for part in parts]
@@ -96,8 +97,10 @@ def _splash_forward(
     causal: tuple[str | None, ...], q: Float[Array, "B N H h"], keys: Any, ids: Any, sinks: Float[Array, "H"] | None
 ) -> tuple[Array, Any]:
     def forward(q: Array, keys: Any, ids: Any) -> tuple[Array, Array, Array]:
-        count, q = q.shape[1], _heads_first(q * q.shape[-1] ** -0.5)
-        outs, lses = [], []
+        count = q.shape[1]
+        q = _heads_first(q * q.shape[-1] ** -0.5)
+        outs = []
+        lses = []
         for order, (k, v), part_ids in zip(causal, keys, ids, strict=True):
             kernel = _splash_kernel(order, q, count, k.shape[-1], residuals=True)
             out, (lse,) = jax.vmap(kernel)(q, *_tiled(k, v), part_ids)
@@ -122,9 +125,12 @@ def _splash_backward(causal: tuple[str | None, ...], saved: Any, cotangent: Floa
     q, keys, ids, out, lse, sinks = saved
 
     def backward(q: Array, keys: Any, ids: Any, out: Array, lse: Array, cotangent: Array) -> tuple[Array, Any]:
-        count, scale = q.shape[1], q.shape[-1] ** -0.5
-        q, cotangent = _heads_first(q * scale), _heads_first(cotangent)
-        total, gradients = jnp.zeros(q.shape, jnp.float32), []
+        count = q.shape[1]
+        scale = q.shape[-1] ** -0.5
+        q = _heads_first(q * scale)
+        cotangent = _heads_first(cotangent)
+        total = jnp.zeros(q.shape, jnp.float32)
+        gradients = []
         for order, (k, v), part_ids in zip(causal, keys, ids, strict=True):
             kernel = _splash_kernel(order, q, count, k.shape[-1], residuals=False)
 
@@ -139,8 +145,7 @@ def _splash_backward(causal: tuple[str | None, ...], saved: Any, cotangent: Floa
             gradients.append((of_k.swapaxes(2, 3)[..., :width].astype(k.dtype), of_v[:, :, :width].astype(v.dtype)))
         return (total.swapaxes(1, 2)[:, :count] * scale).astype(q.dtype), tuple(gradients)
 
-    arrays = q, keys, ids, out, lse, cotangent
-    of_q, of_keys = over_mesh(backward, *arrays, results=("queries", "heads"))
+    of_q, of_keys = over_mesh(backward, q, keys, ids, out, lse, cotangent, results=("queries", "heads"))
     of_sinks = None
     if sinks is not None:
         count = q.shape[1]

@@ -99,7 +99,8 @@ def segment_ids(part: Part, count: int) -> tuple[Int[Array, "B N"], Int[Array, "
     numbers do not show this. Queries that are padding have segment -2. Keys that are padding, or that the mask hides
     from all queries, have segment -1. Neither number matches any other segment.
     """
-    batch, width = part.k.shape[0], part.k.shape[-1]
+    batch = part.k.shape[0]
+    width = part.k.shape[-1]
     if isinstance(part.mask, Causal) and part.mask.segments is not None:
         segments = part.mask.segments
         of_queries = segments if part.mask.queries is None else segments[:, part.mask.queries]

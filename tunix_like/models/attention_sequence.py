@@ -39,7 +39,8 @@ def over_sequence(
     rows = row_axes(mesh, q.shape[0]) or None
     heads = "tp" if "tp" in mesh.shape and parts[0].k.shape[1] % mesh.shape["tp"] == 0 else None
     by_token = PartitionSpec(rows, *[None] * (q.ndim - 4), axis, heads)
-    specs, given = [], []
+    specs = []
+    given = []
     for part in parts:
         keys = token_axis(mesh, part.k.shape[-1])
         mask = part.mask
@@ -90,15 +91,18 @@ def query_order(count: int, parts: int) -> Int[np.ndarray, "parts N"]:
 
 
 def _chunks() -> tuple[Any, Any]:
-    device, parts = jax.lax.axis_index(AXIS), jax.lax.axis_size(AXIS)
+    device = jax.lax.axis_index(AXIS)
+    parts = jax.lax.axis_size(AXIS)
     return device, 2 * parts - 1 - device
 
 
 def _exchanged(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
     """Exchanges the axis `axis` of queries between devices, from consecutive chunks to those of `_chunks`."""
     first, second = jnp.split(x, 2, axis)
-    (to_first, to_second), even = _permutations(), jax.lax.axis_index(AXIS) % 2 == 0
-    first, second = jax.lax.ppermute(first, AXIS, to_first), jax.lax.ppermute(second, AXIS, to_second)
+    to_first, to_second = _permutations()
+    even = jax.lax.axis_index(AXIS) % 2 == 0
+    first = jax.lax.ppermute(first, AXIS, to_first)
+    second = jax.lax.ppermute(second, AXIS, to_second)
     return jnp.concatenate([jnp.where(even, first, second), jnp.where(even, second, first)], axis)
 
 

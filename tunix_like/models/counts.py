@@ -169,7 +169,9 @@ def _operations(
     n = lengths.astype(np.float64)
     s = np.where(n.any(axis=1), prompt_lengths, 0).astype(np.float64)
     inputs = np.maximum(n - 1, 0)  # the last token is never an input
-    width, layers, rule = config.hidden_size, range(config.num_layers), config.delta_rule
+    width = config.hidden_size
+    layers = range(config.num_layers)
+    rule = config.delta_rule
     recurrent = 0 if rule is None else width * (rule.channels + 2 * rule.value_heads * (rule.value_width + 1))
 
     def attention(layer: int) -> int:

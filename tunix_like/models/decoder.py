@@ -70,7 +70,9 @@ class Decoder(nnx.Module):
         kinds = {"rngs": rngs, "dtype": dtype, "param_dtype": param_dtype}
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, scaled=config.scale_embeddings, **kinds)
-        second, parts, rows = config.layer_input_width, config.num_layers, config.layer_input_vocab
+        second = config.layer_input_width
+        parts = config.num_layers
+        rows = config.layer_input_vocab
         if second is None or rows is None:
             self.embed_tokens_per_layer = None
         else:
@@ -97,12 +99,14 @@ class Decoder(nnx.Module):
         count real tokens only. Logits at padded positions are undefined.
         """
         if attention_mask is None:
-            positions, segments = jnp.arange(tokens.shape[1])[None], None
+            positions = jnp.arange(tokens.shape[1])[None]
+            segments = None
             offsets = jnp.broadcast_to(positions, tokens.shape)
         else:
             real = attention_mask.astype(bool)
             positions = jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
-            segments, offsets = jnp.where(real, 0, -1), jnp.where(real, positions, -1)
+            segments = jnp.where(real, 0, -1)
+            offsets = jnp.where(real, positions, -1)
         hidden, _, _ = self._causal(tokens, positions, offsets, segments)
         return self.logits(self.norm(hidden))
 
@@ -179,7 +183,8 @@ class Decoder(nnx.Module):
     def _own_inputs(self, tokens: Int[Array, "*B"], x: Float[Array, "*B D"]) -> list[Array | None]:
         """Returns the part of each layer, or of each stack of layers (on its first axis), in the second embedding of
         each token (`DecoderConfig.layer_input_width`), with a projection of the embedding `x` added; None without."""
-        slots, width = self._slots, self.config.layer_input_width
+        slots = self._slots
+        width = self.config.layer_input_width
         if self.embed_tokens_per_layer is None or width is None:
             return [None] * len(slots)
         parts = *x.shape[:-1], self.config.num_layers, width
@@ -339,7 +344,8 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "P D"], list[Kept], Chosen]:
         """Like `prefill`, without a gradient, for `piece` tokens of every prompt at a time. The activations are those
         of a piece, but attention of a kernel also computes the scores of later pieces."""
-        (count, width), config = tokens.shape, self.config
+        count, width = tokens.shape
+        config = self.config
         number = -(-width // piece)
         columns = jnp.arange(number * piece)
         whole = jnp.pad(tokens, ((0, 0), (0, number * piece - width)))
@@ -351,11 +357,12 @@ class Decoder(nnx.Module):
             positions = jnp.where(places[None] < lengths[:, None], places[None], -1)[:, None]
             earlier = jnp.broadcast_to(jnp.where(columns < begin, columns, -1), (count, 1, len(columns)))
             own = jax.lax.dynamic_slice_in_dim(whole, begin, piece, axis=1)[:, None]
-            # They are the tokens of a completion whose prompt has no tokens.
-            given = jnp.zeros(count, jnp.int32), nothing, cache, begin, earlier
             place = lengths - 1 - begin
             ends = (place >= 0) & (place < piece)
-            hidden, cache, chosen = self.extend(own, positions, *given, last=jnp.clip(place, 0, piece - 1)[:, None])
+            # They are the tokens of a completion whose prompt has no tokens.
+            no_prompt = jnp.zeros(count, jnp.int32)
+            ending = jnp.clip(place, 0, piece - 1)[:, None]
+            hidden, cache, chosen = self.extend(own, positions, no_prompt, nothing, cache, begin, earlier, last=ending)
             return (jnp.where(ends[:, None], hidden[:, 0], last), cache), chosen
 
         start = jnp.zeros((count, config.hidden_size), self.dtype), cache
@@ -369,12 +376,14 @@ class Decoder(nnx.Module):
         return last, cache, chosen
 
     def _empty_cache(self, rows: int, width: int) -> list[Kept]:
-        config, mesh = self.config, jax.sharding.get_abstract_mesh()
+        config = self.config
+        mesh = jax.sharding.get_abstract_mesh()
 
         def empty(layer: int) -> Kept:
             if config.is_recurrent(layer):
                 return self._no_memory(rows)
-            heads, head = (rows, config.kv_heads(layer)), config.head_width(layer)
+            heads = (rows, config.kv_heads(layer))
+            head = config.head_width(layer)
             return jnp.zeros((*heads, head, width), self.dtype), jnp.zeros((*heads, width, head), self.dtype)
 
         cache = [empty(layer) for layer in range(config.num_layers - config.shared_kv_layers)]
@@ -526,7 +535,8 @@ class Decoder(nnx.Module):
                     filled.append(kept)
                 # Attention reads the updated cache, so the update needs no copy. The mask `earlier` hides the new
                 # columns.
-                own, block = Part(kept[0], kept[1], earlier), Part(*blocks[source], Causal(segments, window))
+                own = Part(kept[0], kept[1], earlier)
+                block = Part(*blocks[source], Causal(segments, window))
                 cap = self.config.attention_cap
                 return group_attention(q, of_prompt, own, block, kind="auto", cap=cap, sinks=sinks)
 
@@ -565,7 +575,8 @@ class Decoder(nnx.Module):
         ropes = self._ropes(positions)
 
         in_sequence = to_rows(jnp.where(segments >= 0, offsets, -1))
-        config, slots = self.config, self._slots
+        config = self.config
+        slots = self._slots
         sources = {
             config.kv_source(index) for index in range(config.num_layers - config.shared_kv_layers, config.num_layers)
         }
@@ -641,7 +652,8 @@ def add_scalar_head(model: Decoder, seed: int = 0) -> Decoder:
         raise UserError("the model has adapters; add the scalar head first, and then adapters (add_lora).")
     graphdef, state = nnx.split(model)
     changed = nnx.merge(graphdef, nnx.to_pure_dict(state))  # with variables of its own
-    changed.config, changed.lm_head = dataclasses.replace(model.config, scalar_head=True), None
+    changed.config = dataclasses.replace(model.config, scalar_head=True)
+    changed.lm_head = None
     kinds = {"dtype": model.dtype, "param_dtype": jnp.float32}
     make = lambda: Linear(model.config.hidden_size, 1, bias=False, rngs=nnx.Rngs(params=seed), **kinds)  # noqa: E731
     abstract = isinstance(model.embed_tokens.embedding.get_value(), jax.ShapeDtypeStruct)

@@ -106,7 +106,8 @@ def chunked_delta_rule(
     Returns:
       the outputs (undefined for padding) and the states after the last token of the blocks.
     """
-    (batch, count, key_heads, width), (heads, value_width) = k.shape, v.shape[2:]
+    batch, count, key_heads, width = k.shape
+    heads, value_width = v.shape[2:]
     chunk = min(chunk, 1 << (count - 1).bit_length())
     steps = -(-count // chunk)
 
@@ -120,8 +121,10 @@ def chunked_delta_rule(
     real = (offsets >= 0)[..., None]
     per_key = key_heads, heads // key_heads
     # Moved in the dtype of the inputs, and then cast.
-    q, k = _normalized(cut(q, key_heads)) * width**-0.5, _normalized(cut(k, key_heads))
-    v, beta = cut(v, *per_key), cut(jnp.where(real, beta, 0), *per_key)
+    q = _normalized(cut(q, key_heads)) * width**-0.5
+    k = _normalized(cut(k, key_heads))
+    v = cut(v, *per_key)
+    beta = cut(jnp.where(real, beta, 0), *per_key)
     g = cut(jnp.where(real, decay, 0), *per_key)[..., 0]
     begins = jnp.pad(offsets == 0, ((0, 0), (0, steps * chunk - count))).reshape(batch, steps, chunk)
     number = jnp.cumsum(begins.swapaxes(0, 1), axis=-1)  # of the sequence within the chunk; 0: it goes on from before
@@ -174,7 +177,8 @@ def _unit_lower_inverse(a: Float[Array, "... c c"]) -> Float[Array, "... c c"]:
     fewer products, but cancels digits if keys are alike.
     """
     size = a.shape[-1]
-    row, column = jnp.arange(size)[:, None], jnp.arange(size)[None]
+    row = jnp.arange(size)[:, None]
+    column = jnp.arange(size)[None]
     inverse = jnp.broadcast_to(jnp.eye(size, dtype=a.dtype), a.shape)
     half = 1
     while half < size:
@@ -182,7 +186,8 @@ def _unit_lower_inverse(a: Float[Array, "... c c"]) -> Float[Array, "... c c"]:
         block = jnp.where(below.reshape(*[1] * (a.ndim - 2), size, size), a, 0.0)
         if half > 1:
             block = jnp.matmul(jnp.matmul(inverse, block, precision=_PRECISION), inverse, precision=_PRECISION)
-        inverse, half = inverse - block, 2 * half
+        inverse = inverse - block
+        half = 2 * half
     return inverse
 
 
@@ -220,7 +225,8 @@ def delta_rule_step(
 ) -> tuple[Float[Array, "B H v"], Float[Array, "B H k v"]]:
     """Applies the delta rule to one token. Arguments and results are those of `chunked_delta_rule`."""
     repeats = v.shape[1] // k.shape[1]
-    q, k = jnp.repeat(_normalized(q) * k.shape[-1] ** -0.5, repeats, 1), jnp.repeat(_normalized(k), repeats, 1)
+    q = jnp.repeat(_normalized(q) * k.shape[-1] ** -0.5, repeats, 1)
+    k = jnp.repeat(_normalized(k), repeats, 1)
     factor = jnp.exp(decay.astype(jnp.float32))[..., None]
     # Both reads of the old state come first: a single pass over the state computes them.
     known, asked = (factor * (state * x[..., None]).sum(axis=-2) for x in (k, q))

@@ -71,7 +71,8 @@ def _piece_forward(
     q_logits, _ = _common_logits(options, options.teacher, of_teacher, teacher_head)
     p_parts, q_parts = map(_normaliser, (p_logits, q_logits))
     log_p, log_q = _normalised(p_logits, p_parts), _normalised(q_logits, q_parts)
-    beta, (of_p, of_q) = options.beta, _log_ratios(options.beta, log_p, log_q)
+    beta = options.beta
+    of_p, of_q = _log_ratios(options.beta, log_p, log_q)
     ours, theirs = (beta, 1 - beta) if beta in (0, 1) else (1 - beta, beta)
     divergence = (ours * jnp.exp(log_p) * of_p + theirs * jnp.exp(log_q) * of_q).sum(axis=-1)
     known = value_of(log_q, jnp.minimum(targets, options.size - 1), options.teacher.split)

@@ -83,7 +83,8 @@ EXPERT_FIELDS = frozenset({*EXPERT_NAMES.values(), "num_local_experts", "decoder
 _SAME = {"num_experts": ("num_local_experts",), "num_experts_per_tok": ("experts_per_token", "top_k_experts")}
 """Other names of HF fields of experts."""
 
-LARGEST, MOST = 2**24, {"num_layers": 1000, "rope_theta": LARGEST_FLOAT, "local_rope_theta": LARGEST_FLOAT}
+LARGEST = 2**24
+MOST = {"num_layers": 1000, "rope_theta": LARGEST_FLOAT, "local_rope_theta": LARGEST_FLOAT}
 """The largest allowed value of a field: its entry in `MOST`, or else `LARGEST`. These limits are far above the values
 of published models. They reject a mistyped or corrupted number before memory is allocated."""
 
@@ -228,8 +229,10 @@ class YarnScaling:
 
         low, high = index(self.beta_fast), index(self.beta_slow)
         if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, head_dim - 1)
         return low, high + 0.001 if high == low else high
 
 

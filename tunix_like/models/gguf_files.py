@@ -224,7 +224,8 @@ def _rope_scaling(file: Path, reader: Any, architecture: str, tensors: Mapping[s
 def _llama3_scaling(file: Path, reader: Any, architecture: str, divisors: np.ndarray) -> dict[str, Any]:
     """Returns the scaling of Llama 3 with these divisors of the frequencies. The largest is the factor; the others must
     follow from it and `_LLAMA3`."""
-    factor, theta = float(divisors.max()), _value(reader, f"{architecture}.rope.freq_base")
+    factor = float(divisors.max())
+    theta = _value(reader, f"{architecture}.rope.freq_base")
     wavelengths = 2 * math.pi * theta ** (np.arange(len(divisors)) / len(divisors))
     turns = _LLAMA3["original_max_position_embeddings"] / wavelengths
     low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]

@@ -52,8 +52,11 @@ def _backward(saved: tuple[Array, Array, Array], cotangent: Array) -> tuple[Arra
     x, matrices, sizes = saved
     kernel = _sums_in_kernel if x.dtype == jnp.bfloat16 and len(x) <= MOST_ROWS else _sums
     default = _sums if len(x) <= FEW_ROWS else _sums_of_tiles
-    given = x, cotangent, sizes
-    of_matrices = kernel(*given) if INTERPRET else jax.lax.platform_dependent(*given, tpu=kernel, default=default)
+    of_matrices = (
+        kernel(x, cotangent, sizes)
+        if INTERPRET
+        else jax.lax.platform_dependent(x, cotangent, sizes, tpu=kernel, default=default)
+    )
     return grouped_product(cotangent, matrices.swapaxes(1, 2), sizes), of_matrices.astype(matrices.dtype), None
 
 

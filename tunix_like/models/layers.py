@@ -99,7 +99,8 @@ def _llama3(frequencies: Float[Array, "f"], scaling: RopeScaling) -> Float[Array
 
 
 def _clamped_swiglu(gate: Float[Array, "*B"], up: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    gate = jnp.minimum(gate, 7.0)
+    up = jnp.clip(up, -7.0, 7.0)
     return (up + 1) * (gate * jax.nn.sigmoid(1.702 * gate))
 
 
@@ -183,7 +184,8 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, width: int, epsilon: float, *, offset: bool, param_dtype: Any):
         self.scale = nnx.Param((jnp.zeros if offset else jnp.ones)(width, param_dtype))
-        self.epsilon, self.offset = epsilon, offset
+        self.epsilon = epsilon
+        self.offset = offset
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         wide = _unit(x.astype(jnp.float32), self.epsilon)
@@ -213,7 +215,8 @@ class Embedding(nnx.Module):
     ):
         shape = vocabulary, parts * width
         self.embedding = nnx.Param(width**-0.5 * jax.random.normal(rngs.params(), shape, param_dtype))
-        self.dtype, self.factor = dtype, width**0.5 if scaled else None
+        self.dtype = dtype
+        self.factor = width**0.5 if scaled else None
 
     def __call__(self, tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
         rows = split_tokens(self.embedding[...][tokens].astype(self.dtype))
@@ -222,7 +225,9 @@ class Embedding(nnx.Module):
 
 class Attention(nnx.Module):
     def __init__(self, config: DecoderConfig, index: int, **kinds: Any):
-        width, head, key_heads = config.hidden_size, config.head_width(index), config.kv_heads(index)
+        width = config.hidden_size
+        head = config.head_width(index)
+        key_heads = config.kv_heads(index)
         shared = config.kv_source(index) != index
         values = not shared and not (config.keys_as_values and config.window(index) is None)
         self.output_gate = config.output_gate
@@ -245,7 +250,8 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Float[Array, "... D"], rope: Rotation | None, attend: Attend) -> tuple[Array, OwnKeyValue]:
         heads = (*x.shape[:-1], -1, self.head_dim)
-        q, gate = self.q_proj(x), None
+        q = self.q_proj(x)
+        gate = None
         k: Array | None = None if self.k_proj is None else self.k_proj(x)
         v = k if self.v_proj is None else self.v_proj(x)
         if self.output_gate:  # each head has its queries first, and then its gate
@@ -259,7 +265,8 @@ class Attention(nnx.Module):
         if v is not None and self.value_epsilon is not None:
             v = _unit(v.astype(jnp.float32), self.value_epsilon).astype(v.dtype)
         if rope is not None:
-            q, k = rotate(q, rope.queries), (None if k is None else rotate(k, rope.keys))
+            q = rotate(q, rope.queries)
+            k = None if k is None else rotate(k, rope.keys)
         if self.query_scale != 1:
             q = q * self.query_scale
         sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
@@ -282,7 +289,8 @@ class GatedDeltaNet(nnx.Module):
     def __init__(self, config: DecoderConfig, **kinds: Any):
         assert config.delta_rule is not None
         self.sizes = sizes = config.delta_rule
-        width, values = config.hidden_size, sizes.value_heads * sizes.value_width
+        width = config.hidden_size
+        values = sizes.value_heads * sizes.value_width
         self.in_proj_qkv = Linear(width, sizes.channels, bias=False, **kinds)
         self.in_proj_z = Linear(width, values, bias=False, **kinds)
         self.in_proj_b = Linear(width, sizes.value_heads, bias=False, **kinds)
@@ -297,13 +305,16 @@ class GatedDeltaNet(nnx.Module):
 
     def __call__(self, x: Float[Array, "... D"], past: Past) -> tuple[Float[Array, "... D"], Memory]:
         """Returns the outputs, and the memory after the last token of each row of `past`."""
-        rows, sizes, (state, tail) = past.offsets.shape, self.sizes, past.memory
+        rows = past.offsets.shape
+        sizes = self.sizes
+        state, tail = past.memory
         inputs = self.in_proj_qkv(x).reshape(*rows, sizes.channels)
         mixed = jax.nn.silu(convolve(inputs, self.conv1d.taps[...], tail, past.offsets))
         ends = [sizes.key_heads * sizes.key_width, 2 * sizes.key_heads * sizes.key_width]
         widths = sizes.key_width, sizes.key_width, sizes.value_width
         q, k, v = (part.reshape(*rows, -1, n) for part, n in zip(jnp.split(mixed, ends, axis=-1), widths, strict=True))
-        step, bias = self.in_proj_a(x).astype(jnp.float32), self.dt_bias[...].astype(jnp.float32)
+        step = self.in_proj_a(x).astype(jnp.float32)
+        bias = self.dt_bias[...].astype(jnp.float32)
         step = jax.nn.softplus(step + jnp.broadcast_to(bias, step.shape))
         rate = jnp.exp(self.A_log[...].astype(jnp.float32))
         decay = -step * jnp.broadcast_to(rate, step.shape)
@@ -357,7 +368,8 @@ class ExpertMLPs(nnx.Module):
         self.gate_proj = Kernel(width, experts.intermediate_size, experts.number, **kinds)
         self.up_proj = Kernel(width, experts.intermediate_size, experts.number, **kinds)
         self.down_proj = Kernel(experts.intermediate_size, width, experts.number, **kinds)
-        self.gating, self.width = gating, experts.intermediate_size
+        self.gating = gating
+        self.width = experts.intermediate_size
         self.dtype = kinds["dtype"]
 
     def __call__(self, x: Float[Array, "N D"], chosen: Int[Array, "N"]) -> Float[Array, "N D"]:
@@ -429,7 +441,9 @@ class RoutedExperts(nnx.Module):
     """The router and the experts of a layer, with a factor of the weight of each expert (None: 1)."""
 
     def __init__(self, gate: Kernel, experts: ExpertMLPs, numbers: Experts, factors: nnx.Param | None = None):
-        self.gate, self.experts, self.numbers = gate, experts, numbers
+        self.gate = gate
+        self.experts = experts
+        self.numbers = numbers
         self.factors = factors
 
     def __call__(
@@ -438,13 +452,15 @@ class RoutedExperts(nnx.Module):
         """Returns the outputs of the experts for `x`, and the experts that the router selects by `routed_by`, or
         `chosen`."""
         graph, state = nnx.split(self)
-        exchanged, params = splits_over_experts(x.shape[0]), nnx.to_pure_dict(state)
+        exchanged = splits_over_experts(x.shape[0])
+        params = nnx.to_pure_dict(state)
         run = per_device(lambda params, *rows: nnx.merge(graph, params).mix(exchanged, *rows), params, x.shape)
         return run(params, x, routed_by, *(() if chosen is None else (chosen,)))
 
     def mix(self, exchanged: bool, x: Array, routed_by: Array, chosen: Array | None = None) -> tuple[Array, Array]:
         """Computes the method `__call__` on one device."""
-        flat, k = x.reshape(-1, x.shape[-1]), self.numbers.per_token
+        flat = x.reshape(-1, x.shape[-1])
+        k = self.numbers.per_token
         weights, chosen = self.route(routed_by.reshape(flat.shape), None if chosen is None else chosen.reshape(-1, k))
         part = self.experts.gate_proj.kernel.shape[0] < self.numbers.number
         mixed = self._exchange(flat, weights, chosen, exchanged) if part else self._apply(flat, weights, chosen)
@@ -463,7 +479,8 @@ class RoutedExperts(nnx.Module):
     ) -> Float[Array, "N D"]:
         """Like `_apply`, on a device that has a part of the experts. `exchanged`: the devices along `ep` have different
         rows, and not the same."""
-        dtype, here = x.dtype, self.experts.gate_proj.kernel.shape[0]
+        dtype = x.dtype
+        here = self.experts.gate_proj.kernel.shape[0]
         if exchanged:
             x, weights, chosen = (jax.lax.all_gather(y, "ep", axis=0, tiled=True) for y in (x, weights, chosen))
         own = (chosen - jax.lax.axis_index("ep") * here).reshape(-1)
@@ -565,7 +582,9 @@ class Layer(nnx.Module):
     the MLP input. A recurrent layer has `linear_attn` instead of attention."""
 
     def __init__(self, config: DecoderConfig, index: int, **kinds: Any):
-        width, before, post = config.hidden_size, config.input_norms, config.post_norms
+        width = config.hidden_size
+        before = config.input_norms
+        post = config.post_norms
         self.input_layernorm = norm_of(width, config, **kinds) if before else None
         recurrent = config.is_recurrent(index)
         self.self_attn = None if recurrent else Attention(config, index, **kinds)
@@ -579,7 +598,8 @@ class Layer(nnx.Module):
             self.mlp = MixtureOfExperts(config, numbers, **kinds)
         else:
             self.mlp = MLP(config, config.mlp_width(index), **kinds)
-        self.numbers, self.gating = beside, _GATINGS[config.activation]
+        self.numbers = beside
+        self.gating = _GATINGS[config.activation]
         self.router = None if beside is None else Router(config, beside, **kinds)
         self.experts = None if beside is None else ExpertMLPs(width, beside, self.gating, **kinds)
         self.pre_feedforward_layernorm_2 = None if beside is None else norm_of(width, config, **kinds)

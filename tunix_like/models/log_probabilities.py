@@ -55,7 +55,8 @@ def token_score_norms(
     def piece(hidden: Array, targets: Array) -> tuple[Array]:
         logits, _ = logits_of(options, replicate(hidden) if options.split else hidden, head)
         weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
-        total, squares = weights.sum(axis=-1), (weights**2).sum(axis=-1)
+        total = weights.sum(axis=-1)
+        squares = (weights**2).sum(axis=-1)
         return (1.0 - 2.0 * value_of(weights, targets, options.split) / total + squares / total**2,)
 
     return in_pieces(piece, (hidden, targets), chunk * parts)[0]
@@ -67,7 +68,8 @@ def in_pieces(
     """Returns `function(*arrays)`, computed for about `chunk` tokens at a time. A piece has tokens of every device that
     the axis `cp` of a mesh has, so that the tokens are not gathered first (if lanes have one bin)."""
     lanes, count = arrays[0].shape[:2]
-    pieces, parts = min(count, -(-lanes * count // chunk)), sequence_split(count)
+    pieces = min(count, -(-lanes * count // chunk))
+    parts = sequence_split(count)
     if pieces == 1:
         return function(*arrays)
     each = -(-count // parts // pieces)

@@ -48,10 +48,12 @@ LEAVES = ("lora_a", "lora_b")
 """Names of the arrays of an adapter, A `[in, r]` and B `[r, out]`, float32. In a model with adapters, only these arrays
 are trained."""
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 _PEFT_NAMES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
-_PEFT_PREFIX, _PEFT_PREFIX_MULTIMODAL = "base_model.model.model.", "base_model.model.model.language_model."
+_PEFT_PREFIX = "base_model.model.model."
+_PEFT_PREFIX_MULTIMODAL = "base_model.model.model.language_model."
 _PREFIXES = re.compile(r"base_model\.model\.(?:model\.language_model|language_model\.model|model)\.")
 """Beginnings of the names of tensors, also those of other versions of transformers."""
 
@@ -204,7 +206,8 @@ def _digest(sums: Mapping[str, int]) -> str:
 def check_base(folder: Path, held: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises UserError if the adapters in `folder` belong to another base model: if the stored identity `held` and this
     run's identity (`Trainer.identity`) both have a fingerprint `base`, and they differ."""
-    then, here = held.get("base"), now.get("base")
+    then = held.get("base")
+    here = now.get("base")
     if then is None or here is None:
         return
     kind = "all" if then["backend"] == here["backend"] else "read"
@@ -329,7 +332,8 @@ def load_adapter(model: Decoder, folder: str | Path) -> Decoder:
       UserError: a file is missing, the adapter is of another type, or its tensors do not match the model. The message
         names the file and the field or tensor.
     """
-    fields, file = read_adapter_config(folder), Path(folder) / ADAPTER_WEIGHTS
+    fields = read_adapter_config(folder)
+    file = Path(folder) / ADAPTER_WEIGHTS
     if problem := file_problem(file):
         raise UserError(f"{file} {problem}. Save the adapter with PEFT again.")
     try:

@@ -192,7 +192,8 @@ def _description(path_or_hub_id: Any) -> Any:
 def loaded(config: Config, what: Any, mesh: Mesh | None) -> tuple[Decoder, Tokenizer | None]:
     """Loads the model `what` (a path, a hub id or a Hugging Face config) and its tokenizer with the settings of a
     config."""
-    section, seed = config.model, config.training.seed
+    section = config.model
+    seed = config.training.seed
     return load_model(what, init=section.init, seed=seed, quantize=section.quantize, mesh=mesh, **kinds_of(config))
 
 
@@ -208,7 +209,9 @@ def kinds_of(config: Config) -> dict[str, Any]:
 
 def restore(found: RunCheckpoint, config: Config, mesh: Mesh | None) -> tuple[Any, Params, DecoderConfig, Tokenizer]:
     """Returns graph definition, parameters, config and tokenizer of a run, with adapters and dtypes as in `config`."""
-    place, step, adapted = found.run, int(found.folder.name), (found.run / "model" / ADAPTER_CONFIG).is_file()
+    place = found.run
+    step = int(found.folder.name)
+    adapted = (found.run / "model" / ADAPTER_CONFIG).is_file()
     graphdef, abstract, model_config, tokenizer = load_description(place / "model", mesh=mesh, **kinds_of(config))
     frozen: Any = {}
     if adapted:
@@ -286,7 +289,8 @@ def _named_base(run: Path) -> list[str]:
 
 def _adapted_base(run: Path, config: Config, description: DecoderConfig, mesh: Mesh | None) -> Decoder:
     """Loads the base model of a run's adapters, and adds newly initialised adapters."""
-    fields, section = read_adapter_config(run / "model"), config.model
+    fields = read_adapter_config(run / "model")
+    section = config.model
     what = run / "model" if section.init == "random" else section.path
     cure = "Set the base: model.path=FOLDER, or model.init=random and training.seed if it was initialised at random."
     if what is None:

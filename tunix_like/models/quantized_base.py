@@ -31,6 +31,8 @@ def quantize_base(model: Decoder, kind: str | None) -> Decoder:
                 "use int8."
             )
         codes, scale = quantize(linear.kernel[...], kind)
-        linear.kernel, linear.kernel_codes, linear.kernel_scale = None, nnx.Param(codes), nnx.Param(scale)
+        linear.kernel = None
+        linear.kernel_codes = nnx.Param(codes)
+        linear.kernel_scale = nnx.Param(scale)
     model.quantized = kind
     return model

@@ -84,7 +84,8 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
         raise UserError(f"mesh.axis_names: expected distinct names out of {', '.join(AXES)}, not {config.axis_names}.")
     here = devices is None
     devices = jax.devices() if devices is None else devices
-    names, slices = list(config.axis_names), count_slices(devices)
+    names = list(config.axis_names)
+    slices = count_slices(devices)
     if slices > 1 and len(set(Counter(d.slice_index for d in devices).values())) > 1:
         raise UserError(
             f"the {len(devices)} devices are no equal parts of the {slices} TPU slices; reserve whole slices with "
@@ -132,7 +133,8 @@ def count_slices(devices: Iterable[Any]) -> int:
 
 def check_slices(key: str, sizes: Mapping[str, int], devices: Iterable[Any]) -> None:
     """Raises UserError if axes of `sizes` other than `data` would go over several TPU slices."""
-    slices, data = count_slices(devices), sizes.get("data", 1)
+    slices = count_slices(devices)
+    data = sizes.get("data", 1)
     if data % slices:
         raise UserError(
             f"{key}: {data} devices along 'data', but there are {slices} TPU slices, and only 'data' may go over the "

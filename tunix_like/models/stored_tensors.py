@@ -108,7 +108,8 @@ class RowsOfExpert(_PartOfWhole):
         return rows // self.parts, *inner
 
     def blocks(self, index: Index) -> Iterator[tuple[slice, np.ndarray]]:
-        part, count = self.whole.reader.get_slice(self.name), self.shape[0]
+        part = self.whole.reader.get_slice(self.name)
+        count = self.shape[0]
         rows, columns = (slice(*i.indices(n)[:2]) for i, n in zip(index, self.shape, strict=True))
         before = self.part * count
         for within, of_file in row_blocks(slice(before + rows.start, before + rows.stop), columns.stop - columns.start):

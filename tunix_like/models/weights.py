@@ -59,7 +59,8 @@ _EXPERTS = "experts"
 _HALVES = ("gate_proj", "up_proj")
 """The projections that share a fused tensor of experts, in this order."""
 _PACKED = ("_blocks", "_scales")
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 def hf_name(path: tuple[Any, ...], expert: int | None = None) -> str:
@@ -116,7 +117,8 @@ def _all_names(abstract_params: Params, config: DecoderConfig, found: Container[
 
 def _source(path: tuple[Any, ...], leaf: Any, config: DecoderConfig, stored: Mapping[str, Any]) -> Source:
     tensors = [stored[name] for name in _names(path, leaf, config, stored)]
-    kernel, stacked = path[-1] == "kernel", _EXPERTS in path
+    kernel = path[-1] == "kernel"
+    stacked = _EXPERTS in path
     if not stacked or not _is_fused(path, config, stored):
         return Source(tensors, kernel, stacked)
     if len(found := tensors[0].shape) < 2 or found[0] != leaf.shape[0]:

@@ -21,7 +21,8 @@ from tunix_like.runtime import console
 from tunix_like.runtime.visible import visible
 from tunix_like.storage import metrics
 
-CARD, CURVE = "README.md", "curve.png"
+CARD = "README.md"
+CURVE = "curve.png"
 
 _LEFT_OUT = ("training.output_dir", "training.loggers", "mesh.", "eval.")
 """Beginnings of keys that say nothing about the model."""
@@ -86,7 +87,8 @@ def _is_evaluated(row: Mapping[str, Any]) -> bool:
 
 
 def _settings(config: Config) -> str:
-    defaults, values = given(as_dict(Config())), given(as_dict(config))
+    defaults = given(as_dict(Config()))
+    values = given(as_dict(config))
     changed = [key for key, value in values.items() if value != defaults[key] and not key.startswith(_LEFT_OUT)]
     return "\n".join(f"| `{key}` | {_plain(shown(key, values[key]))} |" for key in changed)
 

@@ -92,7 +92,8 @@ def draw(runs: Sequence[Run], curve: Curve) -> Figure:
     for run, colour in zip(runs, _colours(len(runs)), strict=True):
         table: Table = getattr(run, curve.phase)
         values = np.array([np.nan if x is None else x * scale for x in table.columns.get(curve.key, [])], float)
-        steps, known = np.array(table.steps[: len(values)]), np.isfinite(values)
+        steps = np.array(table.steps[: len(values)])
+        known = np.isfinite(values)
         if not known.any():
             continue
         if "eval/" in curve.key:
@@ -112,9 +113,12 @@ def draw(runs: Sequence[Run], curve: Curve) -> Figure:
 
 def smoothed(values: Float[np.ndarray, "N"], weight: float) -> Float[np.ndarray, "N"]:
     """Computes the bias-corrected exponential moving average. NaN values are skipped and stay NaN."""
-    out, total, mass = np.full_like(values, np.nan), 0.0, 0.0
+    out = np.full_like(values, np.nan)
+    total = 0.0
+    mass = 0.0
     for i in np.flatnonzero(np.isfinite(values)):
-        total, mass = weight * total + (1 - weight) * values[i], weight * mass + (1 - weight)
+        total = weight * total + (1 - weight) * values[i]
+        mass = weight * mass + (1 - weight)
         out[i] = total / mass
     return out
 
@@ -151,7 +155,8 @@ def _advantage(runs: Sequence[Run]) -> Figure:
     """Draws the share of each pass rate in the sum of |advantage|, and the mean |advantage| of a prompt."""
     figure = _new(columns=2)
     left, right = figure.subplots(1, 2)
-    positions, colours = np.arange(len(_BINS)), _colours(len(runs))
+    positions = np.arange(len(_BINS))
+    colours = _colours(len(runs))
     shown = [(run, colour) for run, colour in zip(runs, colours, strict=True) if "advantage" in run.rl.histograms]
     for number, (run, colour) in enumerate(shown):
         total, count = (windows(run.rl, name, 1)[1][0] for name in ("advantage", "trained"))
@@ -192,7 +197,8 @@ def time_parts(table: Table) -> dict[str, float]:
 def _time(runs: Sequence[Run]) -> Figure:
     figure = _new()
     axes = figure.subplots()
-    found, start = [time_parts(run.rl) for run in runs], np.zeros(len(runs))
+    found = [time_parts(run.rl) for run in runs]
+    start = np.zeros(len(runs))
     for name, colour in TIME_PARTS.items():
         if not any(name in parts for parts in found):
             continue

@@ -96,7 +96,8 @@ def measure(run: Path, batches: int, on_progress: Callable[[int], None] = lambda
 
 
 def _sample(trained: Trained, sampler: Sampler, problems: list[Problem], task: Task) -> Rollout:
-    rollout, size = task.rollout_config, task.algo.num_generations
+    rollout = task.rollout_config
+    size = task.algo.num_generations
     key = jax.random.fold_in(jax.random.key(trained.config.training.seed), GRADIENT_KEY)
     params = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
     requests = requests_of(problems, size)

@@ -55,7 +55,8 @@ def write(folders: Sequence[str], out: str | None, png: str | None, batches: int
         file = places[0] / "report.html" if out is None else Path(out)
         _check_out(file)
         gradients = [] if batches is None else _measure(runs, batches)
-        size, shown = _write(file, build(runs, gradients, file.parent)), str(file)
+        size = _write(file, build(runs, gradients, file.parent))
+        shown = str(file)
         if out is None and is_remote(folders[0]):
             shown = f"{folders[0].rstrip('/')}/report.html"
             upload_file(file, shown)

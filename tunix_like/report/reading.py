@@ -98,7 +98,8 @@ def _table(rows: Sequence[Mapping[str, Any]], key: str) -> Table:
 
 def _running_seconds(rows: Iterable[Mapping[str, Any]]) -> list[float]:
     """Returns the total seconds of all steps up to each step, without evaluations and checkpoints."""
-    total, out = 0.0, []
+    total = 0.0
+    out = []
     for row in rows:
         taken = row.get("train/step_time_sec", row.get("sft/step_time_sec"))
         total += taken if is_number(taken) else 0.0

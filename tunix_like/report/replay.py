@@ -53,7 +53,8 @@ class Losses(NamedTuple):
 def open_run(file: Path, overrides: Sequence[str] = ()) -> tuple[SkippedUpdate, Trained, int]:
     """Opens a skipped update, and the checkpoint of its run whose step (the last result) is nearest to that of the
     update."""
-    skipped, run = read_skipped(file), file.parent.parent
+    skipped = read_skipped(file)
+    run = file.parent.parent
     if file.parent.name != FOLDER:
         raise UserError(f"{file}: give a file in RUN/{FOLDER}/, where RUN is the run folder with the checkpoints.")
     with Checkpoints(run / "checkpoints") as checkpoints:
@@ -81,7 +82,8 @@ def replay(skipped: SkippedUpdate, trained: Trained, on_progress: Callable[[int]
         masks.append(np.zeros_like(live))
         masks[-1][index] = True
     logprobs = skipped.old_logprobs, skipped.ref_logprobs
-    program, batch = program_of(trained, objective), skipped.batch
+    program = program_of(trained, objective)
+    batch = skipped.batch
     assert batch.estimator_ids is not None
     batch = batch._replace(rewards=objective.inputs(batch.rewards, batch.scored, batch.estimator_ids))
     (loss, norm), *alone = norms_of(
@@ -109,11 +111,11 @@ def program_of(trained: Trained, objective: Objective) -> Any:
     @jax.jit
     def numbers(params: Any, frozen: Any, data: Any) -> tuple[Any, Any]:
         batch = jax.tree.map(jnp.asarray, data.batch)
-        lengths, ids = batch.sampled_lengths, batch.estimator_ids
+        lengths = batch.sampled_lengths
+        ids = batch.estimator_ids
         advantages = objective.advantages(batch.rewards, batch.scored, lengths, ids)
         weights = loss_weights(objective, batch, data.in_update)
-        args = advantages[..., None], weights, data.packed.sets
-        grads, totals = gradient(spec, params, data, *args, frozen=frozen)
+        grads, totals = gradient(spec, params, data, advantages[..., None], weights, data.packed.sets, frozen=frozen)
         return totals["sums"]["loss"], optax.tree.norm(grads)
 
     return numbers
@@ -140,9 +142,11 @@ def norms_of(
       logprobs: the log-probabilities before the first update of the batch, and those of the reference model.
       on_progress: called with 1 after each mask.
     """
-    config, mesh = trained.config, trained.mesh
+    config = trained.config
+    mesh = trained.mesh
     params, frozen = split_params(trained.params)
-    model, most = trained.model, int(in_update.sum())
+    model = trained.model
+    most = int(in_update.sum())
     placed, *placed_logprobs = place_replicated((batch.routed_freely, *logprobs), mesh)
 
     def of(rows: np.ndarray) -> tuple[float, float]:

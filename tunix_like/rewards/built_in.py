@@ -40,7 +40,8 @@ def by_source(
                 f"Reward function 'by_source': the column 'source_reward' contains {name!r:.80}, which is not a "
                 "registered function. Name your own function in rewards.functions."
             )
-        rows, function = [i for i, row_name in enumerate(source_reward) if row_name == name], REWARDS[name]
+        rows = [i for i, row_name in enumerate(source_reward) if row_name == name]
+        function = REWARDS[name]
         arguments = {key: [given[key][i] for i in rows] for key in arguments_of(name, function, given)}
         results = call(name, function, arguments, len(rows))
         if results.failures:

@@ -94,7 +94,8 @@ class GroupFunction(abc.ABC):
     ) -> list[float | None]:
         """Returns the rewards of the completions of one group; None for a completion to which the function does not
         apply, NaN for one for which it fails."""
-        given, count = {"prompts": prompts, "completions": completions, **columns}, len(completions)
+        given = {"prompts": prompts, "completions": completions, **columns}
+        count = len(completions)
         arguments = {key: given[key] for key in arguments_of(self.__name__, self, given)}
         return self.score_groups(self.__name__, arguments, count, max(count, 1)).values()
 
@@ -241,7 +242,8 @@ def call_in_process(
         try:
             part = call(name, function, slices(arguments, rows), len(rows))
         except (Exception, SystemExit) as error:  # KeyboardInterrupt must stop the run
-            reason, of_all = explain(name, error), isinstance(error, WrongCount) and len(rows) <= group_size
+            reason = explain(name, error)
+            of_all = isinstance(error, WrongCount) and len(rows) <= group_size
         else:
             return copy_rewards(results, rows, part)
         if of_all or len(rows) == 1:

@@ -46,14 +46,16 @@ def plain_attributes(environment: Any) -> dict[str, Any]:
     for kind in reversed(type(environment).__mro__[:-1]):
         attributes |= vars(kind)
     attributes |= getattr(environment, "__dict__", {})
-    plain, room = {}, MOST
+    plain = {}
+    room = MOST
     for name, value in attributes.items():
         if not name.startswith("__"):
             try:
                 copied, left = _copied(value, room)
             except ValueError:
                 continue
-            plain[name], room = copied, left
+            plain[name] = copied
+            room = left
     return plain
 
 

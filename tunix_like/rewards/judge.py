@@ -85,7 +85,9 @@ class Judge(ServedModel):
             raise UserError(f"judge: mode: got {mode!r}; it must be pointwise or pairwise.")
         if opponents < 1:
             raise UserError(f"judge: opponents: got {opponents}; it must be at least 1.")
-        self.rubric, self.mode, self.opponents = rubric, mode, opponents
+        self.rubric = rubric
+        self.mode = mode
+        self.opponents = opponents
         self._known: dict[bytes, float] = {}
         kind = inspect.Parameter.KEYWORD_ONLY
         names = dict.fromkeys(["prompts", "completions", *_columns(rubric)])

@@ -95,7 +95,8 @@ def grade(completion: str, gold: str, lenient: bool = False) -> float | None:
         return 0.0
     if answer == gold.strip():
         return 1.0
-    ours, right = parse_number(answer), None if _is_equation(gold) else parse_number(gold)
+    ours = parse_number(answer)
+    right = None if _is_equation(gold) else parse_number(gold)
     if ours is not None and right is not None:
         return float((lenient or not ours.quotient) and not _readings(ours).isdisjoint(_readings(right)))
     if right is not None and not (lenient and any(character.isdigit() for character in answer)):

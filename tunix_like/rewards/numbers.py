@@ -80,12 +80,14 @@ def parse_number(text: str) -> Number | None:
     match = _NUMBER.fullmatch(_bare(last))
     if match is None or has_odd_digits(match[0]) or any(map(_SEVERAL.search, others)):
         return None
-    sign, quotient = -1 if match["sign"] == "-" else 1, False
+    sign = -1 if match["sign"] == "-" else 1
+    quotient = False
     if match["top"]:
         whole, top, bottom = (int((match[part] or "0").replace(",", "")) for part in ("whole", "top", "bottom"))
         if bottom == 0 or (match["whole"] and not 0 < top < bottom):  # 5 6/1 is a sum, not a mixed number
             return None
-        value, quotient = whole + Fraction(top, bottom), top % bottom == 0
+        value = whole + Fraction(top, bottom)
+        quotient = top % bottom == 0
     elif match["leading"]:
         value = Fraction(f"{match['leading']}e{match['power']}")
     else:

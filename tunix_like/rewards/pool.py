@@ -36,7 +36,10 @@ class PooledFunction(GroupFunction):
     """A reward function that runs in the workers of a pool; created by `pooled`."""
 
     def __init__(self, name: str, function: Callable[..., Any], place: str, pool: Pool):
-        self.__name__, self.function, self.place, self.pool = name, function, place, pool
+        self.__name__ = name
+        self.function = function
+        self.place = place
+        self.pool = pool
         self.__signature__ = inspect.signature(function)
 
     @property
@@ -110,7 +113,8 @@ class Pool:
     """Distributes calls of reward functions over worker processes. Not thread-safe."""
 
     def __init__(self, places: Sequence[str], workers: int, timeout_seconds: float, memory_gb: float):
-        self.places, self.workers = list(places), workers
+        self.places = list(places)
+        self.workers = workers
         self.supervisor = Supervisor("rewards", timeout_seconds, memory_gb)
         self.idle: list[Worker] = []
         self.start_seconds = 0.0  # the longest start time of a worker so far
@@ -146,14 +150,18 @@ class _Batch:
     """Scores one batch of completions with one reward function, in calls that the pool's worker processes execute."""
 
     def __init__(self, pool: Pool, place: str, name: str, arguments: Mapping[str, Sequence[Any]], count: int):
-        self.pool, self.place, self.name, self.arguments = pool, place, name, arguments
+        self.pool = pool
+        self.place = place
+        self.name = name
+        self.arguments = arguments
         self.results = FunctionRewards.empty(count)
         self.wasted = 0.0  # worker seconds spent in failed calls
         self.queue: deque[_Call] = deque()
 
     def run(self, calls: deque[_Call]) -> None:
         self.queue = calls
-        pool, supervisor = self.pool, self.pool.supervisor
+        pool = self.pool
+        supervisor = self.pool.supervisor
         while self.queue or supervisor.calls:
             if self.wasted > PATIENCE * pool.workers * (supervisor.timeout_seconds + pool.start_seconds):
                 took = f"its failed calls took {self.wasted:.0f} s of worker time in this batch"
@@ -226,5 +234,6 @@ class _Batch:
             self.queue.extend(_Call(range(i, i + 1)) for i in call.rows)
 
     def _trace(self, call: _Call, failed: bool) -> None:
-        end, count = time.perf_counter(), len(call.rows)
+        end = time.perf_counter()
+        count = len(call.rows)
         trace.add_call("reward calls", self.name, call.start, end, failed=failed, completions=count)

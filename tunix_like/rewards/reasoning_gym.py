@@ -51,7 +51,8 @@ def reasoning_gym(
     """
     scores = []
     for text, index, completion in zip(generator, number, completions, strict=True):
-        task, answer = make_generator(text), final_answer(completion)
+        task = make_generator(text)
+        answer = final_answer(completion)
         problem = task[index]
         try:
             scores.append(float(task.score_answer(answer, problem)))

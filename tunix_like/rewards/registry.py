@@ -74,7 +74,8 @@ def labels_of(names: Iterable[str]) -> list[str]:
     """Returns the labels of several reward functions; equal ones are numbered from the second on."""
     labels: list[str] = []
     for name in names:
-        label, number = label_of(name), 1
+        label = label_of(name)
+        number = 1
         while (numbered := label if number == 1 else f"{label}_{number}") in labels:
             number += 1
         labels.append(numbered)

@@ -49,8 +49,9 @@ class Scores:
     def pick(self, rows: NDArray[np.int_]) -> Scores:
         """Returns the scores of the completions with the indices `rows`, in the order of `rows`."""
         by_function = {name: values[rows] for name, values in self.by_function.items()}
-        masks = self.failed[rows], self.timeouts[rows], self.errors[rows]
-        return Scores(self.total[rows], by_function, *masks, self.first_failure)
+        return Scores(
+            self.total[rows], by_function, self.failed[rows], self.timeouts[rows], self.errors[rows], self.first_failure
+        )
 
     def join(self, other: Scores) -> Scores:
         """Returns these scores followed by the scores `other`, which must be from the same reward functions."""
@@ -111,9 +112,12 @@ def score(
       UserError: see `check_arguments`; or a column for a worker process cannot be pickled.
     """
     check_arguments(functions, columns)
-    given, count = {"prompts": prompts, "completions": completions, **columns}, len(completions)
-    total, by_function = np.zeros(count), {}
-    abstained, failed = np.ones(count, bool), np.zeros(count, bool)
+    given = {"prompts": prompts, "completions": completions, **columns}
+    count = len(completions)
+    total = np.zeros(count)
+    by_function = {}
+    abstained = np.ones(count, bool)
+    failed = np.zeros(count, bool)
     timeouts, errors = np.zeros(count, bool), np.zeros(count, bool)
     first: str | None = None
     for name, function, weight in functions:

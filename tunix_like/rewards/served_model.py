@@ -47,7 +47,9 @@ class ServedModel(WaitingFunction):
             import aiohttp  # noqa: F401
         except ImportError as error:
             raise UserError(f"{name} needs aiohttp ({one_line(error)}): pip install 'tunix-like[judge]'") from None
-        self.model, self.key_env, self.options = model, key_env, dict(options)
+        self.model = model
+        self.key_env = key_env
+        self.options = dict(options)
         self._served: str | None = model
         self._session: ClientSession | None = None
 

@@ -22,7 +22,8 @@ from tunix_like.rewards.calls import FunctionRewards, GroupFunction, check_form
 from tunix_like.runtime import trace
 from tunix_like.workers.failures import Failure, explain
 
-FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0
+FIRST_DELAY = 0.5
+LONGEST_DELAY = 30.0
 """Seconds before the first retry, doubled with each further one, and their limit."""
 
 DOWN = 16
@@ -68,12 +69,14 @@ class WaitingFunction(GroupFunction):
     """
 
     def __init__(self, name: str, limits: Limits | None = None):
-        self.__name__, self.limits = name, limits or Limits()
+        self.__name__ = name
+        self.limits = limits or Limits()
         self.counts: collections.Counter[str] = collections.Counter()
 
     def take_counts(self) -> dict[str, int]:
         """Returns the counts since the last call of this method."""
-        counts, self.counts = self.counts, collections.Counter()
+        counts = self.counts
+        self.counts = collections.Counter()
         return {"calls": 0, "retries": 0, "unanswered": 0} | counts
 
     def explain(self, name: str, error: BaseException) -> str:
@@ -90,7 +93,8 @@ class WaitingFunction(GroupFunction):
             raise
 
     async def _all(self, name: str, calls: Sequence[Callable[[], Awaitable[Any]]]) -> list[Any]:
-        slots, failed = asyncio.Semaphore(self.limits.concurrency), 0
+        slots = asyncio.Semaphore(self.limits.concurrency)
+        failed = 0
 
         async def one(call: Callable[[], Awaitable[Any]]) -> Any:
             nonlocal failed
@@ -111,7 +115,11 @@ class WaitingFunction(GroupFunction):
         for attempt in range(limits.retries + 1):
             self.counts["calls"] += 1
             self.counts["retries"] += attempt > 0
-            wait, again, rejected, start, failed = 0.0, True, False, time.perf_counter(), True
+            wait = 0.0
+            again = True
+            rejected = False
+            start = time.perf_counter()
+            failed = True
             try:
                 async with asyncio.timeout(limits.timeout_seconds) as deadline:
                     # In a task of its own, which the function may cancel.

@@ -66,7 +66,8 @@ def keeps_value(tail: str, value: Fraction) -> bool:
     named = False
     pieces = [*_PIECE.finditer(tail)]
     for place, match in enumerate(pieces):
-        piece, before = match[0], pieces[place - 1][0] if place else ""
+        piece = match[0]
+        before = pieces[place - 1][0] if place else ""
         follows = place + 1 < len(pieces) and pieces[place + 1][0][0].isalpha()
         if piece[0].isalpha():
             adjacent = match.start() == 0

@@ -181,12 +181,14 @@ class Collector:
 
         Returns `rollout`, the groups of the first batch, joined with those of the extra batches, and metrics.
         """
-        cap, extra = self.task.algo.max_extra_batches or EXTRA_BATCHES, 0
+        cap = self.task.algo.max_extra_batches or EXTRA_BATCHES
+        extra = 0
         while (short := self.batch_size - int(self._has_signal(step, rollout).sum())) > 0 and extra < cap:
             sampled = self._sample(params, clock)
             if sampled is None:
                 break
-            rollout, extra = join_rollouts(rollout, self._score(step, sampled, clock)), extra + 1
+            rollout = join_rollouts(rollout, self._score(step, sampled, clock))
+            extra = extra + 1
         if short > 0 and not self._warned:
             self._warned = True
             logger.warning(
@@ -204,13 +206,16 @@ class Collector:
     def _has_signal(self, step: int, rollout: Rollout) -> Bool[np.ndarray, "P"]:
         """Returns for each prompt whether it has a training signal: the rewards of its completions differ, and it has
         as many scored completions as its advantage estimator needs."""
-        rewards, ids = shaped_rewards(rollout, self.task, self.objective), estimator_ids(self.objective, rollout)
-        scored, objective = ~np.isnan(rewards), self.objective.at(step)
+        rewards = shaped_rewards(rollout, self.task, self.objective)
+        ids = estimator_ids(self.objective, rollout)
+        scored = ~np.isnan(rewards)
+        objective = self.objective.at(step)
         return mixed_groups(objective.inputs(rewards, scored, ids), scored) & objective.kept_groups(scored, ids)
 
     def _sample(self, params: Any, clock: Clock) -> _Sampled | None:
         """Samples completions for the next batch of prompts; None if there is none."""
-        size, rollout = self.task.algo.num_generations, self.task.rollout_config
+        size = self.task.algo.num_generations
+        rollout = self.task.rollout_config
         prompts = next(self.batches, None)
         if prompts is None and not self.started:
             raise UserError(
@@ -254,7 +259,8 @@ class Collector:
 
     def _check_rewards(self, step: int, rollout: Rollout) -> None:
         """Raises UserError if an advantage estimator does not accept one of the rewards."""
-        rewards, ids = shaped_rewards(rollout, self.task, self.objective), estimator_ids(self.objective, rollout)
+        rewards = shaped_rewards(rollout, self.task, self.objective)
+        ids = estimator_ids(self.objective, rollout)
 
         def describe(group: int, sample: int) -> str:
             parts = {
@@ -285,7 +291,8 @@ def training_batch(rollout: Rollout, task: Task, objective: Objective) -> GroupB
     The lengths of the prompt axis and of the completion axis are the lengths of the longest prompt and of the longest
     completion, rounded up by `length_bucket`.
     """
-    out, limits = rollout.completions, task.rollout_config
+    out = rollout.completions
+    limits = task.rollout_config
     lengths = np.array([len(problem.tokens) for problem in rollout.problems], np.int32)
     width = length_bucket(int(lengths.max()), limits.max_prompt_length)
     steps = length_bucket(int(out.lengths.max()), limits.max_tokens_to_generate)
@@ -313,7 +320,8 @@ def shaped_rewards(rollout: Rollout, task: Task, objective: Objective) -> Float[
     """Returns the rewards for the advantage estimators; NaN for an unscored completion. They are the total rewards
     after `shape_rewards` or, for an estimator with `by_function`, the results of `sum_of_normalised`."""
     lengths = rollout.completions.lengths
-    total, most = rollout.scores.total.reshape(lengths.shape), task.rollout_config.max_tokens_to_generate
+    total = rollout.scores.total.reshape(lengths.shape)
+    most = task.rollout_config.max_tokens_to_generate
     rewards = shape_rewards(total, lengths, task.algo, most, task.success_threshold)
     by_function = np.array([estimator.registered.by_function for estimator in objective.estimators])
     groups = by_function[estimator_ids(objective, rollout)]

@@ -103,7 +103,8 @@ def prefill(
 ) -> Prompts:
     """Computes the keys and values of each prompt, and the hidden state of its last token. All completions of a prompt
     share this result. With `record`, the result has the selected experts, also of later tokens (`Rows.experts`)."""
-    model, (count, width) = _merge(graphdef, params), tokens.shape
+    model = _merge(graphdef, params)
+    count, width = tokens.shape
     mesh = jax.sharding.get_abstract_mesh()
     parts = 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in row_axes(mesh, count))
     piece = prefill_piece(count // parts, width)
@@ -254,7 +255,8 @@ def advance(
     overwrite a token of a completion that can still get tokens."""
     model = _merge(graphdef, params)
     head = in_blocks(model.head())  # outside the loop, because a tied head must be transposed
-    (slots, size), limit = rows.live.shape, rows.tokens.shape[-1]
+    slots, size = rows.live.shape
+    limit = rows.tokens.shape[-1]
     eos = jnp.array(eos_ids, jnp.int32)
     row_index = _row_index(rows)
 
@@ -402,7 +404,8 @@ def regroup(
     slot `a` has the index `a * g + i`, where `g` is the number of rows per old slot. A new row for which `real` is
     False is padding and is not sampled. Several new slots can get the same prompt. The old caches are deleted.
     """
-    moved, of_rows = _regrouped(rows._replace(cache=[]), picked, real), picked.reshape(-1)
+    moved = _regrouped(rows._replace(cache=[]), picked, real)
+    of_rows = picked.reshape(-1)
     kept = pick(prompts._replace(cache=[]), source, mesh)
     return (
         kept._replace(cache=_by_layer(lambda layer: pick(layer, source, mesh), prompts.cache)),
@@ -434,12 +437,14 @@ def append(
       tokens: the tokens to append, padded on the left.
       counts: number of tokens to append to each completion; can be 0.
     """
-    model, width = _merge(graphdef, params), tokens.shape[-1]
+    model = _merge(graphdef, params)
+    width = tokens.shape[-1]
     number = jnp.arange(width)[None, None] - (width - counts[..., None])
     real = number >= 0
     new = jnp.where(real, prompts.lengths[:, None, None] + rows.cached[..., None] + number, -1)
-    given = prompts.lengths, prompts.cache, rows.cache, rows.column, rows.positions
-    hidden, cache, experts = model.extend(tokens, new, *given)
+    hidden, cache, experts = model.extend(
+        tokens, new, prompts.lengths, prompts.cache, rows.cache, rows.column, rows.positions
+    )
     slots, samples = _row_index(rows)
     place = jnp.where(real, rows.age[..., None] + number, rows.tokens.shape[-1])  # padding is not written
     written = slots[..., None], samples[..., None], place

@@ -59,7 +59,8 @@ class RolloutFiles:
     a warning, so that a full disk does not flood the log."""
 
     def __init__(self, folder: Path | None):
-        self.folder, self._warned = folder, False
+        self.folder = folder
+        self._warned = False
 
     def write(self, step: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> None:
         if self.folder is None:

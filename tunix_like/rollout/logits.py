@@ -124,7 +124,8 @@ def choose_each(
     largest = scaled.max(axis=(1, 2))
     weights = _exponentials(scaled, largest)
     normaliser = jnp.log(weights.sum(axis=(1, 2)))
-    of_k, of_p = sampling.top_k < logits[0].size, sampling.top_p < 1.0
+    of_k = sampling.top_k < logits[0].size
+    of_p = sampling.top_p < 1.0
 
     def keep_k(weights: Array) -> Array:
         return jnp.where(_column(of_k, weights), keep_each_top_k(weights, sampling.top_k), weights)
@@ -217,7 +218,8 @@ def _choose_from_part(
     The logits are read twice: for their maximum and for the sums of the blocks. The devices exchange one maximum and
     one sum per row. The uniform number of a row selects a part of the vocabulary, then a block, then a token.
     """
-    size, scaled = scaled[0].size, _blocks(scaled)
+    size = scaled[0].size
+    scaled = _blocks(scaled)
     largest = scaled.max(axis=(1, 2))
     if axis is not None:
         largest = jax.lax.pmax(largest, axis)

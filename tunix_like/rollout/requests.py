@@ -52,7 +52,8 @@ def collect(samples: Iterable[Sample], requests: Sequence[Request]) -> Completio
     assert out.token_mask is not None
     for index, sample in found.items():
         length = out.lengths[index] = len(sample.tokens)
-        out.tokens[index][:length], out.logprobs[index][:length] = sample.tokens, sample.logprobs
+        out.tokens[index][:length] = sample.tokens
+        out.logprobs[index][:length] = sample.logprobs
         out.token_mask[index][:length] = True if sample.token_mask is None else sample.token_mask
         out.finished[index] = sample.finished
     out = _with_experts(out, found, max(len(request.tokens) for request in requests))
@@ -136,9 +137,12 @@ def generate(
     if trajectories is not None:
         problems = trajectories.problems
     requests = requests_of(problems, size)
-    arguments = params, requests, key, sampling
     # An engine that supports only single turns may lack the parameter `responder`.
-    samples = engine.generate(*arguments) if trajectories is None else engine.generate(*arguments, trajectories)
+    samples = (
+        engine.generate(params, requests, key, sampling)
+        if trajectories is None
+        else engine.generate(params, requests, key, sampling, trajectories)
+    )
     out = collect(samples, requests)
     if trajectories is not None and player is not None and player.rewrites:
         while isinstance(inner := getattr(engine, "engine", None), Engine):  # the error message names the inner engine

@@ -157,7 +157,8 @@ def pick_groups(rollout: Rollout, groups: Int[np.ndarray, "N"]) -> Rollout:
     scores = rollout.scores.pick(rows)
     completions = first_axis(rollout.completions, groups)
     episodes = None if rollout.episodes is None else [rollout.episodes[r] for r in rows]
-    problems, texts = [rollout.problems[g] for g in groups], [rollout.texts[r] for r in rows]
+    problems = [rollout.problems[g] for g in groups]
+    texts = [rollout.texts[r] for r in rows]
     return Rollout(problems, texts, completions, scores, episodes)
 
 
@@ -169,7 +170,8 @@ def first_axis(completions: Completions, index: Any) -> Completions:
 def segment_starts(completions: Completions) -> list[list[int]]:
     """Returns one list per completion, prompt after prompt: the index of the first token of each segment."""
     assert completions.segment_start is not None
-    rows, lengths = completions.segment_start.reshape(-1, completions.tokens.shape[-1]), completions.lengths.reshape(-1)
+    rows = completions.segment_start.reshape(-1, completions.tokens.shape[-1])
+    lengths = completions.lengths.reshape(-1)
     return [np.unique(row[: max(length, 1)]).tolist() for row, length in zip(rows, lengths, strict=True)]
 
 
@@ -259,9 +261,12 @@ def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, Any]:
     A group has all completions of one prompt. It is mixed if its rewards differ. If the data has several sources, the
     result also has `pass@1/<source>` and `rewards/mean/<source>`.
     """
-    completions, scores, lengths = rollout.completions, rollout.scores, rollout.sampled_lengths
+    completions = rollout.completions
+    scores = rollout.scores
+    lengths = rollout.sampled_lengths
     shape = completions.lengths.shape
-    total, scored = scores.total.reshape(shape), scores.scored.reshape(shape)
+    total = scores.total.reshape(shape)
+    scored = scores.scored.reshape(shape)
     seen = total[scored]
     metrics: dict[str, Any] = {
         f"rewards/{name}": _mean(values[~np.isnan(values)]) for name, values in scores.by_function.items()

@@ -59,12 +59,15 @@ class _Rate:
     """Tokens per second between two reports, and the number of tokens of finished completions."""
 
     def __init__(self) -> None:
-        self.finished, self._tokens, self._time = 0, 0, time.perf_counter()
+        self.finished = 0
+        self._tokens = 0
+        self._time = time.perf_counter()
 
     def take(self, tokens: int) -> str:
         now = time.perf_counter()
         rate = (tokens - self._tokens) / max(now - self._time, 1e-9)
-        self._tokens, self._time = tokens, now
+        self._tokens = tokens
+        self._time = now
         return f", {rate:,.0f} tokens/s" if rate > 0 else ""
 
 
@@ -99,7 +102,8 @@ class Sampler:
         mesh: Mesh | None = None,
         record_experts: bool = False,
     ):
-        self.graphdef, self.record_experts = graphdef, record_experts
+        self.graphdef = graphdef
+        self.record_experts = record_experts
         self.eos_ids = tuple(int(i) for i in eos_ids)
         self.max_prompt_length = max_prompt_length
         self.max_tokens = max_tokens
@@ -134,11 +138,15 @@ class Sampler:
         """Samples the completions of all requests; see `types.Engine.generate`. All requests must ask for the same
         number of completions."""
         # The key is copied to the host, because it may be on the trainer's mesh.
-        data, kind = jax.device_get(jax.random.key_data(key)), jax.random.key_impl(key)
+        data = jax.device_get(jax.random.key_data(key))
+        kind = jax.random.key_impl(key)
         with progress.task("sampling", sum(request.samples for request in requests)) as advance:
             with scope(self.mesh):
-                given = self, params, requests, jax.random.wrap_key_data(data, impl=kind), sampling
-                schedule = Schedule(*given) if responder is None else TurnSchedule(*given, responder=responder)
+                key = jax.random.wrap_key_data(data, impl=kind)
+                if responder is None:
+                    schedule = Schedule(self, params, requests, key, sampling)
+                else:
+                    schedule = TurnSchedule(self, params, requests, key, sampling, responder=responder)
             rate = _Rate()
 
             def report(samples: Sequence[Sample] = ()) -> None:

@@ -44,12 +44,14 @@ def pick_samples(rollout: Rollout, advantages: Float[np.ndarray, "P G"]) -> Samp
     An unscored completion is picked only if no completion of the prompt is scored.
     """
     shape = rollout.completions.lengths.shape
-    total, scored = rollout.scores.total.reshape(shape), rollout.scores.scored.reshape(shape)
+    total = rollout.scores.total.reshape(shape)
+    scored = rollout.scores.scored.reshape(shape)
     group = int(np.argmax(mixed_groups(total, scored)))
     best, worst = (int(np.argmax(np.nan_to_num(sign * total[group], nan=-np.inf))) for sign in (1, -1))
 
     def sample(index: int) -> Sample:
-        out, row = rollout.completions, group * shape[1] + index
+        out = rollout.completions
+        row = group * shape[1] + index
         return Sample(
             rollout.texts[row] if rollout.episodes is None else transcript(rollout.episodes[row].messages),
             float(total[group, index]),

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from tunix_like.rollout.sampler import Sampler
 
 
-REPORTED_STEPS, REPORTED_STEPS_ELSEWHERE = {"cpu": 16}, 128
+REPORTED_STEPS = {"cpu": 16}
+REPORTED_STEPS_ELSEWHERE = 128
 """Decode steps after which progress is reported. The number is fixed, so that processes of a run do the same steps."""
 
 
@@ -59,18 +60,26 @@ class Schedule:
         key: Array,
         sampling: SamplingParams,
     ):
-        self.sampler, self.params, self.key, self.sampling = sampler, params, key, sampling
-        prompts, size = [request.tokens for request in requests], requests[0].samples
+        self.sampler = sampler
+        self.params = params
+        self.key = key
+        self.sampling = sampling
+        prompts = [request.tokens for request in requests]
+        size = requests[0].samples
         self.tokens = pad_tokens(prompts, length_bucket(max(len(p) for p in prompts), sampler.max_prompt_length))
         self.lengths = np.array([len(p) for p in prompts], np.int32)
-        self.numbers, self.size = np.array([request.number for request in requests], np.uint32), size
-        total, limit = len(prompts), sampler.max_tokens
+        self.numbers = np.array([request.number for request in requests], np.uint32)
+        self.size = size
+        total = len(prompts)
+        limit = sampler.max_tokens
         at_once = total * size if (most := sampler.max_concurrent_rows) is None else most
         at_once = at_once if isinstance(at_once, int) else at_once(total, size)
         slots, width = slot_shape(total, size, at_once, sampler.max_prompt_length, limit, prompt_parts(sampler.mesh))
         self.slot_prompt = np.repeat(np.arange(total), 1 if slots == total else -(-size // width))[:slots]
-        self.row_sample, self.ages = np.full((slots, width), -1), np.zeros((slots, width), int)
-        self.next_sample, self.steps = np.zeros(total, int), 0
+        self.row_sample = np.full((slots, width), -1)
+        self.ages = np.zeros((slots, width), int)
+        self.next_sample = np.zeros(total, int)
+        self.steps = 0
         chosen = np.unique(self.slot_prompt)
         self.prompts = self._prefill(chosen if len(chosen) == slots else self._divisible(chosen))
         if len(chosen) < slots:
@@ -90,8 +99,18 @@ class Schedule:
         every = REPORTED_STEPS.get(jax.default_backend(), REPORTED_STEPS_ELSEWHERE)
         while True:
             last = self.steps + every
-            given = self.sampler.graphdef, self.params, self.prompts, self.rows, stop_at, self.sampling
-            self.rows = self._placed(decoding.advance(*given, self.sampler.eos_ids, np.int32(last)))
+            self.rows = self._placed(
+                decoding.advance(
+                    self.sampler.graphdef,
+                    self.params,
+                    self.prompts,
+                    self.rows,
+                    stop_at,
+                    self.sampling,
+                    self.sampler.eos_ids,
+                    np.int32(last),
+                )
+            )
             live, ended, ages = self._state()
             self.ages = np.where(self.row_sample >= 0, ages, 0)
             if self.steps < last:  # not the number of steps, but the completions or the cache ended the call
@@ -170,12 +189,14 @@ class Schedule:
         """Returns the completions in the rows of the arrays for which `done` is True, and frees these rows."""
         if not done.any():
             return []
-        rows, mesh = self.rows, self.sampler.mesh
+        rows = self.rows
+        mesh = self.sampler.mesh
         tokens, logprobs = fetch((rows.tokens, rows.logprobs), mesh)
         experts, of_prompts = fetch((rows.experts, self.prompts.experts), mesh)
         samples = []
         for slot, row in np.argwhere(done):
-            index, length = (slot, row), ages[slot, row]
+            index = (slot, row)
+            length = ages[slot, row]
             samples.append(
                 Sample(
                     int(self.slot_prompt[slot]),
@@ -201,7 +222,8 @@ class Schedule:
         """
         if not self._waiting():
             return
-        held, samples = self.slot_prompt.copy(), np.zeros(self.row_sample.shape, np.uint32)
+        held = self.slot_prompt.copy()
+        samples = np.zeros(self.row_sample.shape, np.uint32)
         take = np.zeros(self.row_sample.shape, bool)
         for slot, prompt in enumerate(held.tolist()):  # first, so that a prompt stays in its slot if possible
             self._start(slot, prompt, take, samples)
@@ -252,7 +274,8 @@ class Schedule:
         number of devices over which slots are sharded.
         """
         slots, width = self.row_sample.shape
-        parts, shapes = prompt_parts(self.sampler.mesh), []
+        parts = prompt_parts(self.sampler.mesh)
+        shapes = []
         while width > 1 or (slots % 2 == 0 and (slots // 2) % parts == 0):
             slots, width = (slots, -(-width // 2)) if width > 1 else (slots // 2, 1)
             if slots * width < parts * FEWEST_ROWS.get(jax.default_backend(), FEWEST_ROWS_ELSEWHERE):
@@ -266,7 +289,8 @@ class Schedule:
         contain a prompt several times, each time with other completions."""
         if not self._worth_compacting():
             return
-        live, prompts = self.row_sample >= 0, dict.fromkeys(self.slot_prompt.tolist())
+        live = self.row_sample >= 0
+        prompts = dict.fromkeys(self.slot_prompt.tolist())
         of_prompt = {p: np.flatnonzero((self.slot_prompt[:, None] == p) & live) for p in prompts}
         fits = [
             (slots, width)
@@ -278,13 +302,16 @@ class Schedule:
         slots, width = fits[-1]
         old = self.row_sample.shape[1]
         chunks = [rows[i : i + width] for rows in of_prompt.values() for i in range(0, len(rows), width)]
-        source, picked = np.zeros(slots, np.int32), np.zeros((slots, width), np.int32)
+        source = np.zeros(slots, np.int32)
+        picked = np.zeros((slots, width), np.int32)
         samples = np.full((slots, width), -1)
         for slot, chunk in enumerate(chunks):
-            source[slot], picked[slot, : len(chunk)] = chunk[0] // old, chunk
+            source[slot] = chunk[0] // old
+            picked[slot, : len(chunk)] = chunk
             samples[slot, : len(chunk)] = self.row_sample.reshape(-1)[chunk]
         self.ages = np.where(samples >= 0, self.ages.reshape(-1)[picked], 0)
-        self.slot_prompt, self.row_sample = self.slot_prompt[source], samples
+        self.slot_prompt = self.slot_prompt[source]
+        self.row_sample = samples
         moved = decoding.regroup(self.prompts, self.rows, source, picked, samples >= 0, self.sampler.mesh)
         self.prompts, self.rows = self._placed(moved)
 

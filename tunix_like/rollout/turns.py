@@ -52,7 +52,8 @@ class TurnSchedule(Schedule):
         shape = len(requests), requests[0].samples
         self.pending, self.turn_start = np.zeros(shape, bool), np.zeros(shape, int)
         self.sampled = np.zeros((*shape, sampler.max_tokens), bool)
-        self.first, self.segment_start = np.zeros(shape, int), np.zeros(self.sampled.shape, np.int32)
+        self.first = np.zeros(shape, int)
+        self.segment_start = np.zeros(self.sampled.shape, np.int32)
         super().__init__(sampler, params, requests, *rest)  # last, because this starts rows
 
     def _stop_at(self, live: int) -> int:
@@ -97,7 +98,8 @@ class TurnSchedule(Schedule):
         columns.
         """
         spans, column = fetch((self.rows.span, self.rows.column), self.sampler.mesh)
-        kept, cached = self._kept(), self.ages - self._of_rows(self.first)
+        kept = self._kept()
+        cached = self.ages - self._of_rows(self.first)
         used, most = (int(np.where(kept, each, 0).max()) for each in (spans, cached))
         if used + count <= self.rows.room and column + count <= self.rows.room:
             return
@@ -157,7 +159,8 @@ class TurnSchedule(Schedule):
         """
         if not stopped.any():
             return []
-        tokens, turns = fetch(self.rows.tokens, self.sampler.mesh), []
+        tokens = fetch(self.rows.tokens, self.sampler.mesh)
+        turns = []
         for slot, row in np.argwhere(stopped).tolist():
             group, sample = index = int(self.slot_prompt[slot]), int(self.row_sample[slot, row])
             turn = slice(self.turn_start[index], ages[slot, row])
@@ -184,9 +187,11 @@ class TurnSchedule(Schedule):
             index = index_of[group, sample]
             self.pending[group, sample] = False
             if tokens is None or ages[index] + len(tokens) >= self.sampler.max_tokens:
-                done[index], finished[index] = True, tokens is None
+                done[index] = True
+                finished[index] = tokens is None
             else:
-                appended[index], restarted[index] = tokens, restart
+                appended[index] = tokens
+                restarted[index] = restart
                 self.turn_start[group, sample] = ages[index] + len(tokens)
         samples = self._take(done, ages, finished)
         if restarted.any():
@@ -199,7 +204,8 @@ class TurnSchedule(Schedule):
         """Restarts the completions for which `chosen` is True: the model computes their next tokens as if they followed
         the prompt directly. These tokens begin a new segment of the completion."""
         for slot, row in np.argwhere(chosen).tolist():
-            index, first = (self.slot_prompt[slot], self.row_sample[slot, row]), ages[slot, row]
+            index = (self.slot_prompt[slot], self.row_sample[slot, row])
+            first = ages[slot, row]
             self.first[index] = first
             self.segment_start[index][first:] = first
         self.rows = self._placed(decoding.restart(self.rows, self.prompts, chosen))
@@ -211,18 +217,21 @@ class TurnSchedule(Schedule):
         short = max(-(-longest // 4) * 4, 4)  # the smallest bucket would add much padding to a short block
         width = min(short, length_bucket(min(longest, MOST_APPENDED)))
         for start in range(0, longest, width):
-            block, counts = np.zeros((*self.ages.shape, width), np.int32), np.zeros(self.ages.shape, np.int32)
+            block = np.zeros((*self.ages.shape, width), np.int32)
+            counts = np.zeros(self.ages.shape, np.int32)
             for index, tokens in replies.items():
                 part = tokens[start : start + width]
                 counts[index] = len(part)
                 block[index][width - len(part) :] = part
             self._free_columns(width)
-            given = self.sampler.graphdef, self.params, self.prompts, self.rows
-            self.rows = self._placed(decoding.append(*given, block, counts))
+            self.rows = self._placed(
+                decoding.append(self.sampler.graphdef, self.params, self.prompts, self.rows, block, counts)
+            )
             self.ages = self.ages + counts
             self.sampler.row_steps += block.size
         resumed = np.zeros(self.ages.shape, bool)
         for index in replies:
             resumed[index] = True
-        live, ended = self.rows.live | resumed, self.rows.ended & ~resumed
+        live = self.rows.live | resumed
+        ended = self.rows.ended & ~resumed
         self.rows = self._placed(self.rows._replace(live=live, ended=ended))

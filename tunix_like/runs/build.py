@@ -101,8 +101,9 @@ class Parts(NamedTuple):
         graphdef = nnx.split(self.model)[0]
         others = described_others(self.config, self.model, self.mesh)
         engine = make_engine(graphdef, self.tokenizer, self.config.rollout, self.mesh, *others)
-        given = self.tokenizer, self.source, self.rewards, self.environments
-        return make_evaluator(self.config, settings, engine, *given)
+        return make_evaluator(
+            self.config, settings, engine, self.tokenizer, self.source, self.rewards, self.environments
+        )
 
     @property
     def judged(self) -> bool:
@@ -129,7 +130,8 @@ def check_config(config: Config) -> tuple[Config, type[Learner] | type[DPOLearne
     learner = find_learner(config.algorithm.advantage_estimator)
     algorithm = resolve(config.algorithm, learner.config_class)
     template_variables(config.data)
-    max_tokens, by_source = config.rollout.max_tokens_to_generate, source_estimators(config.data, algorithm)
+    max_tokens = config.rollout.max_tokens_to_generate
+    by_source = source_estimators(config.data, algorithm)
     teacher = resolve_teacher(None, config.teacher)
     check_served(teacher, config.rollout)
     resolve_critic(None, config.critic, algorithm)
@@ -196,7 +198,8 @@ def _check_pairs(config: Config) -> tuple[Config, type[DPOLearner]]:
 
 
 def _check_lora(config: Config) -> None:
-    lora, model = config.lora, config.model
+    lora = config.lora
+    model = config.model
     if lora.rank is not None:
         return
     if unread := [name for name in ("alpha", "targets") if getattr(lora, name) is not None]:
@@ -257,8 +260,9 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     first = None if player is None else player.check(source.train, config.rollout.max_prompt_length)
     teacher = _load_teacher(config, model, tokenizer, abstract, mesh)
     critic = _load_critic(config, tokenizer, abstract, mesh)
-    others = weights, environments, first, teacher, critic
-    parts = Parts(config, learner, source, model, tokenizer, rewards, mesh, *others)
+    parts = Parts(
+        config, learner, source, model, tokenizer, rewards, mesh, weights, environments, first, teacher, critic
+    )
     if (
         config.training.best_metric is not None and not config.trains_pairs
     ):  # checked here, because SFT can run before the learner is built
@@ -323,7 +327,8 @@ def named_model(section: ModelConfig, own: Tokenizer | None) -> str | dict[str, 
 def load_policy(
     config: Config, own: Tokenizer | None, abstract: bool, mesh: Mesh | None
 ) -> tuple[Decoder, Tokenizer, str]:
-    section, what = config.model, named_model(config.model, own)
+    section = config.model
+    what = named_model(config.model, own)
     if config.lora.rank is not None:
         resolve_adapters(load_config(what), config.lora)  # checked before weights are read, which can take minutes
     if abstract:

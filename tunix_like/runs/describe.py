@@ -28,8 +28,10 @@ from tunix_like.training.sizes import MemoryEstimate, estimate_memory
 
 def describe(parts: Parts) -> list[tuple[str, str]]:
     """Returns labels and texts that describe a run for the screen."""
-    config, algorithm = parts.config, parts.config.algorithm
-    prompts, size = config.data.batch_size, algorithm.num_generations
+    config = parts.config
+    algorithm = parts.config.algorithm
+    prompts = config.data.batch_size
+    size = algorithm.num_generations
     updates = updates_per_batch(config)
     place = "reward" if algorithm.kl_in_reward else "loss"
     kl = f"{algorithm.kl_loss_mode} in the {place}, beta {algorithm.beta:g}" if algorithm.beta else "none (beta 0)"
@@ -174,7 +176,8 @@ def _describe_preference(config: Config) -> str:
 
 
 def _describe_sources(parts: Parts) -> list[tuple[str, str]]:
-    by_source, out = parts.source_estimators, []
+    by_source = parts.source_estimators
+    out = []
     for label, part in parts.source.parts.items():
         given = dict(by_source.get(label, {}))
         name = given.pop("advantage_estimator", parts.config.algorithm.advantage_estimator)

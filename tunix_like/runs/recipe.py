@@ -83,7 +83,9 @@ def prepared(
       callbacks: told of SFT. Those of RL are an argument of `Learner.train`.
       on_claim: called after the folder was checked and the config of the run was written into it (`folder.claim`).
     """
-    source, unsaved, folder = parts.source, None, local_folder(place)
+    source = parts.source
+    unsaved = None
+    folder = local_folder(place)
     with owned(place):
         claim(place, parts)
         on_claim()
@@ -99,7 +101,8 @@ def prepared(
 
 def check_answers(parts: Parts) -> None:
     """Checks the answers of SFT, and the pairs, of all rows, as their trainers do. Raises UserError."""
-    config, source = parts.config, parts.source
+    config = parts.config
+    source = parts.source
     if config.sft.max_steps:
         checked_answers(with_prompts(source.train), parts.tokenizer, config.rollout)
     if issubclass(parts.learner, DPOLearner):
@@ -196,7 +199,9 @@ def make_learner(parts: Parts, folder: Path, engine: Engine | None = None) -> Le
 
 def _make_pair_learner(parts: Parts, learner: type[DPOLearner], folder: Path) -> DPOLearner:
     """Builds a learner on pairs of completions. If there are rewards, its evaluations also sample and score answers."""
-    config, evaluate, names = parts.config, None, list[str]()
+    config = parts.config
+    evaluate = None
+    names = list[str]()
     if len(parts.source.eval) and parts.rewards:
         evaluator = parts.evaluator(config.eval)
         names = evaluator.objectives()
@@ -217,7 +222,9 @@ def _make_pair_learner(parts: Parts, learner: type[DPOLearner], folder: Path) ->
 def fine_tune(parts: Parts, folder: Path, callbacks: Sequence[Callback], another_follows: bool) -> NotSaved | None:
     """Runs SFT on the run's model in place. `training.callbacks` are those of training that follows. If the last
     checkpoint cannot be written and no signal stopped SFT, the error is returned, so that the run can continue."""
-    config, evaluate, evaluator = parts.config, None, None
+    config = parts.config
+    evaluate = None
+    evaluator = None
     if len(parts.source.eval) and parts.judged:
         quick = dataclasses.replace(config.eval, samples=1, k=[1], batch_size=4 * config.eval.batch_size)
         evaluator = parts.evaluator(quick)

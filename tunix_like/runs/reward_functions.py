@@ -46,7 +46,8 @@ def reward_entries(config: Config, default: str | None = None) -> list[RewardEnt
         raise UserError("rewards.functions: the list is empty; leave it unset to use the reward of the data source.")
     out: list[RewardEntry] = []
     for i, entry in enumerate(entries):
-        name, weight = entry.get("name"), entry.get("weight", 1.0)
+        name = entry.get("name")
+        weight = entry.get("weight", 1.0)
         arguments = {key: value for key, value in entry.items() if key not in ("name", "weight")}
         if not isinstance(name, str) or (arguments and name not in SERVED):
             hint = f" {nearest(str(min(arguments)), ('name', 'weight'))}" if arguments else ""

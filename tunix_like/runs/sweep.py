@@ -67,10 +67,12 @@ def read_sweep(file: Path) -> Sweep:
         raise UserError(
             f"{file}: folder: got {fields['folder']!r}; a sweep needs a folder of this machine, or a shared one."
         )
-    number, parameters = fields.get("trials"), fields["parameters"]
+    number = fields.get("trials")
+    parameters = fields["parameters"]
     if number is not None and (not isinstance(number, int) or number < 1):
         raise UserError(f"{file}: trials: got {number!r}; give the number of random trials; unset: a grid.")
-    config, folder = Path(fields["config"]), Path(fields.get("folder") or f"runs/{file.stem}")
+    config = Path(fields["config"])
+    folder = Path(fields.get("folder") or f"runs/{file.stem}")
     values = {key: _values(f"{file}: parameters: {key}", given, number) for key, given in parameters.items()}
     if number is None:
         chosen = [dict(zip(values, row, strict=True)) for row in product(*values.values())]
@@ -94,7 +96,9 @@ def _values(where: str, given: Any, number: int | None) -> Any:
     if isinstance(given, list) and given:
         return given
     if isinstance(given, Mapping) and number is not None and {"low", "high"} <= given.keys() <= {"low", "high", "log"}:
-        low, high, log = given["low"], given["high"], given.get("log", False)
+        low = given["low"]
+        high = given["high"]
+        log = given.get("log", False)
         numbers = all(isinstance(end, int | float) and not isinstance(end, bool) for end in (low, high))
         if numbers and low < high and (low > 0 or not log):
             return given

@@ -187,8 +187,7 @@ def evaluator_of(trained: Trained, on_training_rows: bool = False) -> Evaluator:
             "rewards.functions: this run had no rewards (distillation), and an evaluation needs one; set it."
         )
     engine = make_engine(trained.graphdef, trained.tokenizer, config.rollout, trained.mesh)
-    given = trained.tokenizer, source, rewards, environments
-    evaluator = make_evaluator(config, config.eval, engine, *given)
+    evaluator = make_evaluator(config, config.eval, engine, trained.tokenizer, source, rewards, environments)
     if evaluator.skipped is not None:
         evaluator.skipped.warn("evaluation")
     return evaluator

@@ -123,7 +123,8 @@ def avoid_absent_tpu() -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
 
 
-_GOOGLE, _NETWORK_CARD = "0x1ae0", "0x0042"
+_GOOGLE = "0x1ae0"
+_NETWORK_CARD = "0x0042"
 """PCI numbers of the vendor of TPUs, and of the network card of its virtual machines."""
 
 

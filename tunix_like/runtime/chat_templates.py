@@ -36,7 +36,9 @@ class TemplateFailed(Exception):
 
 def render(source: str, variables: Mapping[str, Any], size: int) -> str:
     """Renders a chat template with plain values of `size` characters in total."""
-    most, length, pieces = MOST + GROWTH * size, 0, []
+    most = MOST + GROWTH * size
+    length = 0
+    pieces = []
     token = _deadline.set(time.monotonic() + SECONDS)
     try:
         for piece in _compile(source).generate(variables):

@@ -60,7 +60,8 @@ def local_copy(url: str, key: str, patterns: Sequence[str] = ("*",)) -> Path:
     versions = sorted((path, str(system.ukey(path))) for path in objects)
     digest = hashlib.sha256(json.dumps([url, versions]).encode()).hexdigest()[:24]
     cache = cache_folder()
-    folder, part = cache / digest, cache / f"{digest}.part"
+    folder = cache / digest
+    part = cache / f"{digest}.part"
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{digest}.lock"):  # processes of a host share the copy

@@ -49,7 +49,9 @@ class _Stream(io.RawIOBase):
     def __init__(self, name: str, number: int) -> None:
         super().__init__()
         self.error: OSError | None = None
-        self._name, self._number, self._moved = name, number, False
+        self._name = name
+        self._number = number
+        self._moved = False
 
     def fileno(self) -> int:
         return self._number
@@ -64,7 +66,8 @@ class _Stream(io.RawIOBase):
         text = rest = bytes(data)
         while rest:
             try:
-                rest, self.error = rest[os.write(self._number, rest) :], None
+                rest = rest[os.write(self._number, rest) :]
+                self.error = None
             except BlockingIOError:  # a non-blocking stream that another process has filled
                 time.sleep(0.01)
             except OSError as error:

@@ -67,7 +67,8 @@ class Stopwatch:
     """Measures seconds since its construction, without compilations."""
 
     def __init__(self) -> None:
-        self._compilations, self._began = Compilations(), time.perf_counter()
+        self._compilations = Compilations()
+        self._began = time.perf_counter()
         self._compiled = 0.0
 
     def seconds(self) -> float:
@@ -114,7 +115,8 @@ class Profile:
     """Writes a profiler trace of the steps `steps[0]` to `steps[1]` to `folder/profile`."""
 
     def __init__(self, steps: Sequence[int] | None, folder: Path | None) -> None:
-        self.steps, self.folder = steps, folder
+        self.steps = steps
+        self.folder = folder
         self._running = False
         check_profile_steps(steps)
         if steps is not None and folder is None:

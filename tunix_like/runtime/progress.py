@@ -40,7 +40,10 @@ _STEPS = 20
 
 class _Task:
     def __init__(self, name: str, total: int | None, done: int) -> None:
-        self.name, self.total, self.done, self.note = name, total, done, ""
+        self.name = name
+        self.total = total
+        self.done = done
+        self.note = ""
         self.began = time.monotonic()
         self.marks = collections.deque([(self._worked(self.began), done)], maxlen=_STEPS + 1)
         self.steps = 0
@@ -51,7 +54,8 @@ class _Task:
         return now if _SHOWN is None else now - _SHOWN.compiled(now)
 
     def advance(self, done: int, note: str = "") -> None:
-        self.done, self.note = self.done + done, note
+        self.done = self.done + done
+        self.note = note
         if not done:
             return
         self.steps += 1
@@ -69,7 +73,8 @@ class _Task:
         """Estimates the remaining seconds from the last steps, without their compilations; the first step counts only
         alone. A step that takes longer than the average is taken to end now."""
         marks = list(self.marks)  # a copy, because another thread appends to the deque
-        (first, before), (last, done) = marks[0], marks[-1]
+        first, before = marks[0]
+        last, done = marks[-1]
         if self.total is None or done == before or done >= self.total:
             return None
         pace = (last - first) / (done - before)
@@ -90,7 +95,8 @@ class _Cell:
     def add(self, row: Mapping[str, Any], total: int | None) -> None:
         self._newest = console.row_line(row, total)
         if any("eval/" in name for name in row):
-            self._evaluated, self._newest = self._newest, ""
+            self._evaluated = self._newest
+            self._newest = ""
 
     def end(self, line: str) -> None:
         """Keeps the metrics of the last step and the last line of a task that had steps."""
@@ -126,8 +132,10 @@ class _Display:
         self.tasks: list[_Task] = []
         self.compiling: tuple[str, float] | None = None
         self.seconds_compiled = 0.0
-        self.every, self.paused = every, False
-        self._bar, self._lines = console.has_bottom_line(), lines
+        self.every = every
+        self.paused = False
+        self._bar = console.has_bottom_line()
+        self._lines = lines
         self.cell = _Cell() if console.in_notebook() else None
         self._live: rich.live.Live | None = None
         self._over = threading.Event()
@@ -212,7 +220,8 @@ class _Display:
             self.tick()
 
     def _render(self) -> rich.table.Table:
-        now, grid = time.monotonic(), rich.table.Table.grid(padding=(0, 2, 0, 0))
+        now = time.monotonic()
+        grid = rich.table.Table.grid(padding=(0, 2, 0, 0))
         if not console.has_bottom_line():  # the terminal was closed and replaced by a file
             return grid
         for task in self.tasks[:1]:
@@ -222,7 +231,8 @@ class _Display:
             texts = [rich.text.Text(text) for text in (times, task.note, self.parts(now)) if text]
             grid.add_row(rich.text.Text(task.name + task.count), bar, *texts)
             for column in grid.columns:
-                column.no_wrap, column.overflow = True, "ellipsis"
+                column.no_wrap = True
+                column.overflow = "ellipsis"
         return grid
 
 
@@ -234,7 +244,8 @@ def shown(*, lines: bool = True, every: float = 30.0) -> Iterator[None]:
     """Shows the progress of tasks that start inside this context. Without a terminal, `lines` allows a plain line after
     each `every` seconds without output."""
     global _SHOWN
-    before, _SHOWN = _SHOWN, _Display(lines, every)
+    before = _SHOWN
+    _SHOWN = _Display(lines, every)
     try:
         yield
     finally:

@@ -21,7 +21,8 @@ from pathlib import Path
 
 logger = logging.getLogger("tunix_like")
 
-FILE, EARLIER = "trace.json", "trace_earlier.json"
+FILE = "trace.json"
+EARLIER = "trace_earlier.json"
 
 MOST_BYTES = 10_000_000
 """Size at which the file is renamed to `EARLIER`, which it replaces, so a long run keeps its newest events."""
@@ -45,7 +46,8 @@ class _Trace:
         self._origin = time.time_ns() - time.perf_counter_ns()
         # The end of the last event of each track, with its number, in ascending order.
         self._ends: dict[str, list[tuple[int, int]]] = {group: [] for group in _GROUPS[1:]}
-        self._trainer, self._warned = threading.get_ident(), False
+        self._trainer = threading.get_ident()
+        self._warned = False
         self._unwritten: list[str] = []
         self._written = 0  # when, in microseconds
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +91,9 @@ class _Trace:
 
     def add_call(self, group: str, name: str, start: float, end: float, args: Mapping[str, int]) -> None:
         """Adds a call to the track of the group that has been free for the shortest time."""
-        first, last, ends = self._time(start), self._time(end), self._ends[group]
+        first = self._time(start)
+        last = self._time(end)
+        ends = self._ends[group]
         with self._lock:
             free = bisect.bisect_left(ends, (first + 1,))
             track = ends.pop(free - 1)[1] if free else len(ends)
@@ -118,7 +122,8 @@ class _Trace:
             self._flush()
 
     def _flush(self) -> None:
-        lines, self._unwritten = self._unwritten, []
+        lines = self._unwritten
+        self._unwritten = []
         if not lines or self._file < 0:
             return
         data = ((",\n" if self._end > 1 else "\n") + ",\n".join(lines) + "\n]").encode()

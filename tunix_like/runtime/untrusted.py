@@ -14,7 +14,10 @@ import string
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-_BEGIN, _END, _OPEN, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
+_BEGIN = "\ufdd0"
+_END = "\ufdd1"
+_OPEN = "\ufdd2"
+_CLOSE = "\ufdd3"
 _RESERVED = re.compile("[\ufdd0-\ufdef]")
 _MARKED = re.compile(f"{_BEGIN}([^{_BEGIN}{_END}]*){_END}")
 _REFERENCE = re.compile(f"{_OPEN}(\\d*){_CLOSE}")
@@ -60,7 +63,8 @@ def fill(template: str, values: Mapping[str, Any]) -> Filled:
     """Returns `template.format_map(values)` together with the positions of the inserted values. Names of values can
     contain dots and brackets: `a.b`, `a[b]`."""
     pieces = _MARKED.split(_Marking().vformat(_clean(template), (), values))  # template, value, template, ...
-    filled, ends = Filled("".join(pieces)), list(itertools.accumulate(map(len, pieces)))
+    filled = Filled("".join(pieces))
+    ends = list(itertools.accumulate(map(len, pieces)))
     filled.values = list(zip(ends[::2], ends[1::2], strict=False))
     return filled
 
@@ -137,14 +141,16 @@ def _cut(text: str, control: tuple[str, ...]) -> str:
     text is ignored, because a template can strip it."""
     kept = text.strip()
     pieces = _pieces(control)
-    head, tail = kept[: pieces.longest], kept[-pieces.longest :]
+    head = kept[: pieces.longest]
+    tail = kept[-pieces.longest :]
     # Most texts lack the first and the last characters of control tokens (such as `<` and `>`), and need no search.
     front = back = kept in pieces.inner
     if not pieces.lasts.isdisjoint(head):
         front |= any(head[:size] in pieces.rests for size in range(1, len(head) + 1))
     if not pieces.firsts.isdisjoint(tail):
         back |= any(tail[-size:] in pieces.prefixes for size in range(1, len(tail) + 1))
-    begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
+    begin = len(text) - len(text.lstrip())
+    end = len(text.rstrip())
     return f"{text[:begin]}{_CUT * front}{kept}{_CUT * back}{text[end:]}" if front or back else text
 
 

@@ -129,7 +129,8 @@ def place_of(
     if ":" in name:
         file, _, attribute = name.rpartition(":")
         return f"{Path(file).resolve()}:{attribute}" if file.endswith(".py") else name
-    module, attribute = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    module = getattr(function, "__module__", None)
+    attribute = getattr(function, "__qualname__", "")
     if module != "__main__" and getattr(sys.modules.get(str(module)), attribute, None) is function:
         file = str(sys.modules[str(module)].__file__)
         return f"{file}:{attribute}" if str(module).startswith("tunix_like_user_") else f"{module}:{attribute}"

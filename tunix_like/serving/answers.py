@@ -36,7 +36,8 @@ class Choice:
     """
 
     def __init__(self, index: int, job: Job, request: Request, tokenizer: Tokenizer):
-        self.index, self.job = index, job
+        self.index = index
+        self.job = job
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.tops: list[Sequence[tuple[int, float]]] = []
@@ -49,12 +50,15 @@ class Choice:
 
     def add(self, part: Part) -> str:
         """Adds the tokens of `part` to the completion; returns the new text."""
-        text, used = "", len(part.tokens)
-        self.reason, self.stopped_by = part.reason, part.stop_id
+        text = ""
+        used = len(part.tokens)
+        self.reason = part.reason
+        self.stopped_by = part.stop_id
         if self._stream is not None:
             text, used, stop = self._stream.add(part.tokens, last=part.reason is not None)
             if stop is not None:
-                self.reason, self.stopped_by = "stop", stop
+                self.reason = "stop"
+                self.stopped_by = stop
         self.tokens += part.tokens[:used]
         self.logprobs += part.logprobs[:used]
         self.tops += part.tops[:used]
@@ -68,7 +72,9 @@ class Answer(abc.ABC):
     """The answer to one request, in the format of its HTTP route."""
 
     def __init__(self, request: Request, settings: Settings, tokenizer: Tokenizer):
-        self.request, self.settings, self.tokenizer = request, settings, tokenizer
+        self.request = request
+        self.settings = settings
+        self.tokenizer = tokenizer
         pairs = [(job, sample) for job in request.jobs for sample in range(job.count)]
         self.choices = {pair: Choice(index, pair[0], request, tokenizer) for index, pair in enumerate(pairs)}
 
@@ -93,11 +99,14 @@ class Answer(abc.ABC):
 class ChoicesAnswer(Answer):
     """An answer with a list of choices, one per completion."""
 
-    kind, streamed_kind, prefix = "", "", ""
+    kind = ""
+    streamed_kind = ""
+    prefix = ""
 
     def __init__(self, request: Request, settings: Settings, tokenizer: Tokenizer):
         super().__init__(request, settings, tokenizer)
-        self.id, self.created = f"{self.prefix}{secrets.token_hex(16)}", int(time.time())
+        self.id = f"{self.prefix}{secrets.token_hex(16)}"
+        self.created = int(time.time())
 
     def whole(self) -> dict[str, Any]:
         choices = [self.choice(choice) for choice in self.choices.values()]
@@ -189,7 +198,9 @@ class CompletionAnswer(ChoicesAnswer):
 class ChatAnswer(ChoicesAnswer):
     """The answer to a request of the HTTP route `/v1/chat/completions`."""
 
-    kind, streamed_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+    kind = "chat.completion"
+    streamed_kind = "chat.completion.chunk"
+    prefix = "chatcmpl-"
 
     def __init__(self, request: Request, settings: Settings, tokenizer: Tokenizer):
         super().__init__(request, settings, tokenizer)
@@ -308,7 +319,8 @@ class ReplyAnswer(Answer):
 
     def _events(self, text: str) -> Iterator[Event]:
         """Yields the events of new text, and those of the end if the completion has ended."""
-        job, choice = self._choice.job, self._choice
+        job = self._choice.job
+        choice = self._choice
         usage = Usage(len(job.prompt), len(choice.tokens), job.reused)
         if not self._begun:
             self._begun = True

@@ -134,14 +134,17 @@ class _Guard:
     """Checks the API key, counts the requests, and measures the duration of the successful requests that sample."""
 
     def __init__(self, app: ASGIApp, server: Server, key: str | None, paths: set[str]):
-        self._app, self._metrics, self._paths = app, server.metrics, paths
+        self._app = app
+        self._metrics = server.metrics
+        self._paths = paths
         self._expected = None if key is None else f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, began = DISCONNECTED, time.monotonic()
+        status = DISCONNECTED
+        began = time.monotonic()
 
         async def counted(message: Message) -> None:
             nonlocal status
@@ -251,7 +254,8 @@ async def _parsed(server: Server, http: Http, parse: Callable[[bytes, Settings, 
     # it.
     if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError("the content type must be application/json", http=415)
-    parts, size = [], 0
+    parts = []
+    size = 0
     try:
         async for part in http.stream():
             parts.append(part)

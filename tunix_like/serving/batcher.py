@@ -70,7 +70,8 @@ class Batcher:
     """
 
     def __init__(self, runner: Runner, deliver: Callable[[Sequence[tuple[Job, Part]]], object]):
-        self.runner, self.deliver = runner, deliver
+        self.runner = runner
+        self.deliver = deliver
         self._rows: list[_Running | None] = [None] * runner.rows
         self._keep = np.ones(runner.rows, bool)
         self._waiting: collections.deque[Job] = collections.deque()
@@ -149,7 +150,8 @@ class Batcher:
         if not live:
             return
         self._fit(0)
-        waiting, rows = bool(self._waiting), self.runner.rows
+        waiting = bool(self._waiting)
+        rows = self.runner.rows
         steps = int(np.clip(SECONDS_OF_CALL / max(self.runner.pace, 1e-6), FEWEST_STEPS, MOST_STEPS))
         if waiting and live < rows:
             steps = min(steps, STEPS_BESIDE_WAITING)
@@ -164,7 +166,8 @@ class Batcher:
         return [(row, each) for row, each in enumerate(self._rows) if each is not None]
 
     def _free(self, row: int) -> None:
-        self._rows[row], self._keep[row] = None, False
+        self._rows[row] = None
+        self._keep[row] = False
 
     def _fit(self, prompt: int) -> None:
         """Makes the caches wide enough for one more token of each running completion, for the prompts of these
@@ -176,7 +179,8 @@ class Batcher:
 
     def _cancel(self) -> None:
         with self._changed:
-            cancelled, self._cancelled = self._cancelled, []
+            cancelled = self._cancelled
+            self._cancelled = []
             for job, sample in cancelled:
                 if sample is None and job in self._waiting:
                     self._waiting.remove(job)
@@ -188,7 +192,8 @@ class Batcher:
 
     def _start(self) -> None:
         """Starts waiting completions in free rows, in the order in which their prompts arrived."""
-        computed, beside = 0, bool(self.running)
+        computed = 0
+        beside = bool(self.running)
         while free := [row for row, each in enumerate(self._rows) if each is None]:
             jobs = self._next_jobs(len(free))
             if not jobs:
@@ -216,13 +221,16 @@ class Batcher:
         chosen = jobs[:1]
         if not jobs or jobs[0].prefilled is not None:
             return chosen
-        prompts, longest = {jobs[0].prompt}, len(jobs[0].prompt)
+        prompts = {jobs[0].prompt}
+        longest = len(jobs[0].prompt)
         for job in jobs[1:]:
-            more, length = prompts | {job.prompt}, max(longest, len(job.prompt))
+            more = prompts | {job.prompt}
+            length = max(longest, len(job.prompt))
             if job.prefilled is not None or len(more) > self._at_once(length):
                 break
             chosen.append(job)
-            prompts, longest = more, length
+            prompts = more
+            longest = length
         # A prefill of several prompts is padded to a fixed number of prompts. For few prompts, single prefills are
         # faster.
         if len(prompts) > 1 and 2 * len(prompts) < self._at_once(longest):
@@ -240,7 +248,8 @@ class Batcher:
         self._fit(jobs[0].prefilled.width)
         self.runner.start(places)
         for row, job, sample in places:  # after `start`, so that a failure of it fails all completions that wait
-            self._rows[row], self._keep[row] = _Running(job, sample), True
+            self._rows[row] = _Running(job, sample)
+            self._keep[row] = True
             job.started += 1
         for job in jobs:
             if job.started == job.count:
@@ -252,18 +261,24 @@ class Batcher:
     def _parts(self, sampled: Sampled) -> list[tuple[Job, Part]]:
         """Returns the new tokens of each running completion, and frees the rows of those that have ended. A completion
         with a log-probability that is not finite ends with an error: the model has computed no valid logits for it."""
-        parts, broken = [], 0
+        parts = []
+        broken = 0
         for row, (job, sample) in self._occupied():
             count = int(sampled.counts[row])
-            tokens, logprobs = sampled.tokens[row, :count].tolist(), sampled.logprobs[row, :count].tolist()
+            tokens = sampled.tokens[row, :count].tolist()
+            logprobs = sampled.logprobs[row, :count].tolist()
             reason = None if sampled.live[row] else "stop" if sampled.ended[row] else "length"
             stop_ids = job.sampling.stop_ids
             stop_id = next((token for token in tokens if token in stop_ids), None) if stop_ids else None
             if stop_id is not None:
-                reason, end = "stop", tokens.index(stop_id) + 1
+                reason = "stop"
+                end = tokens.index(stop_id) + 1
                 tokens, logprobs = tokens[:end], logprobs[:end]
             if not np.isfinite(logprobs).all():
-                tokens, logprobs, reason, stop_id = [], [], "error", None
+                tokens = []
+                logprobs = []
+                reason = "error"
+                stop_id = None
                 broken += 1
             if reason is not None:
                 self._free(row)
@@ -284,6 +299,7 @@ class Batcher:
         for job in jobs:
             job.prefilled = None
             ended |= dict.fromkeys(_Running(job, sample) for sample in range(job.started, job.count))
-        self._rows, self._keep = [None] * self.runner.rows, np.ones(self.runner.rows, bool)
+        self._rows = [None] * self.runner.rows
+        self._keep = np.ones(self.runner.rows, bool)
         self.deliver([(job, Part(sample, [], [], "error")) for job, sample in ended])
         self._lost = True

@@ -35,9 +35,11 @@ KEY_WORDS = 2
 KEYS = "threefry2x32"
 """Name of the random number generator for the keys of `jax.random`. The data of such a key are two 32-bit words."""
 
-FIRST_WIDTH, FACTOR = 64, 4
+FIRST_WIDTH = 64
+FACTOR = 4
 SHORTEST_PROMPT = 32
-TOKENS_OF_PREFILL, PROMPTS_OF_PREFILL = 1024, 8
+TOKENS_OF_PREFILL = 1024
+PROMPTS_OF_PREFILL = 8
 
 SHORTEST_CHUNK = 128
 """Minimum number of tokens that one call of `continue_prompt` computes. On an accelerator, a call for fewer tokens
@@ -125,8 +127,9 @@ def continue_prompt(
     columns = jnp.broadcast_to(jnp.where(column < begin, column, -1), (count, 1, len(column)))
     # To `extend` they are the tokens of a completion whose prompt has no tokens.
     nothing = [(k[..., :1], v[:, :, :1]) for k, v in prompts.cache]
-    given = jnp.zeros(count, jnp.int32), nothing, prompts.cache, begin, columns
-    hidden, cache, _ = nnx.merge(graphdef, params).extend(tokens[:, None], positions, *given)
+    hidden, cache, _ = nnx.merge(graphdef, params).extend(
+        tokens[:, None], positions, jnp.zeros(count, jnp.int32), nothing, prompts.cache, begin, columns
+    )
     return Prompts(jnp.full(count, begin + width), hidden[:, 0], cache)
 
 
@@ -137,7 +140,8 @@ def _columns(cache: list[Kept]) -> int:
 @functools.partial(jax.jit, static_argnames=("graphdef", "count", "width"))
 def empty_state(graphdef: Any, params: Any, count: int, width: int) -> State:
     """Allocates the arrays of `count` rows without completions, and caches for `width` tokens."""
-    tokens, lengths = jax.ShapeDtypeStruct((count, width), jnp.int32), jax.ShapeDtypeStruct((count,), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((count, width), jnp.int32)
+    lengths = jax.ShapeDtypeStruct((count,), jnp.int32)
     shapes = jax.eval_shape(functools.partial(prefill, graphdef), params, tokens, lengths)
     prompts = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     # Rows without a completion are computed too. Their prompts have one token, because attention over no tokens is
@@ -184,7 +188,8 @@ def _place(cache: list[Kept], fresh: list[Kept], take: Bool[Array, "A"], source:
 @functools.partial(jax.jit, donate_argnames=("state",))
 def _begin(state: State, fresh: Prompts, starts: Starts) -> State:
     """Does the work of `start` except for the caches, whose lists are empty."""
-    take, rows = starts.take, state.rows
+    take = starts.take
+    rows = state.rows
 
     def key_of(seed: Array, number: Array, sample: Array) -> Array:
         key = jax.random.wrap_key_data(seed, impl=KEYS)
@@ -240,7 +245,8 @@ def advance(
     idle = ~live_at_start[:, 0]
     sampling = state.sampling._replace(temperature=jnp.where(idle, 0.0, state.sampling.temperature))
 
-    count, head = min(MOST_TOP, head.shape[1]), in_blocks(head)
+    count = min(MOST_TOP, head.shape[1])
+    head = in_blocks(head)
     shape = (MOST_STEPS, len(keep), count)
     none = jnp.zeros(shape[1:], jnp.int32), jnp.zeros(shape[1:], jnp.float32)
 
@@ -279,7 +285,8 @@ def advance(
 def resized(state: State, prompt_width: int, width: int) -> State:
     """Changes the caches of prompts to `prompt_width` columns, and the caches of completions to `width` columns. All
     running completions and their prompts must fit."""
-    prompts, rows = state.prompts, state.rows
+    prompts = state.prompts
+    rows = state.rows
     if prompt_width != state.prompt_width:
         # Rows without a completion may have had a longer prompt.
         lengths = jnp.minimum(prompts.lengths, prompt_width)

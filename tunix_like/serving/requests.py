@@ -115,7 +115,8 @@ class _Fields(BaseModel):
     def check_rest(self, prefix: str = "") -> None:
         """Raises RequestError if a parameter is unknown, or if its value would have an effect that is not supported."""
         for name, value in (self.model_extra or {}).items():
-            full, neutral = f"{prefix}{name[:64]}", UNSUPPORTED.get(name)
+            full = f"{prefix}{name[:64]}"
+            neutral = UNSUPPORTED.get(name)
             if name in IGNORED:
                 continue
             if neutral is None:
@@ -286,7 +287,8 @@ def completion_request(body: bytes, settings: Settings, tokenizer: Tokenizer) ->
 def chat_request(body: bytes, settings: Settings, tokenizer: Tokenizer) -> Request:
     """Parses a request of `/v1/chat/completions`. Raises RequestError if the request is not valid."""
     fields = _parsed(_Chat, body, settings)
-    messages, tools = checked_messages(fields.messages), checked_tools(fields.tools)
+    messages = checked_messages(fields.messages)
+    tools = checked_tools(fields.tools)
     tools = [] if fields.tool_choice == "none" else tools
     if fields.top_logprobs and not fields.logprobs:
         raise wrong("top_logprobs", "it needs logprobs: true")
@@ -305,7 +307,8 @@ def responses_request(body: bytes, settings: Settings, tokenizer: Tokenizer) -> 
     for name in ("previous_response_id", "conversation"):
         if getattr(fields, name) is not None:
             raise wrong(name, responses_api.STATELESS)
-    messages, tools = responses_api.messages_of(fields.input, fields.instructions), responses_api.tools_of(fields.tools)
+    messages = responses_api.messages_of(fields.input, fields.instructions)
+    tools = responses_api.tools_of(fields.tools)
     tools = [] if fields.tool_choice == "none" else tools
     tokens = _chat_tokens(tokenizer, messages, tools, fields.chat_template_kwargs, settings.longest, "input")
     jobs = _jobs(fields, settings, [tokens], 0, "max_output_tokens")
@@ -340,7 +343,8 @@ def count_request(body: bytes, settings: Settings, tokenizer: Tokenizer) -> int:
 
 def _messages_tokens(fields: _MessagesPrompt, tokenizer: Tokenizer, most: int) -> tuple[list[int], bool]:
     """Returns the token ids of the prompt, and whether it has tools."""
-    messages, tools = messages_api.messages_of(fields.messages, fields.system), messages_api.tools_of(fields.tools)
+    messages = messages_api.messages_of(fields.messages, fields.system)
+    tools = messages_api.tools_of(fields.tools)
     tools = tools if messages_api.calls_allowed(fields.tool_choice) else []
     return _chat_tokens(tokenizer, messages, tools, fields.chat_template_kwargs, most), bool(tools)
 
@@ -348,7 +352,8 @@ def _messages_tokens(fields: _MessagesPrompt, tokenizer: Tokenizer, most: int) -
 def generate_request(body: bytes, settings: Settings, _: Tokenizer) -> Request:
     """Parses a request of `/inference/v1/generate`. Raises RequestError if the request is not valid."""
     fields = _parsed(_Generate, body, settings)
-    sampling, prompt = fields.sampling_params, _checked_tokens("token_ids", fields.token_ids, settings)
+    sampling = fields.sampling_params
+    prompt = _checked_tokens("token_ids", fields.token_ids, settings)
     sampling.check_rest("sampling_params.")
     jobs = _jobs(sampling, settings, [prompt], 0, "sampling_params.max_tokens")
     return Request(jobs, logprobs=sampling.logprobs is not None, token_ids=fields.return_token_ids)
@@ -381,7 +386,8 @@ def _jobs(
         stop_ids=frozenset(fields.stop_token_ids),
         top=top,
     )
-    limit, jobs = f"prompt and completion have at most {settings.longest} (serve --max-length)", []
+    limit = f"prompt and completion have at most {settings.longest} (serve --max-length)"
+    jobs = []
     for number, prompt in enumerate(prompts):
         room = settings.longest - len(prompt)
         if room <= 0:

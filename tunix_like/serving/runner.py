@@ -79,7 +79,10 @@ class Job:
     """
 
     def __init__(self, prompt: Sequence[int], count: int, sampling: JobSampling, number: int = 0):
-        self.prompt, self.count, self.sampling, self.number = tuple(prompt), count, sampling, number
+        self.prompt = tuple(prompt)
+        self.count = count
+        self.sampling = sampling
+        self.number = number
         self.started = self.reused = 0
         self.prefilled: Prefilled | None = None
 
@@ -120,9 +123,12 @@ class Runner:
     state: programs.State
 
     def __init__(self, weights: Weights, rows: int, longest: int):
-        self.graphdef, self.eos_ids, self.mesh = weights.graphdef, weights.eos_ids, weights.mesh
+        self.graphdef = weights.graphdef
+        self.eos_ids = weights.eos_ids
+        self.mesh = weights.mesh
         self.rows = rows
-        self.widths, self.prompt_widths = programs.widths_of(longest), programs.prompt_widths_of(longest)
+        self.widths = programs.widths_of(longest)
+        self.prompt_widths = programs.prompt_widths_of(longest)
         # Not jitted, because a jitted function would copy weights that already have the compute dtype.
         self.params = jax.tree.map(jnp.asarray, decoding.cast_params(weights.graphdef, weights.params))
         model = nnx.merge(self.graphdef, self.params)
@@ -149,7 +155,8 @@ class Runner:
                 # compiled twice.
                 state = jax.device_put(state, next(iter(self.head.devices())))
             self.state = place_slots(state, self.mesh)
-        self.ages, self._steps = np.zeros(self.rows, np.int64), 0
+        self.ages = np.zeros(self.rows, np.int64)
+        self._steps = 0
 
     def prompt_width(self, length: int) -> int:
         """Returns the number of tokens to which a prompt of `length` tokens is padded."""
@@ -202,14 +209,16 @@ class Runner:
         if earlier == prompts[0]:
             return earlier, 0
         # The last token is always computed, because the earlier prompt has only the hidden state of its own last token.
-        chunk, missing = programs.chunk_of(width), max(1, len(prompts[0]) - common)
+        chunk = programs.chunk_of(width)
+        missing = max(1, len(prompts[0]) - common)
         missing = -(-missing // chunk) * chunk
         return (earlier, missing) if 2 * missing <= width and missing <= len(prompts[0]) else None
 
     def _continue(self, prompt: Tokens, earlier: Prefilled, missing: int, width: int) -> Prefilled:
         """Computes the last `missing` tokens of a prompt in chunks. No chunk is padded: the first one may begin with
         tokens that the earlier prompt has too."""
-        prompts, reused = earlier.prompts, len(prompt) - missing
+        prompts = earlier.prompts
+        reused = len(prompt) - missing
         if earlier.width != width:
             cache = programs.resized_prompts(prompts.cache, width)
             prompts = place_slots(prompts._replace(cache=cache), self.mesh)
@@ -225,9 +234,11 @@ class Runner:
 
     def _prefill(self, prompts: Sequence[Tokens], width: int) -> list[Prefilled]:
         count = self._count(prompts, width)
-        tokens, lengths = np.zeros((count, width), np.int32), np.ones(count, np.int32)
+        tokens = np.zeros((count, width), np.int32)
+        lengths = np.ones(count, np.int32)
         for index, prompt in enumerate(prompts):
-            tokens[index, : len(prompt)], lengths[index] = prompt, len(prompt)
+            tokens[index, : len(prompt)] = prompt
+            lengths[index] = len(prompt)
         inputs = place_prompts((tokens, lengths), self.mesh, axis=0)
         out = place_slots(decoding.prefill(self.graphdef, self.params, *inputs), self.mesh)
         return [Prefilled(out, index, width) for index in range(len(prompts))]
@@ -239,11 +250,14 @@ class Runner:
         for row, job, sample in places:
             assert job.prefilled is not None
             sampling = job.sampling
-            starts.take[row], starts.source[row] = True, job.prefilled.entry
+            starts.take[row] = True
+            starts.source[row] = job.prefilled.entry
             starts.seed[row] = sampling.seed >> 32, sampling.seed & 0xFFFFFFFF
-            starts.number[row], starts.sample[row] = job.number, sample
+            starts.number[row] = job.number
+            starts.sample[row] = sample
             starts.limits[row] = sampling.max_tokens
-            starts.sampling.temperature[row], starts.sampling.top_p[row] = sampling.temperature, sampling.top_p
+            starts.sampling.temperature[row] = sampling.temperature
+            starts.sampling.top_p[row] = sampling.top_p
             starts.sampling.top_k[row] = self.head.shape[1] if sampling.top_k is None else sampling.top_k
             self.ages[row] = 0
         prefilled = places[0][1].prefilled
@@ -271,7 +285,8 @@ class Runner:
         """Samples up to `steps` tokens of each running completion. Stops earlier when at most `stop_at` completions are
         unfinished, or when the cache of a completion is full. Completions for which `keep` is False are cancelled. If
         `top` is True for a completion, the most probable tokens are returned too."""
-        until, began = np.array([stop_at, steps], np.int32), time.perf_counter()
+        until = np.array([stop_at, steps], np.int32)
+        began = time.perf_counter()
         top = np.zeros(self.rows, bool) if top is None else top
         state, tops = programs.advance(
             self.graphdef, self.params, self.head, self.state, keep, until, self.eos_ids, top
@@ -284,7 +299,8 @@ class Runner:
             seconds = (time.perf_counter() - began) / count
             self.pace = seconds if not self.pace else 0.8 * self.pace + 0.2 * seconds
         self._steps = int(done)
-        counts, self.ages = np.where(keep, ages[:, 0] - self.ages, 0), ages[:, 0].astype(np.int64)
+        counts = np.where(keep, ages[:, 0] - self.ages, 0)
+        self.ages = ages[:, 0].astype(np.int64)
         best = fetch(tops, self.mesh) if top.any() else None
         return Sampled(counts, tokens[:, 0], logprobs[:, 0], live[:, 0], ended[:, 0], best)
 
@@ -299,7 +315,8 @@ class Runner:
         ]
         pairs = [(prompt, width) for width in self.widths for prompt in self.widths if prompt <= width]
         continued = self.prompt_widths if self.continues else ()
-        fresh, chunks = {}, [width for width in continued if 2 * programs.chunk_of(width) <= width]
+        fresh = {}
+        chunks = [width for width in continued if 2 * programs.chunk_of(width) <= width]
         with progress.task("compiling", len(shapes) + len(pairs) + 1) as advance:
             for number, (width, count) in enumerate(shapes):
                 fresh[width, count] = self._prefill([(0,)] * count, width)[0].prompts
@@ -331,7 +348,8 @@ class Runner:
                 self._start(prompts, self._no_starts())
         # Only steps with live rows show whether the memory suffices and how long a step takes.
         everything = self._no_starts()
-        everything.take[:], everything.limits[:] = True, 3
+        everything.take[:] = True
+        everything.limits[:] = 3
         for _ in range(2):
             self._start(next(iter(fresh.values())), everything)
             self.pace = 0.0

@@ -62,11 +62,13 @@ class Server:
     """
 
     def __init__(self, settings: Settings, tokenizer: Tokenizer, runner: Runner):
-        self.settings, self.tokenizer = settings, tokenizer
+        self.settings = settings
+        self.tokenizer = tokenizer
         self.batcher = Batcher(runner, self._from_thread)
         self.metrics = Metrics(self.batcher)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.read, self.large = 0, asyncio.Lock()
+        self.read = 0
+        self.large = asyncio.Lock()
         self.queues: dict[Job, asyncio.Queue[tuple[Job, Part]]] = {}
 
     def open(self, warm_up: bool = False) -> None:
@@ -76,7 +78,8 @@ class Server:
 
     def check_room(self) -> None:
         """Raises RequestError with the status 429 if at least `max_waiting` completions wait to be started."""
-        waiting, most = self.batcher.waiting, self.settings.max_waiting
+        waiting = self.batcher.waiting
+        most = self.settings.max_waiting
         if waiting >= most:
             message = f"{waiting} completions are waiting, and the limit is {most}; try again later"
             raise RequestError(message, http=429, kind="rate_limit_error")
@@ -106,7 +109,8 @@ class Server:
         Raises:
           Failed: an error ended the sampling.
         """
-        jobs, left = answer.request.jobs, set(answer.choices)
+        jobs = answer.request.jobs
+        left = set(answer.choices)
         queue: asyncio.Queue[tuple[Job, Part]] = asyncio.Queue()
         self.queues |= dict.fromkeys(jobs, queue)
         self.metrics.prompt_tokens.inc(sum(len(job.prompt) for job in jobs))

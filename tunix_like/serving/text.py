@@ -36,7 +36,8 @@ class TextStream:
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str] = ()):
-        self._decode, self._stops = decode, [stop for stop in stops if stop]
+        self._decode = decode
+        self._stops = [stop for stop in stops if stop]
         self._window: list[int] = []  # the last tokens; the first `_read` are decoded already
         self._read = 0
         self._held = ""
@@ -57,7 +58,8 @@ class TextStream:
             text += self._held[: len(self._held) - kept]
             self._held = self._held[len(self._held) - kept :]
         if last:
-            text, self._held = text + self._held, ""
+            text = text + self._held
+            self._held = ""
         return Added(text, len(tokens), None)
 
     def _beginning(self) -> int:
@@ -68,7 +70,8 @@ class TextStream:
 
     def _decoded(self, tokens: Sequence[int], last: bool) -> str:
         self._window += tokens
-        before, after = self._decode(self._window[: self._read]), self._decode(self._window)
+        before = self._decode(self._window[: self._read])
+        after = self._decode(self._window)
         if not last and after.endswith("\ufffd"):  # probably an incomplete character
             return ""
         # The next tokens are decoded together with these tokens, because a leading space can depend on the text before
@@ -83,7 +86,8 @@ class CallStream:
     """Separates the streamed text of an answer into content and tool calls."""
 
     def __init__(self) -> None:
-        self._text, self._sent = "", 0
+        self._text = ""
+        self._sent = 0
 
     def add(self, text: str) -> str:
         """Adds text of the answer. Returns the content that was not returned before and is certainly not part of a tool
@@ -98,7 +102,8 @@ class CallStream:
             starts = [place for start in _STARTS_OF_CALLS if (place := self._text.find(start, first)) >= 0]
             end = min(starts, default=len(self._text) - self._beginning())
         end = max(len(self._text[:end].rstrip()), self._sent)
-        ready, self._sent = self._text[self._sent : end], end
+        ready = self._text[self._sent : end]
+        self._sent = end
         return ready
 
     def _beginning(self) -> int:

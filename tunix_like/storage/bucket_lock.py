@@ -59,7 +59,8 @@ class BucketLock:
     def __init__(self, url: str) -> None:
         self._url = url
         self._system, root = object_storage.opened(url, "training.output_dir")
-        self._root, self._number = f"{root}/{FOLDER}", -1
+        self._root = f"{root}/{FOLDER}"
+        self._number = -1
         self.token = secrets.token_hex(8)
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         self._own = Owner(self.token, os.getpid(), socket.gethostname(), since)
@@ -74,7 +75,8 @@ class BucketLock:
           UserError: the owner is alive, or the lock cannot be written.
         """
         try:
-            seen, began = None, time.monotonic()
+            seen = None
+            began = time.monotonic()
             while True:
                 number, owner = self._newest()
                 if owner is not None and owner.held and owner.token not in gone:
@@ -120,7 +122,8 @@ class BucketLock:
 
     def _create(self, number: int) -> bool:
         """Returns whether this run has created the object `number`, and then removes those of earlier owners."""
-        path, failure = self._path(number), None
+        path = self._path(number)
+        failure = None
         try:
             self._system.pipe_file(path, self._content(), mode="create")
         except Exception as error:  # the object exists; or the answer was lost, and the object may be this run's

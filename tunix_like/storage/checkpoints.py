@@ -44,7 +44,8 @@ def _without_late_writes(unraisable: sys.UnraisableHookArgs) -> None:
 # event loop. The other writes then fail too, with a traceback each: asyncio logs errors that nobody retrieved, and the
 # threads of tensorstore (which give no object) find the loop closed. `Checkpoints` has logged the first error.
 logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
-_previous_hook, sys.unraisablehook = sys.unraisablehook, _without_late_writes
+_previous_hook = sys.unraisablehook
+sys.unraisablehook = _without_late_writes
 
 
 class Checkpoints:
@@ -63,7 +64,8 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, max_to_keep: int | None = None, best: Best | None = None) -> None:
         self.folder = Path(folder).absolute()
-        self._max_to_keep, self._best = max_to_keep, best
+        self._max_to_keep = max_to_keep
+        self._best = best
         if max_to_keep is not None:
             by_first(lambda: checkpoint_files.prepare(self.folder))
         self._checkpointer = self._new_checkpointer()
@@ -108,7 +110,8 @@ class Checkpoints:
             items["iterator"] = ocp.args.JsonSave(iterator.get_state())
         if self._failure is not None:  # the old checkpointer may raise the earlier error again
             self._checkpointer = self._new_checkpointer()
-        self._step, self._failure = step, None
+        self._step = step
+        self._failure = None
         try:
             self._checkpointer.save(self.folder / str(step), args=ocp.args.Composite(**items))
         except OSError as error:

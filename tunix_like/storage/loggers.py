@@ -85,7 +85,8 @@ class LoggedMetrics(MetricsLog):
 
     def __init__(self, folder: Path, loggers: Sequence[Logger]) -> None:
         super().__init__(folder)
-        self._loggers, self._number = list(loggers), 0
+        self._loggers = list(loggers)
+        self._number = 0
 
     def cut(self, key: str, last: int) -> int:
         self._number = super().cut(key, last)
@@ -171,7 +172,8 @@ class EventFiles:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        self._folder, self._settings = folder, settings
+        self._folder = folder
+        self._settings = settings
         self._start = Start("step", 0, 0)
         self._file: BinaryIO | None = None
 
@@ -327,7 +329,9 @@ class Trackers:
     """
 
     def __init__(self, names: Sequence[str], folder: Path, settings: dict[str, Any]) -> None:
-        self._names, self._file, self._settings = names, folder / FILE, settings
+        self._names = names
+        self._file = folder / FILE
+        self._settings = settings
         self._tools: list[Tool] = []
 
     def __str__(self) -> str:
@@ -376,7 +380,9 @@ class Tool:
     tool is logged as a warning and ends the thread."""
 
     def __init__(self, name: str, place: Place, start: Start) -> None:
-        self.name, self._place, self._start = name, place, start
+        self.name = name
+        self._place = place
+        self._start = start
         self._rows: queue.Queue[tuple[int, dict[str, float]] | bool] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name=_thread_name(name), daemon=True)
         self._given_up = False
@@ -404,7 +410,8 @@ class Tool:
 
     def _work(self) -> None:
         try:
-            session, last = TOOLS[self.name](self._place), 0
+            session = TOOLS[self.name](self._place)
+            last = 0
             for last, row in enumerate(rows(self._place.folder)[: self._start.kept], 1):
                 self._log(session, last, scalars(row))
             while not isinstance(item := self._rows.get(), bool):

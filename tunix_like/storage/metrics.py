@@ -173,7 +173,8 @@ class Best:
     """
 
     def __init__(self, metric: str, step_key: str = "step") -> None:
-        self.metric, self.step_key = metric, step_key
+        self.metric = metric
+        self.step_key = step_key
         self._values: dict[int, float] = {}
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:

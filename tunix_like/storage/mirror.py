@@ -133,14 +133,17 @@ class Mirror:
     """The copy `folder` of a run folder in object storage; see `mirrored`."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        self._url, self._folder = url.rstrip("/"), folder
+        self._url = url.rstrip("/")
+        self._folder = folder
         self._system, self._root = object_storage.opened(url, "training.output_dir")
         self._lock = BucketLock(self._url)
         self._state = folder / STATE
         self._stage = object_storage.cache_folder() / "uploads" / folder.name
         state = _read_state(self._state)
         self._files: dict[str, list[int]] = state["stored"]
-        self._closing, self._abandoned, self._lost = threading.Event(), False, ""
+        self._closing = threading.Event()
+        self._abandoned = False
+        self._lost = ""
         self._failure: str | None = None
         self._newest_object = time.monotonic()
         self._files_at = 0.0
@@ -245,7 +248,8 @@ class Mirror:
     # During the run: from the local copy to the bucket.
 
     def _work(self) -> None:
-        wait, failing = 1.0, False
+        wait = 1.0
+        failing = False
         while True:
             if self._abandoned:
                 return
@@ -272,7 +276,8 @@ class Mirror:
                 continue
             if failing:
                 logger.warning("%s can be written again, and has all files", self._url)
-            wait, failing = 1.0, False
+            wait = 1.0
+            failing = False
             if closing:
                 return
             self._closing.wait(SCAN_SECONDS)

@@ -92,7 +92,8 @@ def _take(lock: Path) -> None:
     )
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        owner, before = _described(lease), _touched(lock)
+        owner = _described(lease)
+        before = _touched(lock)
         try:
             lease.acquire(timeout=0)
         except Timeout:

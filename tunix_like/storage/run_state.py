@@ -40,10 +40,12 @@ def run_state(folder: Path) -> RunState:
     checkpoints = folder / "checkpoints"
     of_sft = not complete_steps(checkpoints)
     checkpoints = folder / "sft_checkpoints" if of_sft else checkpoints
-    step, meta = max(complete_steps(checkpoints), default=0), dict[str, Any]()
+    step = max(complete_steps(checkpoints), default=0)
+    meta = dict[str, Any]()
     if step:
         meta = read_object(checkpoints / str(step) / "meta" / "metadata", "The checkpoint is damaged: remove it.")
-    total, over = meta.get("total"), bool(meta.get("over"))
+    total = meta.get("total")
+    over = bool(meta.get("over"))
     total = total if type(total) is int else None
     state: State = "stopped" if step else "started"
     if _is_owned(folder / LOCK):

@@ -21,7 +21,8 @@ class Answers:
     """Encodes completions with an end-of-sequence token, cut to `rollout.max_tokens_to_generate` tokens."""
 
     def __init__(self, tokenizer: Tokenizer, rollout: RolloutConfig) -> None:
-        self.tokenizer, self._limit = tokenizer, rollout.max_tokens_to_generate
+        self.tokenizer = tokenizer
+        self._limit = rollout.max_tokens_to_generate
         # The tokenizer's own end-of-sequence token ends a turn of its chat template, and always ends a completion.
         default = tokenizer.eos_ids[:1] if tokenizer.eos_id is None else [tokenizer.eos_id]
         self.eos_ids = rollout.eos_tokens or tokenizer.eos_ids

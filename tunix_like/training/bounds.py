@@ -46,7 +46,8 @@ def weight_bytes(model: Decoder, mesh: Mesh | None, tokens: float, head: bool = 
     """
     held = parameter_shapes(model.config, model.param_dtype, model.adapters, model.quantized)
     cast = jax.eval_shape(functools.partial(cast_params, nnx.split(model)[0]), held)
-    params, config = param_shapes(cast, mesh), model.config
+    params = param_shapes(cast, mesh)
+    config = model.config
     table, second = (held_bytes(params.get(name, {})) for name in ("embed_tokens", "embed_tokens_per_layer"))
     total = held_bytes(params) - second - table * (not (head and config.tie_embeddings))
     total -= 0 if head or config.tie_embeddings else held_bytes(params["lm_head"])
@@ -82,9 +83,13 @@ def decode_bytes(
     their prompt together. In a layer with a window, only the positions in the window are read. In a recurrent layer,
     every iteration reads and writes the memory of a completion; the first one reads that of the prompt instead.
     """
-    (prompts, size), (width, steps), parts = group, widths, prompt_parts(mesh)
+    prompts, size = group
+    width, steps = widths
+    parts = prompt_parts(mesh)
     weights = rounds * steps * weight_bytes(model, mesh, prompts * size / parts / rounds)
-    filled, own, of_prompt = np.arange(steps), 0.0, 0.0
+    filled = np.arange(steps)
+    own = 0.0
+    of_prompt = 0.0
     for layer in range(model.config.num_layers):
         if model.config.is_recurrent(layer):
             continue

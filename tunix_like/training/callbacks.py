@@ -91,7 +91,8 @@ class Callbacks:
     """The callbacks of one call of `loop.run`."""
 
     def __init__(self, trainer: Trainer, callbacks: Sequence[Callback]) -> None:
-        self._run, self._callbacks = RunControl(trainer), callbacks
+        self._run = RunControl(trainer)
+        self._callbacks = callbacks
         self._asked: dict[str, str] = {}
 
     def tell(self, *events: tuple[str, Any]) -> None:
@@ -110,7 +111,8 @@ class Callbacks:
                         known = isinstance(error, UserError)
                         problem = str(error).rstrip(".") if known else describe_error(error)
                         raise UserError(f"callback {type(callback).__name__}.{event}: {problem}.") from error
-            asked, self._run.asked = self._run.asked, {}
+            asked = self._run.asked
+            self._run.asked = {}
             return asked
 
         try:
@@ -122,7 +124,8 @@ class Callbacks:
 
     def take_requests(self) -> dict[str, str]:
         """Returns what was asked for since the last call, with the reasons; the same in all processes."""
-        asked, self._asked = self._asked, {}
+        asked = self._asked
+        self._asked = {}
         return asked
 
     def end(self, failed: bool) -> None:
@@ -156,7 +159,10 @@ class EarlyStopping(Callback):
             raise UserError(f"early_stopping.mode: unknown value '{mode}'. {nearest(str(mode), ('max', 'min'))}")
         if not 0 <= min_delta < math.inf:
             raise UserError(f"early_stopping.min_delta: got {min_delta}; it must be at least 0.")
-        self.metric, self.patience, self.sign, self.min_delta = metric, patience, 1 if mode == "max" else -1, min_delta
+        self.metric = metric
+        self.patience = patience
+        self.sign = 1 if mode == "max" else -1
+        self.min_delta = min_delta
 
     def on_begin(self, run: RunControl, rows: Sequence[Mapping[str, Any]]) -> None:
         every = run.trainer.training.eval_every_n_steps
@@ -167,7 +173,8 @@ class EarlyStopping(Callback):
         every = every if self.metric.startswith("eval/") else None if "eval/" in self.metric else 1
         self._first = None if every is None else (run.step // every + 1) * every
         self._best: float | None = None
-        self._waited, self._seen = 0, False
+        self._waited = 0
+        self._seen = False
         for row in rows:
             self._add(row)
 
@@ -191,7 +198,8 @@ class EarlyStopping(Callback):
         if not isinstance(value, int | float) or not math.isfinite(value):
             return
         if self._best is None or self.sign * (value - self._best) > self.min_delta:
-            self._best, self._waited = float(value), 0
+            self._best = float(value)
+            self._waited = 0
         else:
             self._waited += 1
 
@@ -218,7 +226,8 @@ class RateProbe(Callback):
         self.window = window
 
     def on_begin(self, run: RunControl, rows: Sequence[Mapping[str, Any]]) -> None:
-        schedule, self._name = run.trainer.schedule, run.trainer.name
+        schedule = run.trainer.schedule
+        self._name = run.trainer.name
         if schedule is None or not schedule(10**9) > schedule(0):
             raise UserError("the rate must rise; set optimizer.schedule=exponential, optimizer.end_fraction above 1")
         self._rows: list[dict[str, float]] = []
@@ -239,7 +248,8 @@ class RateProbe(Callback):
         if rate is None or self.unstable is not None:
             return
         if row.get(f"{self._name}/update/skipped"):
-            self.unstable, self._why = rate, f"an update was not finite at the learning rate {rate:.2g}"
+            self.unstable = rate
+            self._why = f"an update was not finite at the learning rate {rate:.2g}"
             return
         numbers = {name: row.get(f"{self._name}/{name}") for name in _PROBED}
         reward, loss = numbers["rewards/mean"], numbers["loss"]
@@ -248,7 +258,8 @@ class RateProbe(Callback):
             return
         self._rows.append({"rate": rate} | {name: value for name, value in numbers.items() if value is not None})
         self._signals.append(signal)
-        values, width = np.array(self._signals), self.window
+        values = np.array(self._signals)
+        width = self.window
         if len(values) < 2 * width:
             return
         means = np.convolve(values, np.full(width, 1 / width), "valid")
@@ -289,7 +300,8 @@ def named_callbacks(entries: Sequence[Mapping[str, Any]] | None) -> list[Callbac
     """Makes the callbacks of `training.callbacks`. Raises UserError for an unknown name or a wrong parameter."""
     made = []
     for i, entry in enumerate(entries or ()):
-        key, name = f"training.callbacks[{i}]", entry.get("name")
+        key = f"training.callbacks[{i}]"
+        name = entry.get("name")
         if not isinstance(name, str):
             raise UserError(f"{key}: expected {{name: ..., <parameters>}}; got {dict(entry)}.")
         if name not in CALLBACKS and not is_place(name):

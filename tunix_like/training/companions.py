@@ -32,7 +32,9 @@ def make_reference(trainer: Trainer, ref_model: Decoder | None) -> Reference:
     If `ref_model` is None and the adapters are newly initialised, the reference is the frozen weights without adapters,
     and nothing is copied.
     """
-    graphdef, params, trained = trainer.graphdef, trainer.params, trainer.state.params
+    graphdef = trainer.graphdef
+    params = trainer.params
+    trained = trainer.state.params
     if ref_model is not None:
         graphdef, state = nnx.split(ref_model)
         params = place_params(nnx.to_pure_dict(state), trainer.mesh)

@@ -42,7 +42,9 @@ class SignalWatch:
     """
 
     def __init__(self, task: Task, other_terms: bool = False) -> None:
-        self.task, self.other_terms, self.steps_without = task, other_terms, 0
+        self.task = task
+        self.other_terms = other_terms
+        self.steps_without = 0
 
     def __call__(self, step: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> None:
         self.steps_without = 0 if has_signal(batch, advantages) else self.steps_without + 1
@@ -86,16 +88,19 @@ def diagnose(task: Task, rollout: Rollout, batch: GroupBatch, advantages: Float[
         return _without_advantage(task, rollout, batch, advantages, mixed)
     if (scored.sum(axis=1) > 1).mean() < 0.5 or scored.mean() < 0.5:
         return _unscored(rollout, scored)
-    total, known = rollout.scores.total.reshape(scored.shape), int(scored.any(axis=1).sum())
+    total = rollout.scores.total.reshape(scored.shape)
+    known = int(scored.any(axis=1).sum())
     solved = succeeds(np.where(scored, total, -np.inf), task.success_threshold).any(axis=1)
     if not solved.any():
         return _unsolved(task, rollout, scored)
     if solved.sum() == known:
-        reason, example = f"all {known} groups are solved by all of their scored completions.", scored
+        reason = f"all {known} groups are solved by all of their scored completions."
+        example = scored
         advice = "Use harder problems (data.path), or stop the training and evaluate the model with tunix-like eval."
     else:
         reason = f"{int(solved.sum())} of {known} groups are solved by all of their scored completions, the others by "
-        reason, example = f"{reason}none.", scored & ~solved.reshape(-1, 1)
+        reason = f"{reason}none."
+        example = scored & ~solved.reshape(-1, 1)
         advice = (
             "Raise algorithm.num_generations or rollout.temperature, so that completions of a prompt differ, or set "
             "algorithm.dynamic_sampling=true to sample further prompts."
@@ -124,10 +129,13 @@ def _without_advantage(
 
 
 def _unscored(rollout: Rollout, scored: Bool[np.ndarray, "P G"]) -> Diagnosis:
-    late, failed = int(rollout.scores.timeouts.sum()), int(rollout.scores.errors.sum())
-    source, keys = "a reward function", "rewards.timeout_seconds"
+    late = int(rollout.scores.timeouts.sum())
+    failed = int(rollout.scores.errors.sum())
+    source = "a reward function"
+    keys = "rewards.timeout_seconds"
     if rollout.episodes is not None:
-        source, keys = f"{source} or the environment", f"{keys} or environment.timeout_seconds"
+        source = f"{source} or the environment"
+        keys = f"{keys} or environment.timeout_seconds"
     return Diagnosis(
         f"{int((~scored).sum())} of {scored.size} completions have no reward ({late} because {source} timed out, "
         f"{failed} because it failed), and rewards differ in no group.",
@@ -138,8 +146,10 @@ def _unscored(rollout: Rollout, scored: Bool[np.ndarray, "P G"]) -> Diagnosis:
 
 def _unsolved(task: Task, rollout: Rollout, scored: Bool[np.ndarray, "P G"]) -> Diagnosis:
     """Diagnoses a step in which no group is solved and all rewards of each group are equal."""
-    size, cut = int(scored.sum()), scored & ~rollout.completions.finished
-    right, unread = scored & _equal_answers(rollout), _without_answer(task, rollout)
+    size = int(scored.sum())
+    cut = scored & ~rollout.completions.finished
+    right = scored & _equal_answers(rollout)
+    unread = _without_answer(task, rollout)
     counts = f"of {size} scored completions {int(cut.sum())} were truncated at the length limit"
     whole = scored & ~cut  # for the example
     if unread is not None:

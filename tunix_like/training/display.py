@@ -106,7 +106,8 @@ class LiveCurves(Callback):
     def __init__(self, metrics: Sequence[str] | None = None) -> None:
         self._names = metrics
         self._points: dict[str, dict[int, float]] = {}
-        self._drawn, self._took = -math.inf, 0.0
+        self._drawn = -math.inf
+        self._took = 0.0
 
     def on_begin(self, run: RunControl, rows: Sequence[Mapping[str, Any]]) -> None:
         for row in rows:
@@ -136,7 +137,8 @@ class LiveCurves(Callback):
         figure = self.figure()
         figure.savefig(file, format="png", dpi=144)
         progress.show_figure(file.getvalue(), width=round(figure.get_figwidth() * 72))
-        first, self._drawn = self._drawn < 0, time.monotonic()
+        first = self._drawn < 0
+        self._drawn = time.monotonic()
         self._took = 0.0 if first else self._drawn - began  # the first also loads matplotlib and its fonts
 
     def figure(self) -> Figure:
@@ -150,7 +152,8 @@ class LiveCurves(Callback):
             for prefix, label, style in _STYLES:
                 if not (points := self._points.get(prefix + name)):
                     continue
-                steps, values = np.array([*points]), np.array([*points.values()])
+                steps = np.array([*points])
+                values = np.array([*points.values()])
                 width = max(1, len(values) // _SMOOTH)
                 if width > 1 and "marker" not in style:
                     axes.plot(steps, values, color=style["color"], linewidth=0.8, alpha=0.3)

@@ -148,8 +148,10 @@ class CheckedEngine(WrappedEngine):
 
     def __init__(self, engine: Engine, model: DecoderConfig, task: Task):
         super().__init__(engine)
-        self.vocab_size, self.max_tokens = model.vocab_size, task.rollout_config.max_tokens_to_generate
-        self.model, self.replays = model, task.rollout_config.routing_replay
+        self.vocab_size = model.vocab_size
+        self.max_tokens = task.rollout_config.max_tokens_to_generate
+        self.model = model
+        self.replays = task.rollout_config.routing_replay
 
     def generate(
         self,
@@ -165,11 +167,12 @@ class CheckedEngine(WrappedEngine):
           UserError: a sample has a wrong type, shape or value, or the engine does not yield exactly one sample for each
             requested completion.
         """
-        arguments = params, requests, key, sampling
         name = f"engine {type(self.engine).__name__}"
         missing = {(i, j) for i, request in enumerate(requests) for j in range(request.samples)}
         # Only an engine that supports several turns needs the parameter `responder`.
-        samples: Iterator[Any] = self.engine.generate(*arguments, *(() if responder is None else (responder,)))
+        samples: Iterator[Any] = self.engine.generate(
+            params, requests, key, sampling, *(() if responder is None else (responder,))
+        )
         for sample in samples:
             if not isinstance(sample, Sample):
                 kind = type(sample).__name__
@@ -195,7 +198,8 @@ class CheckedEngine(WrappedEngine):
     def _checked(self, sample: Sample, several_turns: bool) -> Sample:
         """Returns the sample with NumPy arrays. Raises _WrongSampleError if it has a wrong type, shape or value."""
         tokens = _array("tokens", sample.tokens, np.integer, "integers")
-        length, most = len(tokens), self.vocab_size - 1
+        length = len(tokens)
+        most = self.vocab_size - 1
         if length > self.max_tokens:
             raise _WrongSampleError(f"it has {length} tokens; the limit of a completion is {self.max_tokens}")
         _check_all("tokens", tokens, (tokens >= 0) & (tokens <= most), f"token ids between 0 and {most}")
@@ -226,7 +230,8 @@ class CheckedEngine(WrappedEngine):
         layers = sum(map(self.model.has_experts, range(self.model.num_layers)))
         found = dict[str, Any]()
         for name, length in (("experts", len(sample.tokens)), ("prompt_experts", prompt)):
-            shape, array = (length, layers, self.model.experts.per_token), np.asarray(getattr(sample, name))
+            shape = (length, layers, self.model.experts.per_token)
+            array = np.asarray(getattr(sample, name))
             array = array[:length] if array.ndim == 3 else array
             if array.shape != shape or not np.issubdtype(array.dtype, np.integer):
                 raise _WrongSampleError(

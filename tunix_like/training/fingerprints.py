@@ -104,8 +104,11 @@ class _Code:
     """
 
     def __init__(self, package: str):
-        self.parts, self.places, self.assigned = dict[str, str](), dict[str, tuple[int, str]](), set[tuple[int, str]]()
-        self._package, self._seen = package, set[int]()
+        self.parts = dict[str, str]()
+        self.places = dict[str, tuple[int, str]]()
+        self.assigned = set[tuple[int, str]]()
+        self._package = package
+        self._seen = set[int]()
 
     def add(self, name: str, value: Any) -> None:
         if isinstance(value, _CONSTANTS) or (
@@ -162,7 +165,8 @@ class _Code:
     def _is_own(self, value: Any) -> bool:
         """Returns whether a function, class or module is code of the user, and not of an installed package."""
         module = value.__name__ if isinstance(value, ModuleType) else str(value.__module__)
-        top, file = module.partition(".")[0], getattr(sys.modules.get(module), "__file__", None) or ""
+        top = module.partition(".")[0]
+        file = getattr(sys.modules.get(module), "__file__", None) or ""
         if top == "tunix_like" or top in sys.stdlib_module_names:
             return False
         return top == self._package or not re.search(r"[/\\](site|dist)-packages[/\\]", file)

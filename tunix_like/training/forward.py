@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from tunix_like.types import AnyArray
 
 
-SETS, CHUNKS = "sets", "chunks"
+SETS = "sets"
+CHUNKS = "chunks"
 """Names of two loops in a compiled program: over sets of prompts, and over chunks of completions. The text of the
 program does not contain the number of iterations of these loops. `compile/costs.py` finds the loops by their
 names."""
@@ -118,7 +119,8 @@ def prompt_states(
 ) -> PromptStates:
     """Runs the model on the prompts of the batch with the indices `prompts`, with the given experts or those of its
     router. Returns their last hidden states, keys and values."""
-    tokens, lengths = jnp.asarray(batch.prompt_tokens)[prompts], jnp.asarray(batch.prompt_lengths)[prompts]
+    tokens = jnp.asarray(batch.prompt_tokens)[prompts]
+    lengths = jnp.asarray(batch.prompt_lengths)[prompts]
     return PromptStates(*nnx.merge(graphdef, params).prefill(tokens, lengths, options.remat, experts)[:2])
 
 
@@ -176,13 +178,17 @@ def chunk_logprobs(
         scores = model.values(hidden)
         return ChunkOutputs(_of_completions(chunk, tokens, scores), jnp.zeros(chunk.length.shape + tokens.shape[-1:]))
     targets = tokens.reshape(len(tokens), -1)
-    where, outputs = (options.temperature, options.chunk), _outputs(model, hidden)
-    arguments = outputs.hidden, outputs.head, targets, *where, options.entropy_gradient, outputs.cap
-    found: tuple[Array, ...] = token_logprobs(*arguments)
+    outputs = _outputs(model, hidden)
+    found: tuple[Array, ...] = token_logprobs(
+        outputs.hidden, outputs.head, targets, options.temperature, options.chunk, options.entropy_gradient, outputs.cap
+    )
     if teacher is not None:
-        of_teacher = teacher.graphdef, teacher.params, teacher.states, teacher.batch
-        theirs = _outputs(*_chunk_hidden(*of_teacher, chunk._replace(experts=None), options)[:2])
-        found = *found, *token_divergence(outputs, theirs, targets, teacher.beta, *where)
+        theirs = _outputs(
+            *_chunk_hidden(
+                teacher.graphdef, teacher.params, teacher.states, teacher.batch, chunk._replace(experts=None), options
+            )[:2]
+        )
+        found = *found, *token_divergence(outputs, theirs, targets, teacher.beta, options.temperature, options.chunk)
     return ChunkOutputs(*(_of_completions(chunk, tokens, values) for values in found))
 
 
@@ -199,9 +205,13 @@ def chunk_score_norms(
 ) -> Float[Array, "A b r T"]:
     """Computes `token_score_norms` of the tokens of a chunk, undefined beyond a completion's length."""
     model, hidden, tokens = _chunk_hidden(graphdef, params, states, batch, chunk, options)
-    outputs, targets = _outputs(model, hidden), tokens.reshape(len(tokens), -1)
-    where = options.temperature, options.chunk, outputs.cap
-    return _of_completions(chunk, tokens, token_score_norms(outputs.hidden, outputs.head, targets, *where))
+    outputs = _outputs(model, hidden)
+    targets = tokens.reshape(len(tokens), -1)
+    return _of_completions(
+        chunk,
+        tokens,
+        token_score_norms(outputs.hidden, outputs.head, targets, options.temperature, options.chunk, outputs.cap),
+    )
 
 
 def _chunk_hidden(
@@ -273,14 +283,18 @@ def _bins(chunk: Chunk, rows: Int[Array, "A b r T"], first: Int[Array, "A b r T"
         return jnp.take_along_axis(values, owner[:, :, None], axis=2)[:, :, 0]
 
     slots = jnp.arange(rows.shape[-1])[None, None]
-    start, end = chunk.start[..., None], (chunk.start + chunk.length)[..., None]
+    start = chunk.start[..., None]
+    end = (chunk.start + chunk.length)[..., None]
     inside = (slots[None] >= start) & (slots[None] < end)
-    owner, real = jnp.argmax(inside, axis=2), inside.any(axis=2)
+    owner = jnp.argmax(inside, axis=2)
+    real = inside.any(axis=2)
     offsets = slots - jnp.take_along_axis(chunk.start, owner, axis=2)
-    tokens, number = of_owner(rows), owner
+    tokens = of_owner(rows)
+    number = owner
     if first is not None:
         own = of_owner(first)
-        number, offsets = slots - offsets + own, offsets - own  # a segment's number is its start in the bin
+        number = slots - offsets + own  # a segment's number is its start in the bin
+        offsets = offsets - own
     return tuple(jnp.where(real, x, other) for x, other in ((tokens, 0), (offsets, 1), (number, -1)))  # type: ignore[return-value]
 
 
@@ -318,7 +332,8 @@ def _batch_values(
     shape = batch.completion_tokens.shape
 
     def one_set(number: Array, out: Array) -> Array:
-        prompts, experts = jnp.asarray(packed.prompts)[number], set_experts(packed, number)
+        prompts = jnp.asarray(packed.prompts)[number]
+        experts = set_experts(packed, number)
         states = prompt_states(graphdef, params, batch, prompts, options, experts)
 
         def one_chunk(index: Array, out: Array) -> Array:

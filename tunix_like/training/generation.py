@@ -49,7 +49,8 @@ def generate(
     """
     check_decoder("model", model)
     graphdef, state = nnx.split(model)
-    wrapped, config = Tokenizer.wrap(tokenizer), with_rollout(RolloutConfig(), rollout)
+    wrapped = Tokenizer.wrap(tokenizer)
+    config = with_rollout(RolloutConfig(), rollout)
     check_fit(model.config, wrapped, config)
     return generate_texts(graphdef, nnx.to_pure_dict(state), wrapped, prompts, config, seed, mesh)
 

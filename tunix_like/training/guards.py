@@ -34,7 +34,9 @@ class SkipWatch:
     """
 
     def __init__(self, loss: str, most: int):
-        self.loss, self.most, self.in_a_row = loss, most, 0
+        self.loss = loss
+        self.most = most
+        self.in_a_row = 0
 
     def __call__(self, updates: Sequence[Mapping[str, Any]]) -> list[int]:
         """Warns of skipped updates of a step, and returns their indices. `updates` has the metrics of each update."""
@@ -71,15 +73,20 @@ class GapWatch:
     """
 
     def __init__(self, most: float | None, stop_later: bool = False, own_engine: bool = False):
-        self.most, self.stop_later, self.own_engine = most, stop_later, own_engine
-        self.agreed, self.above, self.drift = False, False, ""
+        self.most = most
+        self.stop_later = stop_later
+        self.own_engine = own_engine
+        self.agreed = False
+        self.above = False
+        self.drift = ""
 
     def __call__(self, step: int, updates: Sequence[Mapping[str, Any]]) -> None:
         compared = [row for row in updates if np.isfinite(row.get("logprob_gap/mean", np.nan))]
         if self.most is None or not compared:
             return
         worst = max(compared, key=lambda row: float(row["logprob_gap/mean"]))
-        gap, largest = float(worst["logprob_gap/mean"]), float(worst["logprob_gap/max"])
+        gap = float(worst["logprob_gap/mean"])
+        largest = float(worst["logprob_gap/max"])
         difference = (
             f"their log-probabilities of the same tokens differ by {gap:.3g} nats per token on average, {largest:.3g} "
             f"at most (training.max_logprob_gap: {self.most:g})"
@@ -99,7 +106,8 @@ class GapWatch:
                 "repeated if the difference falls below the limit and rises again; see train/logprob_gap/mean",
                 self.drift,
             )
-        self.agreed, self.above = True, gap > self.most
+        self.agreed = True
+        self.above = gap > self.most
 
     def check(self) -> None:
         """Raises SamplerDrifted if later differences are errors and there was one. It is called between two steps, when
@@ -159,7 +167,7 @@ def read_skipped(file: Path) -> SkippedUpdate:
             arrays = {name: archive[name] for name in archive.files}
         numbers = json.loads(str(arrays.pop("numbers")))
         batch = GroupBatch(**{name: arrays.get(f"batch/{name}") for name in GroupBatch._fields})
-        masks, logprobs = (arrays["live"], arrays["in_update"]), map(arrays.get, ("old_logprobs", "ref_logprobs"))
-        return SkippedUpdate(numbers["step"], numbers["update"], batch, *masks, *logprobs)
+        logprobs = map(arrays.get, ("old_logprobs", "ref_logprobs"))
+        return SkippedUpdate(numbers["step"], numbers["update"], batch, arrays["live"], arrays["in_update"], *logprobs)
     except (OSError, EOFError, zipfile.BadZipFile, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: not a skipped update ({error}); give a file of RUN/{FOLDER}.") from None

@@ -132,7 +132,8 @@ class Learner(Trainer):
       UserError: the config belongs to another learner, a key is set that has no effect, or a value is out of range.
     """
 
-    name, step_key = "train", "step"
+    name = "train"
+    step_key = "step"
     _how_to_change = (
         "`set_rewards(reward_fns, reward_weights)` changes the rewards. For other settings construct another learner; "
         "learners with equal settings share compiled programs."
@@ -208,8 +209,11 @@ class Learner(Trainer):
         if self.algo.advantage_estimator == PPO:
             held = [model.params for model in (self.reference, self.teacher) if model is not None]
             self.critic = Critic(self.critic_config, self, critic, held)
-        parts = self.graphdef, self.tokenizer, self.rollout_config, mesh, *self.others
-        self.engine: Engine = make_engine(*parts) if engine is None else CheckedEngine(engine, model.config, self.task)
+        self.engine: Engine = (
+            make_engine(self.graphdef, self.tokenizer, self.rollout_config, mesh, *self.others)
+            if engine is None
+            else CheckedEngine(engine, model.config, self.task)
+        )
         self._warmup = 0 if self.critic is None else self.critic_config.warmup_steps
         """Steps without an update of the policy."""
         self.key = jax.random.key(self.training.seed)
@@ -346,7 +350,8 @@ class Learner(Trainer):
         curriculum: Curriculum | None,
     ) -> _Call:
         """Checks the data, and builds the objects that this call of `train` uses, such as the evaluator."""
-        training, skipped = self.training, 0
+        training = self.training
+        skipped = 0
         sized = isinstance(train_ds, Sequence | grain.MapDataset)
         check_curriculum(curriculum, self.algo, self.rollout_config)
         if curriculum is not None and not sized:
@@ -453,7 +458,8 @@ class Learner(Trainer):
 
     def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
         assert self._call is not None
-        every, evaluator = self.training.eval_every_n_steps, self._call.evaluator
+        every = self.training.eval_every_n_steps
+        evaluator = self._call.evaluator
         if evaluator is None or not (step == 0 or last or (every is not None and step % every == 0)):
             return {}
         self._call.rollouts.wait()  # engine and rewards must not be used by two threads at the same time
@@ -531,8 +537,9 @@ class Learner(Trainer):
         """
         config = with_rollout(self.rollout_config, rollout)
         check_fit(self.model.config, self.tokenizer, config)
-        model = self.graphdef, self.params, self.tokenizer
-        return generate_texts(*model, prompts, config, seed, self.mesh, *self.others)
+        return generate_texts(
+            self.graphdef, self.params, self.tokenizer, prompts, config, seed, self.mesh, *self.others
+        )
 
     def _close_workers(self) -> None:
         close_pools(function for _, function, _ in self.rewards)
@@ -541,8 +548,13 @@ class Learner(Trainer):
 
     def evaluator(self, eval_ds: Sequence[Mapping[str, Any]], overlong_prompts: str = "skip") -> Evaluator:
         """Builds an evaluator for held-out rows. Warns if rows with an empty or too long prompt are skipped."""
-        limits = self.rollout_config.max_prompt_length, self.eval_config.max_problems
-        problems, skipped = eval_problems(eval_ds, self.tokenizer, *limits, overlong_prompts)
+        problems, skipped = eval_problems(
+            eval_ds,
+            self.tokenizer,
+            self.rollout_config.max_prompt_length,
+            self.eval_config.max_problems,
+            overlong_prompts,
+        )
         skipped.warn("evaluation")
         return Evaluator(
             self.engine,

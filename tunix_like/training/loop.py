@@ -121,7 +121,8 @@ def run(
                 out.save(over=False)
             with _stop_signals() as asked:
                 while not last:
-                    step, began = trainer.done + 1, time.perf_counter()
+                    step = trainer.done + 1
+                    began = time.perf_counter()
                     row: dict[str, Any] = {}
                     written = False
                     try:
@@ -243,7 +244,8 @@ class _Output:
 
     def _complete_checkpoints(self) -> list[tuple[str, Any]]:
         """Returns the events of the checkpoints that became complete since the last call."""
-        saved, self._saved = self._saved, []
+        saved = self._saved
+        self._saved = []
         return [
             ("on_checkpoint", self.checkpoints.folder / str(step)) for step in saved if self.checkpoints is not None
         ]
@@ -299,7 +301,8 @@ def _opened(trainer: Trainer, callbacks: Sequence[Callback], before_save: Callab
     """
     checkpoints = trainer.open_checkpoints()
     with trace.writing(trainer.written_folder), checkpoints or contextlib.nullcontext(), trainer.running():
-        log, together = trainer.open_log(), True
+        log = trainer.open_log()
+        together = True
         try:
             yield _Output(trainer, checkpoints, log, Callbacks(trainer, callbacks), before_save)
         except BaseException as error:  # `sys.exception()` would also see an exception that the caller handles
@@ -320,10 +323,12 @@ def _resume(trainer: Trainer, checkpoints: Checkpoints | None, log: MetricsLog) 
         trainer.cut(-1)
         return trainer.complete
     meta = checkpoints.meta(step)
-    saved, current = dict(meta["identity"]), dict(trainer.identity)
-    inputs = saved.pop(INPUTS, {}), current.pop(INPUTS, {})
+    saved = dict(meta["identity"])
+    current = dict(trainer.identity)
     _check_same_run(checkpoints, saved, current)
-    changed = _check_same_inputs(checkpoints, *inputs, refuse=trainer.training.changed_inputs == "error")
+    changed = _check_same_inputs(
+        checkpoints, saved.pop(INPUTS, {}), current.pop(INPUTS, {}), refuse=trainer.training.changed_inputs == "error"
+    )
     log.cut(trainer.step_key, step)  # after the checks, so that a rejected run does not remove rows of another run
     trainer.cut(step)
     checkpoints.find_best(log.rows(), verified=step)

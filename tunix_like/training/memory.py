@@ -316,7 +316,8 @@ def _update_phases(work: Work, micro_batch: int, held: dict[str, int]) -> list[P
     prompt_width, width = work.widths
     most = work.update_prompts or work.prompts
     layout = choose_layout(work.group, most, work.widths, micro_batch, work.parts, work.whole_groups)
-    lanes, prompts = -(-layout.lanes // work.parts), -(-layout.prompts // work.parts)
+    lanes = -(-layout.lanes // work.parts)
+    prompts = -(-layout.prompts // work.parts)
     tokens, prompt_tokens = (
         -(-count // work.sequence) for count in (lanes * layout.bins * width, prompts * prompt_width)
     )
@@ -351,8 +352,10 @@ def _teacher_forward(work: Work, teacher: TeacherWork, layout: Layout) -> dict[s
     """Returns the bytes of the states of a teacher's prompts, of the temporaries of one of its layers, for the prompts
     or for a chunk of completions, and of the weights that its own weights are cast, stacked or dequantised to."""
     own = dataclasses.replace(work, model=teacher.model, widths=(teacher.prompt_width, work.widths[1]))
-    lanes, prompts = -(-layout.lanes // work.parts), -(-layout.prompts // work.parts)
-    steps, width = -(-work.widths[1] // work.sequence), -(-teacher.prompt_width // work.sequence)
+    lanes = -(-layout.lanes // work.parts)
+    prompts = -(-layout.prompts // work.parts)
+    steps = -(-work.widths[1] // work.sequence)
+    width = -(-teacher.prompt_width // work.sequence)
     tokens = lanes * layout.bins * steps
     states = (prompts + (0 if layout.own_lanes else lanes)) * _cache(own, width)
     layer = WORKING_INNER * tokens * (own.inner + teacher.model.hidden_size) * work.size
@@ -408,9 +411,11 @@ def _in_compute_dtype(work: Work, share: Share) -> int:
 def _layer_working(work: Work, tokens: int) -> int:
     """Returns the bytes of one layer's recomputation and backward pass, with an attention kernel. If `work.parts` or
     `work.sequence` is above 1, they include the gathered matrices of the layer and their gradient."""
-    model, parts = work.model, work.parts
+    model = work.model
+    parts = work.parts
     widths = work.inner + model.hidden_size + work.query
-    routed, layer = 0, layer_count(model) if parts * work.sequence > 1 else 0
+    routed = 0
+    layer = layer_count(model) if parts * work.sequence > 1 else 0
     if (experts := model.experts) is not None:
         routed = ROUTED_COPIES * experts.per_token * model.hidden_size
         if work.expert_parts > 1:
@@ -439,12 +444,15 @@ def rollout_phase(
     """
     parts, tp = work.rollout_parts or (work.parts, 1)
     rows, slots = -(-rows // parts), -(-slots // parts)
-    model, (prompt_width, width) = work.model, work.widths
-    cache, prompt_cache = rows * _cache(work, width, tp), slots * _cache(work, prompt_width, tp)
+    model = work.model
+    prompt_width, width = work.widths
+    cache = rows * _cache(work, width, tp)
+    prompt_cache = slots * _cache(work, prompt_width, tp)
     logits = SAMPLED_LOGITS_COPIES[work.filtered] * rows * model.vocab_size * 4 // tp
     scores = rows * model.num_heads * (prompt_width + width) * 4 // tp
     copy = 0 if work.rollout_share is None else _in_compute_dtype(work, work.rollout_share)
-    cast, dequantized = _sampled_weights(work), _dequantized(work, backward=False)
+    cast = _sampled_weights(work)
+    dequantized = _dequantized(work, backward=False)
     # While a larger cache replaces the old one, a layer of the old one; while a cache with half as many rows or slots
     # does, one layer of it on every device.
     layers = sum(model.key_widths) // max(model.key_widths, default=1) + work.recurrent_layers
@@ -466,7 +474,8 @@ def rollout_phase(
 def _prompt_forward(work: Work, prompts: int, tp: int) -> int:
     """Returns the bytes of the temporaries of the forward pass of prompts, whose heads and MLP are split over `tp`
     devices."""
-    width, model = work.widths[0], work.model
+    width = work.widths[0]
+    model = work.model
     piece = prefill_piece(prompts, width)
     tokens = prompts * piece
     # XLA:GPU keeps the queries of every layer in float32 and in the compute dtype (measured: 5.9 to 7 bytes a number).
@@ -488,7 +497,8 @@ def _held(work: Work) -> dict[str, int]:
 def _cache(work: Work, width: int, tp: int = 1) -> int:
     """Returns the bytes of the keys and values of one completion of `width` tokens, and of its memories of recurrent
     layers, in all layers, on each of `tp` devices that share its heads."""
-    model, recurrent = work.model, work.recurrent_layers
+    model = work.model
+    recurrent = work.recurrent_layers
     memories = recurrent * memory_bytes(model, work.dtype, tp) if recurrent else 0
     return 2 * sum(model.key_widths) * work.size * width // tp + memories
 
@@ -529,7 +539,8 @@ def _dequantized(work: Work, backward: bool) -> int:
 
 def _kept(work: Work, tokens: int, scores: int) -> int:
     """Returns the bytes that all layers save for the backward pass of `tokens` tokens with `scores` scores a layer."""
-    model, inner = work.model, work.inner + (work.model.layer_input_width or 0)
+    model = work.model
+    inner = work.inner + (work.model.layer_input_width or 0)
     widths = {"inner": inner, "hidden": model.hidden_size, "query": work.query, "key": work.key}
     per_token = KEPT_WITH_REMAT if work.remat else KEPT_PER_TOKEN
     numbers: float = sum(per_token[name] * width for name, width in widths.items())
@@ -577,7 +588,8 @@ def _scores_bytes(work: Work, rows: int, queries: int, keys: int) -> int:
 
 def _layer_backward(work: Work, rows: int) -> int:
     """Returns the bytes of the temporaries of one layer's backward pass, including recomputed arrays."""
-    model, (prompt_width, width) = work.model, work.widths
+    model = work.model
+    prompt_width, width = work.widths
     tokens = rows * width // work.sequence
     mlp = WORKING_INNER * tokens * (work.inner + model.hidden_size) * work.size
     scores = _scores_bytes(work, rows, width // work.sequence, prompt_width + width)

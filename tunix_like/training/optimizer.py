@@ -36,7 +36,9 @@ def build_schedule(config: OptimizerConfig, total_updates: int | None) -> optax.
             f"{config.section}.schedule: '{config.schedule}' needs the number of updates, but this run has no known "
             "end; set training.max_steps, or use 'constant'."
         )
-    warmup, peak, end = config.warmup_steps, config.learning_rate, config.end_fraction
+    warmup = config.warmup_steps
+    peak = config.learning_rate
+    end = config.end_fraction
     length = max((total_updates or 0) - warmup, 1)
 
     def learning_rate(update: Any) -> jax.Array:

@@ -149,7 +149,8 @@ def pack(
     most = pieces if layout.own_lanes else math.ceil(layout.prompts * pieces / layout.lanes)
     shape = (count, most, layout.lanes, layout.bins, min(size, ROWS_PER_BIN))
     prompts = np.full((count, layout.prompts), groups[-1] if groups else 0, np.int32)
-    chunks, lane = np.zeros(count, np.int32), np.zeros(shape[:3], np.int32)
+    chunks = np.zeros(count, np.int32)
+    lane = np.zeros(shape[:3], np.int32)
     sample, start, length = (np.zeros(shape, np.int32) for _ in range(3))
     for number in range(math.ceil(len(groups) / layout.prompts)):
         chosen = groups[number * layout.prompts :][: layout.prompts]
@@ -162,7 +163,9 @@ def pack(
             for index, members in enumerate(bins):
                 sizes = lengths[chosen[prompt], members]
                 into = (number, chunk, at, index, slice(len(members)))
-                sample[into], length[into], start[into] = members, sizes, np.cumsum(sizes) - sizes
+                sample[into] = members
+                length[into] = sizes
+                start[into] = np.cumsum(sizes) - sizes
     sets = np.int32(np.count_nonzero(chunks))
     return Packed(sets, prompts, chunks, None if layout.own_lanes else lane, sample, start, length)
 
@@ -170,9 +173,11 @@ def pack(
 def with_experts(packed: Packed, batch: GroupBatch, number: int) -> Packed:
     """Adds the recorded experts of a batch to packed completions. `number` is the number of experts; places without a
     token get all of them in turn, because one device would otherwise process all these places (`ep`)."""
-    recorded, of_prompts = batch.experts, batch.prompt_experts
+    recorded = batch.experts
+    of_prompts = batch.prompt_experts
     assert recorded is not None and of_prompts is not None
-    (*_, width, layers, k), shape = recorded.shape, packed.length.shape
+    (*_, width, layers, k) = recorded.shape
+    shape = packed.length.shape
 
     def spread(steps: int) -> np.ndarray:
         turns = (np.arange(steps * k) % number).astype(recorded.dtype)
@@ -185,7 +190,8 @@ def with_experts(packed: Packed, batch: GroupBatch, number: int) -> Packed:
     for place in np.argwhere(packed.length > 0).tolist():
         number_of_set, chunk, at, bin, _ = place
         prompt = at if packed.lane is None else packed.lane[number_of_set, chunk, at]
-        group, sample = packed.prompts[number_of_set, prompt], packed.sample[tuple(place)]
+        group = packed.prompts[number_of_set, prompt]
+        sample = packed.sample[tuple(place)]
         start, length = packed.start[tuple(place)], packed.length[tuple(place)]
         experts[number_of_set, chunk, at, bin, start : start + length] = recorded[group, sample, :length]
     return packed._replace(experts=experts, prompt_experts=of_prompts)

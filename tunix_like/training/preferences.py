@@ -66,7 +66,8 @@ class DPOLearner(Trainer):
       metrics_of_evaluate: names of these metrics that `training.best_metric` can name.
     """
 
-    name, step_key = "train", "step"
+    name = "train"
+    step_key = "step"
     who = "preferences need"
 
     def __init__(
@@ -94,14 +95,16 @@ class DPOLearner(Trainer):
             check_reference(ref_model, self.tokenizer, mesh)
             if not self._needs_reference:
                 raise UserError(f"ref_model: {self._described()[0]} needs no reference; leave it out.")
-        self._evaluate, self._also_evaluated = evaluate, tuple(metrics_of_evaluate)
+        self._evaluate = evaluate
+        self._also_evaluated = tuple(metrics_of_evaluate)
         self.objective = self._make_objective()
         self.reference: Reference | None = make_reference(self, ref_model) if self._needs_reference else None
         self._given_reference = None
         if ref_model is not None and self.reference is not None:
             self._given_reference = fingerprint(ref_model.config, self.reference.params, self.mesh)["all"]
         self.watch = SkipWatch("the loss", self.training.max_skipped_updates)
-        self._answers, self._several_turns = Answers(self.tokenizer, self.rollout_config), False
+        self._answers = Answers(self.tokenizer, self.rollout_config)
+        self._several_turns = False
         self._rows: dict[str, tuple[Any, Sequence[Mapping[str, Any]]]] = {}
         self._profile = Profile(None, None)
         self._held_out: list[Prompt] = []
@@ -167,11 +170,10 @@ class DPOLearner(Trainer):
 
     def _prepare(self, train_ds: Any, eval_ds: Any, batch_size: int, shuffle: bool, overlong: str) -> None:
         """Checks the data, and builds the batches and the compiled step for this call of `train`."""
-        training, limit = self.training, self.rollout_config.max_prompt_length
-        rows, held_out = (
-            self._pairs(train_ds, "training"),
-            self._pairs(() if eval_ds is None else eval_ds, "evaluation"),
-        )
+        training = self.training
+        limit = self.rollout_config.max_prompt_length
+        rows = self._pairs(train_ds, "training")
+        held_out = self._pairs(() if eval_ds is None else eval_ds, "evaluation")
         tokenizer = with_tools(self.tokenizer, rows, "a run")
         self._answers = Answers(tokenizer, self.rollout_config)
         checked = check_prompts(rows, tokenizer, limit, overlong, "training")
@@ -215,7 +217,8 @@ class DPOLearner(Trainer):
         return made
 
     def _check_best_metric(self) -> None:
-        name, training = self.training.best_metric, self.training
+        name = self.training.best_metric
+        training = self.training
         if name is None:
             return
         if not self._held_out:
@@ -272,8 +275,16 @@ class DPOLearner(Trainer):
 
     def _placed(self, batch: GroupBatch) -> tuple[GroupBatch, Packed]:
         """Packs a batch, with both completions of a pair in the same chunk, and places it on the devices."""
-        given = self.training, self.model, self.mesh, batch, batch.scored, len(batch.scored)
-        packed = pack_update(*given, self.reference is not None, whole_groups=True)
+        packed = pack_update(
+            self.training,
+            self.model,
+            self.mesh,
+            batch,
+            batch.scored,
+            len(batch.scored),
+            self.reference is not None,
+            whole_groups=True,
+        )
         return place_replicated(batch, self.mesh), place_packed(packed, self.mesh)
 
     def _reference_logprobs(self, placed: GroupBatch, packed: Packed) -> Any:
@@ -288,7 +299,8 @@ class DPOLearner(Trainer):
 
     def evaluate_pairs(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Returns the loss and the metrics of pairs under the current weights, in batches of the training's size."""
-        parts, mask = [], []
+        parts = []
+        mask = []
         with scope(self.mesh), progress.task("evaluation", len(prompts)) as advance, trace.span("evaluation"):
             for start in range(0, len(prompts), self._batch_size):
                 part = list(prompts[start : start + self._batch_size])

@@ -57,7 +57,8 @@ class RewardModel:
             )
         if jax.process_count() > 1:
             raise UserError(f"{PREFIX}{folder}: reward models are supported in runs of one process only.")
-        self.folder, self._mesh = folder, mesh
+        self.folder = folder
+        self._mesh = mesh
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
         """Returns the score of each completion, NaN for one without a score. Consecutive completions of the same prompt
@@ -123,6 +124,10 @@ class RewardModel:
         chunk = parts * micro_batch_size(widths[1], jax.default_backend())
         packed = pack(lengths, rows, widths[1], choose_layout(size, len(rows), widths, chunk, parts))
         with scope(self._mesh):
-            placed = place_replicated(batch, self._mesh), place_packed(packed, self._mesh)
-            values = np.asarray(fetch(program(graphdef, params, *placed), self._mesh))
+            values = np.asarray(
+                fetch(
+                    program(graphdef, params, place_replicated(batch, self._mesh), place_packed(packed, self._mesh)),
+                    self._mesh,
+                )
+            )
         return np.take_along_axis(values, np.maximum(lengths - 1, 0)[..., None], axis=-1)[..., 0]

@@ -90,8 +90,11 @@ class RolloutsAhead:
     def __init__(
         self, collector: Collector, engine: Engine, iterator: Resumable | None, max_staleness: int, total: int | None
     ):
-        self.collector, self.engine = collector, engine
-        self._iterator, self._max_staleness, self._total = iterator, max_staleness, total
+        self.collector = collector
+        self.engine = engine
+        self._iterator = iterator
+        self._max_staleness = max_staleness
+        self._total = total
         self._sampler, self._scorer = (ThreadPoolExecutor(1, name) for name in ("rollouts ahead", "rewards ahead"))
         self._dropped = threading.Event()
         if max_staleness:
@@ -114,7 +117,8 @@ class RolloutsAhead:
         Raises:
           The errors of the collection. After `EngineLost`, the data is reset to the position before the step.
         """
-        clock, placed = Clock(), None
+        clock = Clock()
+        placed = None
         if self._ahead:
             first = self._ahead[0]
             collected = first.collected.result()
@@ -123,7 +127,8 @@ class RolloutsAhead:
             times = {f"sampler_{name}": seconds for name, seconds in first.clock.seconds.items()}
             times["staleness"] = float(step - 1 - first.version)
         else:
-            before, placed = self._here(), self._placed(params, clock)
+            before = self._here()
+            placed = self._placed(params, clock)
             collected = self._collect(step, placed, clock)
             times = {"staleness": 0.0, "sampler_time/idle": 0.0, "time/trainer_idle": 0.0}
             first = _Ahead(step, step - 1, before, self.collector.drawn)
@@ -163,7 +168,8 @@ class RolloutsAhead:
     def _sample(self, ahead: _Ahead, params: Any) -> Callable[[], Collected] | None:
         if self._dropped.is_set():
             raise _DroppedError
-        ahead.position, ahead.clock = self._here(), Clock()
+        ahead.position = self._here()
+        ahead.clock = Clock()
         try:
             sampled = self.collector.sample(ahead.step, params, ahead.clock)
         except BaseException:
@@ -214,7 +220,8 @@ class RolloutsAhead:
           keep_ahead: whether the groups that were collected for later steps are used. Otherwise they are sampled again,
             e.g. because another reward function has scored them.
         """
-        self.collector.drawn, self.collector.started = drawn, True
+        self.collector.drawn = drawn
+        self.collector.started = True
         if self._iterator is None:
             read = drawn // self.collector.batch_size
             next(itertools.islice(self.collector.batches, read, read), None)

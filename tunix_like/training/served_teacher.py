@@ -25,7 +25,8 @@ _TEXT = "Tokens in, numbers out: 12 + 34 = 46."
 """A text that the tokenizer of a server must encode to the same ids as that of the run."""
 _REQUESTS = 64
 """Number of requests that a server gets at once; it batches them."""
-_REQUEST_SECONDS, _WAIT_SECONDS = 600.0, 600.0
+_REQUEST_SECONDS = 600.0
+_WAIT_SECONDS = 600.0
 """Time limit of one request, and how long one is repeated while the server fails."""
 
 
@@ -57,7 +58,8 @@ class ServedTeacher(Teacher):
           EngineLost: the server has not answered for `_WAIT_SECONDS`.
           UserError: the server refused a request.
         """
-        texts, places = [], []
+        texts = []
+        places = []
         for p, g in np.argwhere(rows):
             prompt = batch.prompt_tokens[p, : batch.prompt_lengths[p]].tolist()
             tokens = batch.completion_tokens[p, g, : batch.completion_lengths[p, g]].tolist()

@@ -89,7 +89,8 @@ class SFTTrainer(Trainer):
         the metric `eval/pass@1`.
     """
 
-    name, step_key = "sft", "sft/step"
+    name = "sft"
+    step_key = "sft/step"
 
     def __init__(
         self,
@@ -105,8 +106,10 @@ class SFTTrainer(Trainer):
         super().__init__(model, tokenizer, rollout_config, training_config, mesh)
         check_type("sft_config", sft_config, SFTConfig, "give a tunix_like.SFTConfig(max_steps=...)")
         check_batch(mesh, "sft.batch_size", sft_config.batch_size)
-        self.config, self._evaluate = sft_config, evaluate
-        self._answers, self._several_turns = Answers(self.tokenizer, self.rollout_config), False
+        self.config = sft_config
+        self._evaluate = evaluate
+        self._answers = Answers(self.tokenizer, self.rollout_config)
+        self._several_turns = False
         self._given: Any = None
         self._rows: Sequence[Mapping[str, Any]] = ()
         self.watch = SkipWatch("the loss", self.training.max_skipped_updates)
@@ -144,7 +147,8 @@ class SFTTrainer(Trainer):
     def _prepare(self, rows: Sequence[Mapping[str, Any]], shuffle: bool) -> None:
         """Checks the data, and builds the batches and the compiled step for this call of `train`."""
         if self._given is not rows:  # equal rows let a second call continue with the next batch
-            self._given, self._rows = rows, with_prompts(rows)
+            self._given = rows
+            self._rows = with_prompts(rows)
         rows = self._rows
         self._answers, self._several_turns = checked_answers(rows, self.tokenizer, self.rollout_config)
         tokenizer = self._answers.tokenizer
@@ -202,7 +206,8 @@ class SFTTrainer(Trainer):
         return {f"sft/{name}": value for name, value in self._evaluate(self.params, step).items()}
 
     def finished(self, row: dict[str, Any]) -> bool:
-        target, success = self.config.stop_at_success, row.get("sft/eval/pass@1", 0.0)
+        target = self.config.stop_at_success
+        success = row.get("sft/eval/pass@1", 0.0)
         if target is None or success < target:
             return False
         message = "sft stopped at step %d of %s because success %.3g >= stop_at_success %g"

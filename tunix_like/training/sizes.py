@@ -116,7 +116,8 @@ def device_memory() -> int:
     divided by the number of local devices. With several processes, the result is the minimum over all processes,
     because all processes must choose the same sizes.
     """
-    reported, limits = _reported_memory(), [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    reported = _reported_memory()
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroups of version 2 and 1
         file = Path("/sys/fs/cgroup") / name
         if file.is_file() and (text := file.read_text().strip()).isdigit():
@@ -131,7 +132,8 @@ def _reported_memory() -> int | None:
 
 def this_device() -> Device:
     """Returns the backend, the memory and the kind of the current device."""
-    backend, kind = jax.default_backend(), find_kind(jax.devices()[0].device_kind)
+    backend = jax.default_backend()
+    kind = find_kind(jax.devices()[0].device_kind)
     return Device(backend, device_memory(), kind, known=backend == "cpu" or _reported_memory() is not None)
 
 
@@ -297,7 +299,8 @@ def _too_large(key: str, needed: int, device: Device, what: str) -> UserError:
     need = (
         f"about {amount(needed)}, but the limit is {amount(device.usable)} ({device.share:.0%} of the device's memory)"
     )
-    problem, cure = f"model: weights, gradients and optimizer alone need {need}", "Use"
+    problem = f"model: weights, gradients and optimizer alone need {need}"
+    cure = "Use"
     if what != "model":
         problem = f"{key}: one completion at a time needs {need}"
         # more devices along the other axes do not divide a completion
@@ -314,7 +317,8 @@ def _most_that_fits(top: int, needed: Callable[[int], int], limit: float) -> int
     """
     if needed(top) <= limit:
         return top
-    low, high = 0, top
+    low = 0
+    high = top
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if needed(middle) <= limit else (low, middle)
@@ -408,7 +412,8 @@ def decode_seconds(model: Decoder, mesh: Mesh, rows: int, widths: tuple[int, int
     takes `COLLECTIVE_SECONDS` besides its bytes.
     """
     read = decode_bytes(model, mesh, (-(-rows // USUAL_GROUP), USUAL_GROUP), widths, rounds=1) / widths[1]
-    tp, layers = mesh.shape["tp"], model.config.num_layers
+    tp = mesh.shape["tp"]
+    layers = model.config.num_layers
     sums = 2 * layers * (tp > 1)
     hidden = rows / prompt_parts(mesh) * model.config.hidden_size * jnp.dtype(model.dtype).itemsize
     sent = sums * hidden * 2 * (tp - 1) / tp
@@ -602,7 +607,8 @@ def estimate_memory(
     Raises:
       UserError: a single completion does not fit into memory and `refuse` is True, or `rollout.mesh` is not valid.
     """
-    device, refused = device or this_device(), list[str]()
+    device = device or this_device()
+    refused = list[str]()
 
     def chosen(size: Callable[[], int]) -> int:
         try:
@@ -613,12 +619,15 @@ def estimate_memory(
             refused.extend({str(error)} - set(refused))
             return 1
 
-    rollout, data, group = config.rollout, config.data, config.algorithm.num_generations
+    rollout = config.rollout
+    data = config.data
+    group = config.algorithm.num_generations
     widths = rollout.max_prompt_length, rollout.max_tokens_to_generate
     training = dataclasses.replace(config.training, actor_optimizer=config.optimizer)
     setting = training.train_micro_batch_size
     most = min(training.mini_batch_size or data.batch_size, data.batch_size)
-    pairs, others = config.trains_pairs, described_others(config, model, mesh)
+    pairs = config.trains_pairs
+    others = described_others(config, model, mesh)
     reference, teacher, critic = others
     update = update_work(training, model, (most, group), widths, reference, mesh, device, teacher, critic, pairs)
     size = chosen(lambda: chunk_size(setting, update, device))
@@ -627,15 +636,17 @@ def estimate_memory(
     layout = rollout_layout(model, rollout, mesh, device, *others)
     evaluated = config.eval.batch_size, config.eval.samples
     sampling_mesh = None if layout is None else layout.mesh
-    rows, phases = math.prod(evaluated) if pairs else data.batch_size * group, []
+    rows = math.prod(evaluated) if pairs else data.batch_size * group
+    phases = []
     if pairs and config.rewards.functions is None:
         rows = 0  # nothing is sampled
     elif find_engine(rollout.engine).make is None:
 
         def sampled_at_once(prompts: int, samples: int) -> int:
-            meshes = mesh, sampling_mesh
             return chosen(
-                lambda: concurrent_rows(model, rollout, prompts, samples, *meshes, device, reference, teacher, critic)
+                lambda: concurrent_rows(
+                    model, rollout, prompts, samples, mesh, sampling_mesh, device, reference, teacher, critic
+                )
             )
 
         work = _for_sampling(update, model, rollout, sampling_mesh)

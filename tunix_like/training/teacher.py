@@ -55,8 +55,14 @@ class Teacher:
         limit: int,
         plays: bool,
     ):
-        self.settings, self.graphdef, self.params, self.config = settings, graphdef, params, config
-        self.tokenizer, self.work, self.limit, self.plays = tokenizer, work, limit, plays
+        self.settings = settings
+        self.graphdef = graphdef
+        self.params = params
+        self.config = config
+        self.tokenizer = tokenizer
+        self.work = work
+        self.limit = limit
+        self.plays = plays
 
     def identity(self, mesh: Any) -> dict[str, Any]:
         """Returns the settings that a run and its checkpoint must share, with a fingerprint of a teacher's weights."""
@@ -224,7 +230,8 @@ def check_tokenizers(other: Tokenizer | None, policy: Tokenizer, key: str) -> No
     if other is None:
         return
     for number in range(min(other.vocab_size, policy.vocab_size)):
-        ours, theirs = policy.token(number), other.token(number)
+        ours = policy.token(number)
+        theirs = other.token(number)
         if ours != theirs and not any(token == f"<no token {number}>" for token in (ours, theirs)):
             raise UserError(
                 f"{key}: its tokenizer is not that of the policy: token {number} is {theirs!r} there and {ours!r} "

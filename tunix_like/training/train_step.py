@@ -179,7 +179,8 @@ def step_inputs(
     scheduled: Any = None,
 ) -> StepInputs:
     """Builds the inputs of one update, with arrays for `batch.trained` and `batch.estimator_ids` if they are None."""
-    all_trained, first_estimator = np.ones(batch.scored.shape, bool), np.zeros(len(batch.scored), np.int32)
+    all_trained = np.ones(batch.scored.shape, bool)
+    first_estimator = np.zeros(len(batch.scored), np.int32)
     batch = batch._replace(
         trained=all_trained if batch.trained is None else batch.trained,
         estimator_ids=first_estimator if batch.estimator_ids is None else batch.estimator_ids,
@@ -265,7 +266,8 @@ def gradient(
 
     def states_of(params: Any, number: Any) -> PromptStates:
         whole = join_params(params, fixed)
-        prompts, experts = packed.prompts[number], set_experts(packed, number)
+        prompts = packed.prompts[number]
+        experts = set_experts(packed, number)
         return prompt_states(spec.graphdef, whole, inputs.batch, prompts, spec.options, experts)
 
     teacher_of = _teacher(spec, join_params(working, fixed), inputs)
@@ -313,9 +315,11 @@ def _teacher(spec: StepSpec, policy: Any, inputs: StepInputs) -> Callable[[Int[A
     teacher. `policy` are the working weights of the policy. No gradient is taken with respect to the results."""
     if spec.teacher is None:
         return lambda prompts: None
-    given, beta = inputs.teacher, spec.teacher.beta
+    given = inputs.teacher
+    beta = spec.teacher.beta
     assert given is not None
-    graphdef, params = spec.graphdef, policy
+    graphdef = spec.graphdef
+    params = policy
     if given.params is not None:
         graphdef, params, _, _ = working_weights(spec.teacher.graphdef, given.params, {}, spec.options.stacked)
     size = nnx.merge(graphdef, params).config.vocab_size
@@ -360,7 +364,8 @@ def train_step(
       of the loss contains the advantage.
     """
     batch = jax.tree.map(jnp.asarray, inputs.batch)
-    lengths, ids = batch.sampled_lengths, batch.estimator_ids
+    lengths = batch.sampled_lengths
+    ids = batch.estimator_ids
     objective = bound(spec.objective, inputs.scheduled)
     advantages = objective.advantages(batch.rewards, batch.scored, lengths, ids)
     weights = loss_weights(objective, batch, inputs.in_update)
@@ -372,7 +377,9 @@ def train_step(
     grads, totals = gradient(spec, state.params, inputs, by_token, weights, sets, frozen)
     state = state._replace(params=with_stacked_layers(state.params, spec.segments))
     updates, opt_state = spec.optimizer.update(grads, state.opt_state, state.params)
-    norm, loss, tokens = optax.tree.norm(grads), totals["sums"].pop("loss"), totals["sums"].pop("tokens")
+    norm = optax.tree.norm(grads)
+    loss = totals["sums"].pop("loss")
+    tokens = totals["sums"].pop("tokens")
     usable &= jnp.isfinite(loss) & jnp.isfinite(norm)
     empty = ~((weights > 0) & (lengths > 0)).any()
     new = TrainState(optax.apply_updates(state.params, updates), opt_state)
@@ -388,7 +395,8 @@ def train_step(
 def loss_weights(objective: Any, batch: GroupBatch, in_update: Bool[Array, "P"]) -> Float[Array, "P G"]:
     """Returns the weight of each completion's tokens in the loss of an update."""
     assert batch.trained is not None and batch.estimator_ids is not None
-    lengths, ids = batch.sampled_lengths, batch.estimator_ids
+    lengths = batch.sampled_lengths
+    ids = batch.estimator_ids
     weights = objective.weights(batch.scored, batch.trained, lengths, in_update, ids)
     return weights if batch.prompt_weights is None else weights * batch.prompt_weights[:, None]
 

@@ -79,7 +79,9 @@ class ModelInTraining:
     programs: StepPrograms
 
     def __init__(self, model: Decoder, mesh: Mesh | None):
-        self.model, self.mesh, self.graphdef = model, mesh, nnx.split(model)[0]
+        self.model = model
+        self.mesh = mesh
+        self.graphdef = nnx.split(model)[0]
         self.rate_follows_total = False
         self.schedule: optax.Schedule | None = None
         self.state = TrainState(None, None)
@@ -187,7 +189,8 @@ class Trainer(NamedArguments, ModelInTraining, abc.ABC):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute. After construction, raises AttributeError for unknown names, and for settings, which would
         have no effect. A subclass of the user may set attributes of its own."""
-        kind, arguments = type(self), self._arguments
+        kind = type(self)
+        arguments = self._arguments
         attribute = getattr(kind, name, None)
         settable = attribute is not None and getattr(attribute, "fset", True) is not None  # such as a method
         own = kind.__module__.startswith("tunix_like.")
@@ -223,7 +226,8 @@ class Trainer(NamedArguments, ModelInTraining, abc.ABC):
         check_experts("mesh.axis_names", mesh, model.config)
         check_lengths(mesh, self.rollout_config)
         super().__init__(model, mesh)
-        self.done, self.total = 0, None  # type: int, int | None
+        self.done = 0
+        self.total: int | None = None
         self.iterator: Any = None
         self.identity: dict[str, Any] = {}
         self._stream: _Stream | None = None
@@ -262,7 +266,8 @@ class Trainer(NamedArguments, ModelInTraining, abc.ABC):
         the optimizer state of the previous call of `train`, because the run resumes from a checkpoint."""
         self._take_weights()
         if self.folder is not None:
-            self.done, self._stream = 0, None
+            self.done = 0
+            self._stream = None
             self.state = self.state._replace(opt_state=None)
 
     def end(self) -> None:
@@ -272,7 +277,8 @@ class Trainer(NamedArguments, ModelInTraining, abc.ABC):
         """Opens the checkpoints of the run folder, beside the description of the model; None without a run folder."""
         if self.folder is None:
             return None
-        model, best = self.folder / "model", self.training.best_metric
+        model = self.folder / "model"
+        best = self.training.best_metric
         by_first(lambda: _write_description(self.model, self.tokenizer, model))
         kept = self.training.max_checkpoints_to_keep
         return Checkpoints(self.folder / "checkpoints", kept, None if best is None else Best(best))
@@ -345,7 +351,8 @@ class Trainer(NamedArguments, ModelInTraining, abc.ABC):
         object and settings, unless an iterable is read for one epoch only.
         """
         size = len(rows) if isinstance(rows, Sequence | grain.MapDataset) else None
-        settings, previous = (size, batch_size, shuffle, forever, curriculum), self._stream
+        settings = (size, batch_size, shuffle, forever, curriculum)
+        previous = self._stream
         same = previous is not None and previous.rows is rows and previous.settings == settings
         if previous is not None and same and isinstance(previous.batches, SharedBatches):
             if self._completed:
@@ -353,7 +360,8 @@ class Trainer(NamedArguments, ModelInTraining, abc.ABC):
             return previous.batches
         if previous is not None and same and forever:
             return previous.batches
-        limit, seed = self.rollout_config.max_prompt_length, self.training.seed
+        limit = self.rollout_config.max_prompt_length
+        seed = self.training.seed
         batches: Iterator[list[Prompt]]
         if curriculum is not None:
             own = tokenizer or self.tokenizer

@@ -120,10 +120,14 @@ class Updates:
         teacher: Teacher | None = None,
         critic: Critic | None = None,
     ):
-        self.trainer, self.algo, self.objective = trainer, algo, objective
-        self.teacher, self.critic = teacher, critic
+        self.trainer = trainer
+        self.algo = algo
+        self.objective = objective
+        self.teacher = teacher
+        self.critic = critic
         self.critic_watch = SkipWatch("the loss of the critic", trainer.training.max_skipped_updates)
-        self.mini_batch_size, self.reference = mini_batch_size, reference
+        self.mini_batch_size = mini_batch_size
+        self.reference = reference
         self.skip_watch = SkipWatch(f"the loss '{algo.policy_loss_fn}'", trainer.training.max_skipped_updates)
         self.gap_watch = GapWatch(
             trainer.training.max_logprob_gap, trainer.training.later_logprob_gap == "error", own_engine
@@ -172,7 +176,8 @@ class Updates:
         """
         assert batch.estimator_ids is not None
         shaped = self.objective.at(step).inputs(batch.rewards, batch.scored, batch.estimator_ids)
-        original, batch = batch, batch._replace(rewards=shaped)
+        original = batch
+        batch = batch._replace(rewards=shaped)
         scheduled = self.objective.scheduled(step)
         live, metrics = self._live_rows(step, batch, scheduled)
         mini_batches = self._mini_batches(len(problems))
@@ -194,7 +199,9 @@ class Updates:
         )
         for number in self.skip_watch(rows):
             if self.trainer.written_folder is not None:
-                prompts, old, ref = mini_batches[number], shared.old_logprobs, shared.ref_logprobs
+                prompts = mini_batches[number]
+                old = shared.old_logprobs
+                ref = shared.ref_logprobs
                 skipped = SkippedUpdate(step, number, original, live, prompts, old, ref)
                 save_skipped(self.trainer.written_folder, skipped)
         if self.critic is not None:
@@ -298,8 +305,11 @@ class Updates:
     ) -> tuple[Float[np.ndarray, "P G T"] | None, _TokenSignals]:
         """Returns the log-probabilities of the policy, if they are needed before the first update, and the signals per
         token of the completions `live`. `several`: the batch has several updates."""
-        trainer, teacher, critic = self.trainer, self.teacher, self.critic
-        old, signals = None, _TokenSignals()
+        trainer = self.trainer
+        teacher = self.teacher
+        critic = self.critic
+        old = None
+        signals = _TokenSignals()
         penalised = critic is not None and ref is not None and bool(self.algo.kl_in_reward)
         if several or (teacher is not None and teacher.spec is None) or penalised:
             old = self._logprobs(trainer.graphdef, trainer.params, batch, live)
@@ -344,7 +354,8 @@ class Updates:
         found = teacher.logprobs(self._logprobs, self.trainer.params, seen, live)
         found = np.where(batch.completion_tokens < teacher.config.vocab_size, found, -np.inf)
         values = teacher_advantages(jnp.asarray(found), jnp.asarray(old), jnp.asarray(mask))
-        divergence, own = np.asarray(values)[mask], found[mask]
+        divergence = np.asarray(values)[mask]
+        own = found[mask]
         metrics = {"teacher/divergence": float(-divergence.mean()), "teacher/logprob": float(own.mean())}
         return teacher.settings.coef * np.asarray(values), metrics if mask.any() else {}
 
@@ -361,12 +372,15 @@ class Updates:
         Args:
           old: log-probabilities of the policy, if the KL to the reference is subtracted from the rewards of tokens.
         """
-        mask, metrics, penalties = batch.sampled & live[..., None], dict[str, float](), None
+        mask = batch.sampled & live[..., None]
+        metrics = dict[str, float]()
+        penalties = None
         if old is not None:
             assert ref is not None
             given = (jnp.asarray(values) for values in (old, ref, mask))
             kl = np.where(mask, np.asarray(kl_estimate(str(self.algo.kl_loss_mode), *given)), 0.0)
-            penalties, metrics = self.algo.beta * kl, {"kl": float(kl.sum() / max(mask.sum(), 1))}
+            penalties = self.algo.beta * kl
+            metrics = {"kl": float(kl.sum() / max(mask.sum(), 1))}
         values = self._logprobs(critic.graphdef, critic.params, batch.routed_freely, live)
         settings = critic.settings
         found = estimate(batch.rewards, values, mask, settings.gamma, settings.gae_lambda, penalties)
@@ -390,22 +404,27 @@ class Updates:
 
     def _pack(self, batch: GroupBatch, rows: Bool[np.ndarray, "P G"], most_prompts: int) -> Packed:
         """Divides the completions that the mask `rows` selects into forward and backward passes (see `pack_update`)."""
-        trainer, reference = self.trainer, self.reference is not None
+        trainer = self.trainer
+        reference = self.reference is not None
         teacher = None if self.teacher is None else self.teacher.work
         critic = None if self.critic is None else self.critic.work
-        given = trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts
-        return pack_update(*given, reference, teacher, critic)
+        return pack_update(
+            trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts, reference, teacher, critic
+        )
 
     def _live_rows(
         self, step: int, batch: GroupBatch, scheduled: Scheduled | None
     ) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
         """Returns a mask of the completions that the model must process, and metrics about the completions that are
         left out."""
-        ids, advantages = batch.estimator_ids, None
+        ids = batch.estimator_ids
+        advantages = None
         assert ids is not None
         if self.objective.skips_zero_advantages:
-            inputs = batch.rewards, batch.scored, batch.sampled_lengths, ids
-            advantages = fetch(self.trainer.programs.advantages(scheduled, *inputs), self.trainer.mesh)
+            advantages = fetch(
+                self.trainer.programs.advantages(scheduled, batch.rewards, batch.scored, batch.sampled_lengths, ids),
+                self.trainer.mesh,
+            )
         live = self.objective.at(step).live_rows(batch.rewards, batch.scored, ids, advantages)
         metrics = self.objective.schedule_metrics(step)
         if batch.trained is not None:
@@ -466,10 +485,12 @@ def pack_update(
       teacher, critic: the teacher and the critic that are held in memory, or None.
       whole_groups: whether all completions of a prompt are in one chunk.
     """
-    widths, size = (batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]), rows.shape[1]
+    widths = (batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2])
+    size = rows.shape[1]
     shape = most_prompts, size
-    others = teacher, critic
-    work = update_work(training, model, shape, widths, reference, mesh, None, *others, whole_groups=whole_groups)
+    work = update_work(
+        training, model, shape, widths, reference, mesh, None, teacher, critic, whole_groups=whole_groups
+    )
     chunk = chunk_size(training.train_micro_batch_size, work)
     layout = choose_layout(size, most_prompts, widths, chunk, prompt_parts(mesh), whole_groups)
     packed = pack(batch.completion_lengths, rows, widths[1], layout, most_prompts)

@@ -37,7 +37,8 @@ SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.
 """Signals that do not end the fork server. The processes that it starts have the default handlers."""
 
 _ORDER = struct.Struct("!cQ")
-_BEGIN, _END = b"b", b"e"
+_BEGIN = b"b"
+_END = b"e"
 _GRACE = 1.0  # seconds for the fork server to kill its processes
 
 
@@ -45,8 +46,11 @@ class Fork(Worker):
     """A process that a fork server starts."""
 
     def __init__(self, server: ForkServer, number: int, channel: socket.socket):
-        self.server, self.number, self.connection = server, number, Connection(channel, MOST_ANSWER)
-        self.pid, self.ended = None, None
+        self.server = server
+        self.number = number
+        self.connection = Connection(channel, MOST_ANSWER)
+        self.pid = None
+        self.ended = None
 
     def last_output(self) -> str:
         """Returns the last traceback that `faulthandler` printed if a signal killed the process. It may be of another
@@ -156,7 +160,9 @@ def run(channel: socket.socket, ready: Mapping[str, Any], work: Callable[[socket
 
 class _Server:
     def __init__(self, channel: socket.socket, work: Callable[[socket.socket], None]):
-        self.connection, self.work, self.parent = Connection(channel, 0), work, os.getppid()
+        self.connection = Connection(channel, 0)
+        self.work = work
+        self.parent = os.getppid()
         self.numbers: dict[int, int] = {}  # numbers of the processes by process id
         self.pids: dict[int, int] = {}
         self.older = set(children_of(os.getpid()))  # processes that the user's module started
@@ -234,7 +240,8 @@ class _Server:
         os.close(descriptor)
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # also set here, because the process may be killed before it sets its group
-        self.numbers[pid], self.pids[number] = number, pid
+        self.numbers[pid] = number
+        self.pids[number] = pid
         self._report({"begun": number, "pid": pid})
 
     def _be_forked(self, descriptor: int, parent: int) -> None:

@@ -71,7 +71,9 @@ class Connection:
 
     def __init__(self, channel: socket.socket, most: int):
         channel.setblocking(False)
-        self.channel, self.most, self.closed = channel, most, False
+        self.channel = channel
+        self.most = most
+        self.closed = False
         self._out, self._in = bytearray(), bytearray()
 
     def send(self, content: bytes) -> None:

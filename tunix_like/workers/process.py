@@ -96,9 +96,13 @@ class Process(Worker):
         output = file or self._process.stdout
         assert output is not None
         os.set_blocking(output.fileno(), False)
-        self.label, self.pid, self._output = label, self._process.pid, output
+        self.label = label
+        self.pid = self._process.pid
+        self._output = output
         self.connection = Connection(channel, most)
-        self._printed, self._line, self._tail = 0, b"", b""  # bytes printed so far, incomplete last line, last bytes
+        self._printed = 0  # bytes
+        self._line = b""  # the last line, as long as it is incomplete
+        self._tail = b""  # the last bytes
         # Also runs when the interpreter exits.
         self._end = weakref.finalize(self, _end, self._process, channel, grace, mark)
         self.connection.send(json.dumps(settings).encode())
@@ -150,7 +154,8 @@ class Process(Worker):
         self._printed += len(part)
         *lines, self._line = (self._line + part[:room]).split(b"\n")
         if len(part) >= room:
-            lines, self._line = [*lines, *filter(None, [self._line]), _CUT.encode()], b""
+            lines = [*lines, *filter(None, [self._line]), _CUT.encode()]
+            self._line = b""
         self._show(lines)
 
     def _end_output(self) -> None:

@@ -57,7 +57,9 @@ class Supervisor:
     """
 
     def __init__(self, section: str, timeout_seconds: float, memory_gb: float):
-        self.section, self.timeout_seconds, self.memory_gb = section, timeout_seconds, memory_gb
+        self.section = section
+        self.timeout_seconds = timeout_seconds
+        self.memory_gb = memory_gb
         self.calls: dict[Worker, Call] = {}
         self._looked = self._measured = 0.0
 
@@ -78,7 +80,8 @@ class Supervisor:
     def look(self) -> list[tuple[Worker, Call, dict[str, Any] | Failure]]:
         """Returns the calls that have ended, each with the answer or the failure. After a failure, the process must be
         killed."""
-        now, ended = time.perf_counter(), []
+        now = time.perf_counter()
+        ended = []
         measure = now - self._measured > POLL_SECONDS / 2
         for worker, call in list(self.calls.items()):
             if now - self._looked > 10 * POLL_SECONDS:
@@ -86,7 +89,8 @@ class Supervisor:
             if (answer := self._look_at(worker, call, now, measure)) is not None:
                 del self.calls[worker]
                 ended.append((worker, call, answer))
-        self._looked, self._measured = now, now if measure else self._measured
+        self._looked = now
+        self._measured = now if measure else self._measured
         return ended
 
     def _look_at(self, worker: Worker, call: Call, now: float, measure: bool) -> dict[str, Any] | Failure | None:

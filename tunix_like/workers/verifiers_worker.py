@@ -30,7 +30,9 @@ KEY_VARIABLE = "TUNIX_LIKE_EPISODES_API_KEY"
 that it starts."""
 
 MODEL = "policy"
-CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 COUNT = f"{MESSAGES}/count_tokens"
 ROUTES = (CHAT, RESPONSES, MESSAGES, COUNT)
 LOCAL = "127.0.0.1"
@@ -171,7 +173,8 @@ class Episodes:
     """
 
     def __init__(self, env: Any, agent: Any):
-        self._env, self._agent = env, agent
+        self._env = env
+        self._agent = agent
         self._task_class = type(env.taskset).task_type()
         self._running: dict[int, asyncio.Task[None]] = {}
         self._traces: dict[int, Any] = {}
@@ -232,7 +235,8 @@ class Episodes:
         if episode is None and http.path != COUNT:  # verifiers does not say to which episode a count belongs
             return web.json_response({"error": {"message": "the request belongs to no running episode"}}, status=409)
         call = next(self._calls)
-        body, answer = await http.json(), asyncio.get_running_loop().create_future()
+        body = await http.json()
+        answer = asyncio.get_running_loop().create_future()
         self._answers[call] = episode, answer
         try:
             self._send({"kind": "request", "episode": episode, "call": call, "route": http.path, "body": body})
@@ -262,7 +266,8 @@ class Episodes:
         """Plays one episode with the task `data` and sends the message `end` to the training process."""
 
         def began(trace: Any) -> None:
-            self._traces[episode], self._of_trace[trace.id] = trace, episode
+            self._traces[episode] = trace
+            self._of_trace[trace.id] = episode
 
         end: dict[str, Any] = {"kind": "end", "episode": episode, "reward": None, "metrics": {}, "stop": None}
         try:

@@ -41,8 +41,11 @@ class Fleet:
     """
 
     def __init__(self, servers: Sequence[Server], wait_seconds: float, vocab_size: int):
-        self.servers, self.wait_seconds, self.vocab_size = list(servers), wait_seconds, vocab_size
-        self.folder, self.version = "", ""
+        self.servers = list(servers)
+        self.wait_seconds = wait_seconds
+        self.vocab_size = vocab_size
+        self.folder = ""
+        self.version = ""
         self._admit: Admit
         self._groups: dict[int, Server] = {}
         self._repairs: dict[Server, asyncio.Task[None]] = {}
@@ -61,7 +64,9 @@ class Fleet:
           EngineLost: no server has loaded the weights within the time limit `wait_seconds` of this `Fleet`.
           UserError: a server refuses a request, or computes wrong log-probabilities with these weights.
         """
-        self.folder, self.version, self._admit = folder, version, admit
+        self.folder = folder
+        self.version = version
+        self._admit = admit
         self._groups.clear()
         self._problems.clear()
         self._is_usable.clear()
@@ -184,7 +189,9 @@ class Fleet:
         reported = False
         while server.version != self.version:
             # These are copies, because the attributes can change during an await.
-            folder, version, admit = self.folder, self.version, self._admit
+            folder = self.folder
+            version = self.version
+            admit = self._admit
             problem = "it does not answer"
             try:
                 server.alive = await server.is_healthy()
@@ -194,11 +201,14 @@ class Fleet:
                     server.version = version
                     continue  # `self.version` may have changed meanwhile
             except (Unavailable, WrongAnswer) as error:
-                server.alive, problem = False, str(error)
+                server.alive = False
+                problem = str(error)
             except Exception as error:  # `_until_usable` raises it, so that requests do not wait longer
-                server.alive, self._error = False, error
+                server.alive = False
+                self._error = error
                 self._is_usable.set()
-            server.version, self._problems[server] = None, problem
+            server.version = None
+            self._problems[server] = problem
             if self._error is not None:
                 return
             if not reported:

@@ -17,7 +17,9 @@ from tunix_like.errors import UserError
 from tunix_like.models.sharding import fetch, prompt_parts
 from tunix_like.rollout.engines.server import Server
 
-PROMPTS, LENGTH, TOP = 4, 16, 5
+PROMPTS = 4
+LENGTH = 16
+TOP = 5
 """Number of prompts, maximum length of a prompt in tokens, and number of most probable next tokens after each prompt
 whose log-probabilities are compared."""
 
@@ -46,8 +48,11 @@ class Probe:
     def __init__(
         self, graphdef: Any, rollout: RolloutConfig, eos_ids: Sequence[int], max_gap: float | None, mesh: Mesh | None
     ):
-        self.graphdef, self.max_gap, self.mesh = graphdef, max_gap, mesh
-        self.eos_ids, self.temperature = list(eos_ids), rollout.temperature
+        self.graphdef = graphdef
+        self.max_gap = max_gap
+        self.mesh = mesh
+        self.eos_ids = list(eos_ids)
+        self.temperature = rollout.temperature
         parts = prompt_parts(mesh)
         config = nnx.merge(graphdef, [None] * graphdef.num_leaves).config
         ids = np.setdiff1d(np.arange(config.vocab_size), eos_ids)

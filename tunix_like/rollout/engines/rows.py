@@ -52,7 +52,8 @@ class Row:
 
     def finished(self, complete: bool) -> Sample:
         """Returns the completion as a `Sample`. `complete` is False if the token limit ended the completion."""
-        tokens, logprobs = np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32)
+        tokens = np.array(self.tokens, np.int32)
+        logprobs = np.array(self.logprobs, np.float32)
         starts = np.array(self.starts, np.int32) if self.first else None
         return Sample(self.request, self.sample, tokens, logprobs, complete, np.array(self.mask, bool), starts)
 
@@ -71,7 +72,8 @@ class RowStates:
             for index, request in enumerate(requests)
             for sample in range(request.samples)
         ]
-        self.limit, self.responder = limit, responder
+        self.limit = limit
+        self.responder = responder
         if responder is not None:
             for row in self.rows:
                 opening = opening_of(responder, row.request, limit)
@@ -104,7 +106,8 @@ class RowStates:
     def to_send(self) -> list[int]:
         """Returns the indices of the completions whose next turn must be requested from a server. Adds the number of
         these completions to `running`, the number of unanswered requests."""
-        unsent, self._unsent = self._unsent, []
+        unsent = self._unsent
+        self._unsent = []
         self.running += len(unsent)
         return unsent
 
@@ -118,7 +121,8 @@ class RowStates:
         samples: list[Sample] = []
         turns: list[Turn] = []
         for index in sorted(answers):
-            row, answer = self.rows[index], answers[index]
+            row = self.rows[index]
+            answer = answers[index]
             self.running -= 1
             row.append(answer.tokens, answer.logprobs, sampled=True)
             turns.append(Turn(row.request, row.sample, answer.tokens, not answer.stopped))

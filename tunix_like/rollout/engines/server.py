@@ -26,7 +26,8 @@ _QUICK_SECONDS = 30.0
 MOST_BYTES = 128 * 1024**2
 """Maximum size in bytes of an answer, after decompression. A token with its log-probability has a few hundred bytes."""
 
-_LEAST, _ROUNDING = -3e38, 1e-3
+_LEAST = -3e38
+_ROUNDING = 1e-3
 """Smallest and largest log-probability of a valid answer: finite in float32, and at most 0 up to rounding errors."""
 
 _START = "start it with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out"
@@ -82,13 +83,16 @@ class Server:
     """
 
     def __init__(self, url: str, request_seconds: float, key: str = "rollout.urls"):
-        self.url, self.request_seconds, self.key = url.rstrip("/"), request_seconds, key
+        self.url = url.rstrip("/")
+        self.request_seconds = request_seconds
+        self.key = key
         self.model: str | None = None
         self.version: str | None = None
         self.without_lora: str | None = None
         self.adapter_rank: int | None = None
         self._adapter: str | None = None  # the adapter that requests for tokens name
-        self.alive, self.running = True, 0
+        self.alive = True
+        self.running = 0
         self._session: aiohttp.ClientSession | None = None
 
     async def check(self, least_length: int, text: str, tokens: Sequence[int], rank: int | None = None) -> str:
@@ -139,7 +143,8 @@ class Server:
     async def _check_model(self, least_length: int, text: str, tokens: Sequence[int]) -> int | None:
         """Checks length limit and tokenizer, and sets `model`. Returns the limit."""
         described = (await self._get("/v1/models"))["data"][0]
-        self.model, limit = described["id"], described.get("max_model_len")
+        self.model = described["id"]
+        limit = described.get("max_model_len")
         if limit is not None and limit < least_length:
             raise self._unfit(
                 f"it was started with --max-model-len {limit}; max_prompt_length and "
@@ -219,7 +224,8 @@ class Server:
             raise self._unfit("it holds whole weights that another run has sent; start it again")
         if version not in held:
             await self._post("/pause?mode=abort", {})
-            route, body = "/v1/load_lora_adapter", {"lora_name": version, "lora_path": folder}
+            route = "/v1/load_lora_adapter"
+            body = {"lora_name": version, "lora_path": folder}
             status, content = await self._request("POST", route, body, self.request_seconds)
             if status != 200:
                 await self._post("/resume", {})  # for other clients
@@ -256,7 +262,8 @@ class Server:
         """
         self.running += 1
         try:
-            route, body = "/inference/v1/generate", {"token_ids": list(tokens), "sampling_params": dict(parameters)}
+            route = "/inference/v1/generate"
+            body = {"token_ids": list(tokens), "sampling_params": dict(parameters)}
             if self._adapter is not None:
                 body["model"] = self._adapter
             status, content = await self._request("POST", route, body, self.request_seconds)

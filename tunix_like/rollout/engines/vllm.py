@@ -81,14 +81,17 @@ class VLLMEngine:
         mesh: jax.sharding.Mesh | None = None,
     ):
         _check_sampling(rollout)
-        self.max_prompt_length, self.mesh = rollout.max_prompt_length, mesh
-        self.tokenizer, self.rollout = tokenizer, rollout
+        self.max_prompt_length = rollout.max_prompt_length
+        self.mesh = mesh
+        self.tokenizer = tokenizer
+        self.rollout = rollout
         self.graphdef = nnx.split(model)[0]
         self.folder = Path(weights_folder).absolute()
         self.eos_ids = list(rollout.eos_tokens or tokenizer.eos_ids)
         self._rank = _adapter_rank(model)
         self.probe = Probe(self.graphdef, rollout, self.eos_ids, max_gap, mesh)
-        self._run, self._number = uuid.uuid4().hex[:8], 0
+        self._run = uuid.uuid4().hex[:8]
+        self._number = 0
         self._placed: list[Any] = []
         self.transfer_metrics: dict[str, float] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -112,7 +115,8 @@ class VLLMEngine:
         with scope(self.mesh):
             expected = self.probe.logprobs(params)
             save = self._adapter_writer(params) if self._adapters_only else self._weights_writer(params)
-        self._number, self._placed = self._number + 1, []
+        self._number = self._number + 1
+        self._placed = []
         size = by_first(functools.partial(self._publish, save, expected))
         self.transfer_metrics = {
             "perf/weights_sent_bytes": float(size),
@@ -163,7 +167,8 @@ class VLLMEngine:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
-            self._loop, self._fleet = None, None
+            self._loop = None
+            self._fleet = None
             self._remove_weights()
             with contextlib.suppress(OSError):  # the folder is not empty or does not exist
                 self.folder.rmdir()
@@ -210,7 +215,8 @@ class VLLMEngine:
     async def _check(self) -> bool:
         """Checks all servers. Returns whether only adapters are sent, and prepares the servers for them."""
         assert self._fleet is not None
-        servers, expected = self._fleet.servers, _expected(self.rollout, self.tokenizer, self._rank)
+        servers = self._fleet.servers
+        expected = _expected(self.rollout, self.tokenizer, self._rank)
         await asyncio.gather(*(server.check(*expected) for server in servers))
         unable = [server for server in servers if server.without_lora]
         if unable:
