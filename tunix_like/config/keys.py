@@ -28,11 +28,13 @@ def key(
     blank: bool = False,
     python_only: bool = False,
     hub: str | None = None,
+    may_change: bool = False,
 ) -> Any:
     """Declares a config key: a dataclass field with its documentation and allowed range.
 
     The range is `at_least <= value <= at_most` and `above < value < below`; `blank` allows an empty text. A key with
     `python_only` cannot be set in YAML. `hub` is the kind of an id of the Hugging Face hub (see `plain_hub_id`).
+    `may_change`: a resumed run may have another value than its checkpoint.
     """
     metadata = {
         "doc": doc,
@@ -44,6 +46,7 @@ def key(
         "blank": blank,
         "python_only": python_only,
         "hub": hub,
+        "may_change": may_change,
     }
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -115,6 +118,13 @@ def check_ranges(section: Any, path: str) -> None:
             raise UserError(f"{name}: got {value}; it must be at most {rule['at_most']}.")
         if rule["below"] is not None and value >= rule["below"]:
             raise UserError(f"{name}: got {value}; it must be below {rule['below']}.")
+
+
+def fixed_settings(section: Any) -> dict[str, Any]:
+    """Returns the values of a config section that a resumed run must share with its checkpoint."""
+    fixed = [field.name for field in dataclasses.fields(section) if not field.metadata["may_change"]]
+    values = dataclasses.asdict(section)
+    return {name: values[name] for name in fixed}
 
 
 class Checked(NamedArguments):

@@ -128,12 +128,21 @@ def with_defaults(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 
 
 class Key(NamedTuple):
-    """The documentation of a key: its dotted name, default (as YAML), meaning and allowed values."""
+    """The documentation of a key.
+
+    Attributes:
+      name: dotted name.
+      default: as YAML.
+      doc: its meaning.
+      rule: its allowed values.
+      may_change: whether a resumed run may have another value than its checkpoint.
+    """
 
     name: str
     default: str
     doc: str
     rule: str
+    may_change: bool
 
 
 def keys(section: Any = None, path: str = "") -> Iterator[Key]:
@@ -147,7 +156,8 @@ def keys(section: Any = None, path: str = "") -> Iterator[Key]:
             yield from keys(value, name)
             continue
         text = yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
-        yield Key(name, text, field.metadata["doc"], _rule(field, hints[field.name]))
+        rule = _rule(field, hints[field.name])
+        yield Key(name, text, field.metadata["doc"], rule, field.metadata["may_change"])
 
 
 def _fields(cls: type) -> list[dataclasses.Field[Any]]:

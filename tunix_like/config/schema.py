@@ -123,6 +123,7 @@ class DataConfig(Checked):
         "skip",
         doc="prompts that are empty or longer than rollout.max_prompt_length; skip: count them; error: stop",
         choices=OVERLONG,
+        may_change=True,
     )
     curriculum: bool = key(
         False, doc="draw prompts by the estimated probability that their completions both succeed and fail"
@@ -381,11 +382,13 @@ class RolloutConfig(Checked):
         doc="completions sampled at once; auto: all of a step that fit in memory",
         choices=("auto",),
         at_least=1,
+        may_change=True,
     )
     mesh: list[int] | str = key(
         "auto",
         doc="devices along data, fsdp, tp (or data, fsdp, ep, tp) while sampling, e.g. [8, 1, 1]; auto: predicted "
         "fastest that fits, without ep",
+        may_change=True,
     )
     eos_tokens: list[int] | None = key(doc="ids; unset: those of tokenizer and generation_config.json")
     max_staleness: int = key(
@@ -406,12 +409,14 @@ class RolloutConfig(Checked):
         doc="of RL: local (this process), vllm (servers of urls), FILE.py:NAME or package.module:NAME; SFT and eval "
         "sample here",
     )
-    engine_arguments: dict[str, Any] | None = key(doc="of an engine of your own, by name")
-    urls: list[str] | None = key(doc="vllm: e.g. [http://127.0.0.1:8000]")
-    weights_folder: str | None = key(doc="vllm: shared with all servers; unset: engine_weights in the run folder")
-    request_timeout_seconds: float = key(600.0, doc="vllm: of one turn of a completion", above=0)
+    engine_arguments: dict[str, Any] | None = key(doc="of an engine of your own, by name", may_change=True)
+    urls: list[str] | None = key(doc="vllm: e.g. [http://127.0.0.1:8000]", may_change=True)
+    weights_folder: str | None = key(
+        doc="vllm: shared with all servers; unset: engine_weights in the run folder", may_change=True
+    )
+    request_timeout_seconds: float = key(600.0, doc="vllm: of one turn of a completion", above=0, may_change=True)
     wait_for_servers_seconds: float = key(
-        600.0, doc="vllm: without a working server, then the run is saved and stops", above=0
+        600.0, doc="vllm: without a working server, then the run is saved and stops", above=0, may_change=True
     )
 
     def __post_init__(self) -> None:
@@ -445,15 +450,19 @@ class RewardsConfig(Checked):
         doc="processes; 0: the training process; unset: 0 for maze, exact_match, last_number and functions registered "
         "in Python, else up to 4",
         at_least=0,
+        may_change=True,
     )
     timeout_seconds: float = key(
         30.0,
         doc="of a worker, for the completions of one prompt; of an attempt of an async function or server",
         above=0,
+        may_change=True,
     )
-    memory_gb: float = key(4.0, doc="a worker that uses more is replaced", above=0)
-    concurrency: int = key(64, doc="calls of an async function or server at the same time", at_least=1)
-    retries: int = key(4, doc="attempts after a failed one, of an async function or server", at_least=0)
+    memory_gb: float = key(4.0, doc="a worker that uses more is replaced", above=0, may_change=True)
+    concurrency: int = key(64, doc="calls of an async function or server at the same time", at_least=1, may_change=True)
+    retries: int = key(
+        4, doc="attempts after a failed one, of an async function or server", at_least=0, may_change=True
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -492,9 +501,10 @@ class EnvironmentConfig(Checked):
         doc="steps at the same time, each trajectory in its own process; unset: up to 4 (openenv, verifiers: 32); 0: "
         "in the training process, without limits (default of maze_steps, guess, calculator)",
         at_least=0,
+        may_change=True,
     )
-    timeout_seconds: float = key(20.0, doc="of one step; its trajectory is then unscored", above=0)
-    memory_gb: float = key(4.0, doc="an environment that uses more is stopped", above=0)
+    timeout_seconds: float = key(20.0, doc="of one step; its trajectory is then unscored", above=0, may_change=True)
+    memory_gb: float = key(4.0, doc="an environment that uses more is stopped", above=0, may_change=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -538,12 +548,12 @@ class SFTConfig(Checked):
 @dataclasses.dataclass(frozen=True)
 class EvalConfig(Checked):
     section = "eval"
-    samples: int = key(16, doc="completions per problem", at_least=1)
-    k: list[int] | None = key(doc="of pass@k and maj@k; unset: 1, 2, 4, ... up to samples")
-    max_problems: int | None = key(doc="unset: all", at_least=1)
-    batch_size: int = key(32, doc="problems sampled at once", at_least=1)
-    temperature: float = key(1.0, doc="0: greedy", at_least=0)
-    top_p: float = key(1.0, doc="1: off", above=0, at_most=1)
+    samples: int = key(16, doc="completions per problem", at_least=1, may_change=True)
+    k: list[int] | None = key(doc="of pass@k and maj@k; unset: 1, 2, 4, ... up to samples", may_change=True)
+    max_problems: int | None = key(doc="unset: all", at_least=1, may_change=True)
+    batch_size: int = key(32, doc="problems sampled at once", at_least=1, may_change=True)
+    temperature: float = key(1.0, doc="0: greedy", at_least=0, may_change=True)
+    top_p: float = key(1.0, doc="1: off", above=0, at_most=1, may_change=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -551,9 +561,10 @@ class RLTrainingConfig(Checked):
     section = "training"
     output_dir: str | None = key(
         doc="run folder or address (gs://, s3://), {a.b} is the value of that key; unset: "
-        "runs/<config>-<estimator>-s<seed>, in Python none"
+        "runs/<config>-<estimator>-s<seed>, in Python none",
+        may_change=True,
     )
-    max_steps: int | None = key(doc="rollout batches; unset: one epoch", at_least=1)
+    max_steps: int | None = key(doc="rollout batches; unset: one epoch", at_least=1, may_change=True)
     seed: int = key(0, doc="of initial weights, sampling, evaluation", at_least=0)
     mini_batch_size: int | None = key(
         doc="prompts per update (in a smaller last update of a batch, each prompt weighs more); unset: data.batch_size",
@@ -564,28 +575,36 @@ class RLTrainingConfig(Checked):
         doc="completions of full length per pass; auto: as many as fit, up to 16384 tokens per device (CPU: 512)",
         choices=("auto",),
         at_least=1,
+        may_change=True,
     )
     logprob_chunk_size: int = key(1024, doc="tokens whose logits are in memory at once", at_least=1)
-    eval_every_n_steps: int | None = key(doc="unset: only before and after training", at_least=1)
-    checkpoint_every_n_steps: int = key(50, doc="also written at the end", at_least=1)
+    eval_every_n_steps: int | None = key(doc="unset: only before and after training", at_least=1, may_change=True)
+    checkpoint_every_n_steps: int = key(50, doc="also written at the end", at_least=1, may_change=True)
     changed_inputs: str = key(
         "warn",
         doc="resumed with other reward code or rows; warn: continue; error: stop",
         choices=("warn", "error"),
+        may_change=True,
     )
-    max_checkpoints_to_keep: int = key(2, doc="newest", at_least=1)
-    best_metric: str | None = key(doc="e.g. eval/pass@1: its best checkpoint is kept too; needs eval_every_n_steps")
-    log_rollouts_every_n_steps: int = key(10, doc="completions in rollouts/", at_least=1)
-    log_samples_every_n_steps: int | None = key(50, doc="printed best and worst completion; null: none", at_least=1)
+    max_checkpoints_to_keep: int = key(2, doc="newest", at_least=1, may_change=True)
+    best_metric: str | None = key(
+        doc="e.g. eval/pass@1: its best checkpoint is kept too; needs eval_every_n_steps", may_change=True
+    )
+    log_rollouts_every_n_steps: int = key(10, doc="completions in rollouts/", at_least=1, may_change=True)
+    log_samples_every_n_steps: int | None = key(
+        50, doc="printed best and worst completion; null: none", at_least=1, may_change=True
+    )
     loggers: list[str] = key(
-        ["tensorboard"],
-        doc="of tensorboard, wandb, trackio; metrics.jsonl is always written",
+        ["tensorboard"], doc="of tensorboard, wandb, trackio; metrics.jsonl is always written", may_change=True
     )
     callbacks: list[dict[str, Any]] | None = key(
         doc="list of {name, <its parameters>}; a name is early_stopping, rate_probe, FILE.py:CLASS or "
-        "package.module:CLASS"
+        "package.module:CLASS",
+        may_change=True,
     )
-    profile_steps: list[int] | None = key(doc="first and last step of a trace in profile/, e.g. [5, 6]")
+    profile_steps: list[int] | None = key(
+        doc="first and last step of a trace in profile/, e.g. [5, 6]", may_change=True
+    )
     max_skipped_updates: int = key(
         5,
         doc="consecutive non-finite updates that stop the run",
@@ -595,16 +614,19 @@ class RLTrainingConfig(Checked):
         5,
         doc="consecutive steps without any reward that save and stop the run (status 75)",
         at_least=1,
+        may_change=True,
     )
     max_logprob_gap: float | None = key(
         0.1,
         doc="mean difference between sampler and trainer, in nats per token, that stops the first step; null: off",
         above=0,
+        may_change=True,
     )
     later_logprob_gap: str = key(
         "warn",
         doc="a difference above max_logprob_gap in a later step; warn: continue; error: save and stop",
         choices=("warn", "error"),
+        may_change=True,
     )
     remat: bool = key(False, doc="recompute layers in the backward pass: less memory, a third more compute")
     actor_optimizer: Any = key(

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tunix_like.config.load import as_dict, differences, flat, read_yaml, save, with_defaults
+from tunix_like.config.load import as_dict, differences, flat, keys, read_yaml, save, with_defaults
 from tunix_like.config.schema import Config
 from tunix_like.config.yaml_files import config_file
 from tunix_like.errors import UserError
@@ -28,43 +28,11 @@ from tunix_like.runtime.processes import by_first
 from tunix_like.storage.mirror import STATE, local_folder
 from tunix_like.storage.run_lock import FILE as LOCK
 
-CHANGEABLE = (
-    "training.max_steps",
-    "training.output_dir",
-    "training.eval_every_n_steps",
-    "training.checkpoint_every_n_steps",
-    "training.max_checkpoints_to_keep",
-    "training.best_metric",
-    "training.log_rollouts_every_n_steps",
-    "training.log_samples_every_n_steps",
-    "training.loggers",
-    "training.callbacks",
-    "training.profile_steps",
-    "training.changed_inputs",
-    "training.train_micro_batch_size",
-    "training.max_unscored_steps",
-    "training.max_logprob_gap",
-    "training.later_logprob_gap",
-    "rollout.max_concurrent_rows",
-    "rollout.mesh",
-    "rollout.engine_arguments",
-    "rollout.urls",
-    "rollout.weights_folder",
-    "rollout.request_timeout_seconds",
-    "rollout.wait_for_servers_seconds",
-    "environment.arguments.url",
-    "environment.workers",
-    "environment.timeout_seconds",
-    "environment.memory_gb",
-    "data.overlong_prompts",
-    "rewards.workers",
-    "rewards.timeout_seconds",
-    "rewards.memory_gb",
-    "rewards.concurrency",
-    "rewards.retries",
-    "eval.",
-)
-"""Keys, or prefixes of keys, whose values may change when a run is resumed."""
+
+def may_change(key: str) -> bool:
+    """Whether a resumed run may have another value of the dotted `key` of its config than its checkpoint."""
+    free = ["environment.arguments.url", *(each.name for each in keys() if each.may_change)]
+    return any(key == each or key.startswith(f"{each}.") for each in free)
 
 
 def run_folder(config: Config, config_path: str | Path, kind: str) -> str | Path:
@@ -117,8 +85,8 @@ def _check_unused(place: str | Path, parts: Parts, begun: bool) -> None:
     if file.exists():
         saved = with_defaults(read_yaml(file), as_dict(Config()))
         changed = differences(_without_urls(saved), _without_urls(as_dict(parts.config)))
-        fixed = [line for line in changed if not line.startswith(CHANGEABLE)]
-        free = [line for line in changed if line.startswith(CHANGEABLE)]
+        fixed = [line for line in changed if not may_change(line.partition(":")[0])]
+        free = [line for line in changed if may_change(line.partition(":")[0])]
         if fixed and begun:  # without a checkpoint, the run can start again without loss
             raise UserError(
                 f"{place} holds a run with another config:\n  " + "\n  ".join(fixed) + "\n"

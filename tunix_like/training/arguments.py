@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax
 import numpy as np
 
 from tunix_like.algorithms.objective import resolve
+from tunix_like.config.keys import fixed_settings
 from tunix_like.config.schema import (
     AlgorithmConfig,
     EnvironmentConfig,
@@ -56,25 +56,18 @@ def forward_options(
     return options._replace(temperature=rollout.temperature, entropy_gradient=algorithm.entropy_coef > 0)
 
 
-CHANGEABLE_OF_ROLLOUT = (
-    "max_concurrent_rows",
-    "mesh",
-    "engine",
-    "engine_arguments",
-    "urls",
-    "weights_folder",
-    "devices",
-    "request_timeout_seconds",
-    "wait_for_servers_seconds",
-)
-"""Fields of `RolloutConfig` that a resumed run may change."""
+def rollout_identity(config: RolloutConfig) -> dict[str, Any]:
+    """Returns the settings of rollouts that a run must share with its checkpoint. A learner gets its engine and the
+    devices of its mesh as arguments."""
+    fields = fixed_settings(config)
+    del fields["engine"], fields["devices"]
+    return fields
 
 
 def environment_identity(config: EnvironmentConfig) -> dict[str, Any]:
     """Returns the environment settings on which the tokens of a trajectory depend."""
-    fields = dataclasses.asdict(config)
-    for name in ("mode", "workers", "timeout_seconds", "memory_gb"):
-        del fields[name]
+    fields = fixed_settings(config)
+    del fields["mode"]
     if config.history == "sampled":  # checkpoints of earlier versions do not have this field
         del fields["history"]
     return fields
