@@ -80,6 +80,21 @@ def test_maze_config_is_checked(capsys):
     assert ours.model == example.model and ours.rollout == example.rollout and ours.algorithm == example.algorithm
 
 
+def test_the_sums_of_a_real_model(capsys):
+    assert cli.main(["init", "add", "--like", "sums"]) == 0
+    assert cli.main(["check-rewards", "add.yaml"]) == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "nothing suspicious" in said and "add_rewards.py:number_alone" in said
+    ours, example = load("add.yaml"), load(EXAMPLES / "smollm2" / "sums.yaml")
+    assert (ours.model, ours.data, ours.rollout) == (example.model, example.data, example.rollout)
+    assert (ours.algorithm, ours.optimizer) == (example.algorithm, example.optimizer)
+    assert ours.training.max_steps == example.training.max_steps
+    starting.write_start("other", "sums", Path())
+    module = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location("s", "other_rewards.py"))
+    spec.loader.exec_module(module)
+    assert module.number_alone(None, ["12", " 12\n", "12.", "13", "It is 12"], gold=["12"] * 5) == [1, 1, 0, 0, 0]
+
+
 def test_answer_format_reward():
     starting.write_start("school", "gsm8k", Path())
     spec = importlib.util.spec_from_file_location("school_rewards", "school_rewards.py")

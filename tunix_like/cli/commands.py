@@ -12,7 +12,7 @@ from typing import Any
 
 OVERRIDES = "a.b=value ...: overrides of single keys; see tunix_like/config/base_config.yaml for all of them"
 
-KINDS = ("own", "gsm8k", "maze", "env", "tools")
+KINDS = ("own", "gsm8k", "maze", "sums", "env", "tools")
 """Values of `init --like`; each has a YAML and a Python file in `starts/`."""
 
 ON_CPU = ("export", "check-rewards", "advantages")
