@@ -105,9 +105,7 @@ def _rollout(case: Case, model: Decoder, gate: Gate) -> None:
     sampler = Sampler(graphdef, case.eos_ids(), max_prompt_length=case.prompt_length, max_tokens=case.max_tokens)
     requests = [Request(tokens, number, case.group) for number, tokens in enumerate(case.batch().prompts.tolist())]
     sampling = SamplingParams(1.0, case.top_p)
-    work = sizes.update_work(
-        RLTrainingConfig(), model, (case.prompts, case.group), (case.prompt_length, case.max_tokens)
-    )
+    work = sizes.Planner(model).update_work((case.prompts, case.group), (case.prompt_length, case.max_tokens))
     work = dataclasses.replace(work, filtered=case.top_p < 1)
     memory = Memory(rollout_phase(work, case.rows, case.prompts, {"weights": work.weights}))
     gate.begin()
@@ -186,8 +184,8 @@ def _learn(case: Case, model: Decoder, gate: Gate, given: _Given | None) -> None
     )
     rows = [{"prompt": _text(prompt)} for prompt in batch.prompts]
     shape, widths = (case.prompts, case.group), (case.prompt_length, case.length)
-    work = sizes.update_work(learner.training, model, shape, widths, reference=case.beta > 0)
-    phases = update_phases(work, sizes.chunk_size(learner.training.train_micro_batch_size, work))
+    work = learner.planner.update_work(shape, widths)
+    phases = update_phases(work, learner.planner.chunk_size(work))
     memory = Memory(*phases, *([] if given else [rollout_phase(work, case.rows, case.prompts)]))
     gate.begin()
     learner.train(rows, batch_size=case.prompts, shuffle=False, callbacks=[_OnRow(on_row)])
@@ -215,8 +213,8 @@ def _update_single(case: Case, model: Decoder, gate: Gate) -> None:
     )
     tokens = int(batch.lengths.sum())
     shape, widths = (case.prompts, 1), (case.prompt_length, case.length)
-    work = dataclasses.replace(sizes.update_work(trainer.training, model, shape, widths), clipped=False)
-    memory = Memory(*update_phases(work, sizes.chunk_size(trainer.training.train_micro_batch_size, work)))
+    work = dataclasses.replace(trainer.planner.update_work(shape, widths), clipped=False)
+    memory = Memory(*update_phases(work, trainer.planner.chunk_size(work)))
     gate.begin()
     trainer.train(rows, callbacks=[_OnRow(lambda row: gate.end(tokens, **memory.read()))])
 

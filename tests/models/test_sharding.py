@@ -49,7 +49,7 @@ from tunix_like.training.engine import make_engine
 from tunix_like.training.forward import ForwardOptions, place_packed
 from tunix_like.training.packing import Layout, pack
 from tunix_like.training.sft import _Likelihood
-from tunix_like.training.sizes import COLLECTIVE_SECONDS, Device, SamplingLayout, decode_seconds, rollout_layout
+from tunix_like.training.sizes import COLLECTIVE_SECONDS, Device, Planner, SamplingLayout, decode_seconds
 from tunix_like.training.train_step import StepSpec, TrainState, gradient, step_inputs
 from tunix_like.types import GroupBatch, SamplingParams
 
@@ -286,7 +286,7 @@ def test_weights_are_replicated_while_sampling_where_they_fit():
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24, max_concurrent_rows=8)
 
     def chosen(memory: int) -> list[int]:
-        layout = rollout_layout(model, rollout, mesh, Device("cpu", memory)).mesh
+        layout = Planner(model, mesh, rollout=rollout, device=Device("cpu", memory)).layout().mesh
         return list(layout.shape.values())
 
     assert chosen(10**9) == [8, 1, 1]
@@ -304,7 +304,7 @@ def test_layout_with_the_shortest_predicted_decode_step_is_chosen():
 
     def chosen(memory: int, width: int, kind: Accelerator | None) -> SamplingLayout:
         model = Decoder(dataclasses.replace(CONFIG, intermediate_size=width), rngs=nnx.Rngs(0))
-        return rollout_layout(model, rollout, mesh, Device("tpu", memory, kind))
+        return Planner(model, mesh, rollout=rollout, device=Device("tpu", memory, kind)).layout()
 
     slow = dataclasses.replace(KINDS["v5e"], memory_bytes=1e9, network_bytes=1e9)
     layout = chosen(10**9, 4096, slow)
@@ -398,7 +398,7 @@ def test_a_layout_that_does_not_divide_the_model_is_not_chosen():
     mesh = build_mesh(MeshConfig(shape=[1, 8, 1], axis_names=AXES))
     model = Decoder(dataclasses.replace(CONFIG, vocab_size=33), rngs=nnx.Rngs(0))
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24)
-    layout = rollout_layout(model, rollout, mesh, Device("cpu", 1000)).mesh
+    layout = Planner(model, mesh, rollout=rollout, device=Device("cpu", 1000)).layout().mesh
     assert list(layout.shape.values()) == [1, 8, 1]
 
 

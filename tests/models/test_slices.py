@@ -18,7 +18,7 @@ from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.sharding import build_mesh, count_slices, layout_mesh
 from tunix_like.runtime.accelerators import KINDS
-from tunix_like.training.sizes import Device, rollout_layout
+from tunix_like.training.sizes import Device, Planner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +100,14 @@ def test_sampling_stays_inside_a_slice():
     model, mesh = Decoder(config, rngs=nnx.Rngs(0)), build_mesh(MeshConfig(), chips(2))
     lengths = {"max_prompt_length": 1, "max_tokens_to_generate": 4}
     slow = dataclasses.replace(KINDS["v5e"], memory_bytes=1e6, network_bytes=1e12)  # the largest tp is the fastest
-    chosen = rollout_layout(model, RolloutConfig(**lengths), mesh, Device("tpu", 10**9, slow))
+    chosen = Planner(model, mesh, rollout=RolloutConfig(**lengths), device=Device("tpu", 10**9, slow)).layout()
     assert list(chosen.mesh.shape.values()) == [2, 1, 8]
-    tight = rollout_layout(model, RolloutConfig(**lengths), mesh, Device("tpu", 1000, slow))
+    tight = Planner(model, mesh, rollout=RolloutConfig(**lengths), device=Device("tpu", 1000, slow)).layout()
     assert list(tight.mesh.shape.values()) == [2, 1, 8], "where no layout fits"
     with pytest.raises(UserError, match=r"rollout\.mesh: 1 devices along 'data', but there are 2 TPU slices"):
-        rollout_layout(model, RolloutConfig(**lengths, mesh=[1, 2, 8]), mesh, Device("tpu", 10**9, slow))
+        Planner(
+            model, mesh, rollout=RolloutConfig(**lengths, mesh=[1, 2, 8]), device=Device("tpu", 10**9, slow)
+        ).layout()
 
 
 COMPILED = """

@@ -29,7 +29,6 @@ from tunix_like.config.schema import (
     LoraConfig,
     MeshConfig,
     OptimizerConfig,
-    RLTrainingConfig,
     RolloutConfig,
     TeacherConfig,
 )
@@ -47,6 +46,7 @@ from tunix_like.training import sizes
 from tunix_like.training.forward import ForwardOptions
 from tunix_like.training.learners import GRPOConfig, GRPOLearner
 from tunix_like.training.memory import (
+    Companions,
     TeacherWork,
     Work,
     amount,
@@ -340,7 +340,7 @@ def test_share_of_a_device_equals_its_arrays(shape_of_mesh, quantized):
     mesh = build_mesh(MeshConfig(shape=shape_of_mesh, axis_names=["data", "fsdp", "tp"]))
     made = nnx.merge(*abstract(model, "auto", adapters, quantized))
     made.dtype = jnp.bfloat16
-    work = sizes.update_work(RLTrainingConfig(), made, (4, 8), (8, 8), mesh=mesh)
+    work = sizes.Planner(made, mesh).update_work((4, 8), (8, 8))
     shapes = abstract_of(work)[1]
     params = place_params(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), mesh)
     trained, frozen = split_params(params)
@@ -427,7 +427,7 @@ def memory(monkeypatch):
 
 def test_chunk_size_is_the_largest_that_fits(memory, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    work = sizes.update_work(RLTrainingConfig(), decoder(), (64, 8), BASE.widths)
+    work = sizes.Planner(decoder()).update_work((64, 8), BASE.widths)
     need = [max(phase.bytes for phase in update_phases(work, size)) for size in range(1, 300)]
     for size in (1, 5, 40, 200):
         memory(need[size - 1] + 1)
@@ -537,7 +537,8 @@ def test_chunk_size_on_a_cpu(memory):
     memory(1e12)
 
     def size(*shape: int) -> int:
-        return sizes.chunk_size("auto", sizes.update_work(RLTrainingConfig(), decoder(), shape, BASE.widths))
+        planner = sizes.Planner(decoder())
+        return planner.chunk_size(planner.update_work(shape, BASE.widths))
 
     assert size(64, 8) == 512 // 64
     assert size(64, 1) == 512 // (64 + 32)
@@ -548,7 +549,7 @@ def test_chunk_size_on_a_cpu(memory):
 def test_number_of_rows_is_the_largest_that_fits(memory, reference):
     rollout = RolloutConfig(max_prompt_length=32, max_tokens_to_generate=64)
     work, many = changed(prompts=1, group=1, reference=reference), (1000, 8)
-    at_once = functools.partial(sizes.concurrent_rows, reference=reference)
+    planner = sizes.Planner(decoder(), rollout=rollout, companions=Companions(reference))
 
     def need(rows, held=None):
         shape = slot_shape(*many, rows, 32, 64)
@@ -557,14 +558,14 @@ def test_number_of_rows_is_the_largest_that_fits(memory, reference):
     alone = {"weights": work.weights}
     for rows in (1, 7, 100):
         memory(need(rows) + 1)
-        assert at_once(decoder(), rollout, *many) == rows
+        assert planner.rows(*many) == rows
     memory(need(1) - 1)  # training does not fit, but an evaluation does
-    found = at_once(decoder(), rollout, *many)
+    found = planner.rows(*many)
     assert need(found, alone) <= need(1) - 1 < need(found + 1, alone)
     memory(need(1, alone) - 1)
     with pytest.raises(UserError, match=r"max_concurrent_rows: one .* Lower rollout\.max_prompt_length or"):
-        at_once(decoder(), rollout, *many)
-    assert at_once(decoder(), dataclasses.replace(rollout, max_concurrent_rows=9), *many) == 9
+        planner.rows(*many)
+    assert dataclasses.replace(planner, rollout=dataclasses.replace(rollout, max_concurrent_rows=9)).rows(*many) == 9
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
@@ -573,7 +574,9 @@ def test_run_counts_its_reference_model_while_sampling(memory, beta):
     memory(2e5)
     learner = make(GRPOConfig(num_generations=8, beta=beta), learner=GRPOLearner)
     rollout, shape = learner.rollout_config, (1000, 8)
-    with_one, without = (sizes.concurrent_rows(learner.model, rollout, *shape, reference=x) for x in (True, False))
+    with_one, without = (
+        sizes.Planner(learner.model, rollout=rollout, companions=Companions(x)).rows(*shape) for x in (True, False)
+    )
     expected = with_one if beta else without
     assert with_one < without < 8000 and learner.engine.max_concurrent_rows(*shape) == expected
     algorithm = AlgorithmConfig(advantage_estimator="grpo", num_generations=8, beta=beta)

@@ -36,7 +36,7 @@ from tunix_like.config.schema import MeshConfig
 from tunix_like.models.counts import share_of
 from tunix_like.models.sharding import build_mesh
 from tunix_like.storage.metrics import rows as metric_rows
-from tunix_like.training.sizes import described_others
+from tunix_like.training.sizes import described_companions
 from tunix_like.training.train_step import StepSpec, TrainState, train_step
 
 from .repeated_prompts import (
@@ -352,7 +352,7 @@ def test_memory_estimate_has_the_critic():
         plan, without = (
             make_plan(load(YAML, [*names, *more]), None) for names in (PPO, ["algorithm.advantage_estimator=grpo"])
         )
-        _, _, critic = described_others(plan.config, plan.model, plan.mesh)
+        critic = described_companions(plan.config, plan.model, plan.mesh).critic
         share = share_of(plan.judged_by[1], plan.mesh)
         assert critic.share == share, "shapes without a model are those of the critic"
         held = (share.trained if more else share.weights) + 2 * share.trained

@@ -28,6 +28,7 @@ from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.training.arguments import forward_options
 from tunix_like.training.forward import place_packed
 from tunix_like.training.guards import FOLDER, SkippedUpdate, read_skipped
+from tunix_like.training.sizes import Planner
 from tunix_like.training.train_step import StepSpec, gradient, loss_weights, step_inputs
 from tunix_like.training.updates import pack_update
 from tunix_like.types import GroupBatch
@@ -145,12 +146,12 @@ def norms_of(
     config = trained.config
     mesh = trained.mesh
     params, frozen = split_params(trained.params)
-    model = trained.model
+    planner = Planner(trained.model, mesh, config.training, config.rollout)
     most = int(in_update.sum())
     placed, *placed_logprobs = place_replicated((batch.routed_freely, *logprobs), mesh)
 
     def of(rows: np.ndarray) -> tuple[float, float]:
-        packed = place_packed(pack_update(config.training, model, mesh, batch, rows, most), mesh)
+        packed = place_packed(pack_update(planner, batch, rows, most), mesh)
         data = step_inputs(placed, in_update, packed, *placed_logprobs)
         loss, norm = fetch(program(params, frozen, data), mesh)
         on_progress(1)

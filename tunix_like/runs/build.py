@@ -60,7 +60,7 @@ from tunix_like.training.learner import Learner
 from tunix_like.training.learners import LEARNERS, find_learner
 from tunix_like.training.optimizer import build_schedule
 from tunix_like.training.preferences import PAIR_LEARNER_CLASSES, DPOLearner, check_columns
-from tunix_like.training.sizes import described_others
+from tunix_like.training.sizes import described_companions
 from tunix_like.training.teacher import (
     check_positions,
     check_scorer,
@@ -99,8 +99,8 @@ class Parts(NamedTuple):
     def evaluator(self, settings: EvalConfig) -> Evaluator:
         """Builds an evaluator for the held-out problems of the run. `settings` replaces the config section `eval`."""
         graphdef = nnx.split(self.model)[0]
-        others = described_others(self.config, self.model, self.mesh)
-        engine = make_engine(graphdef, self.tokenizer, self.config.rollout, self.mesh, *others)
+        companions = described_companions(self.config, self.model, self.mesh)
+        engine = make_engine(graphdef, self.tokenizer, self.config.rollout, self.mesh, companions)
         return make_evaluator(
             self.config, settings, engine, self.tokenizer, self.source, self.rewards, self.environments
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,8 +20,8 @@ from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.rollout.rollouts import Task
 from tunix_like.rollout.sampler import Sampler
-from tunix_like.training.memory import CriticWork, TeacherWork
-from tunix_like.training.sizes import concurrent_rows, rollout_layout
+from tunix_like.training.memory import ALONE, Companions
+from tunix_like.training.sizes import Planner
 from tunix_like.types import Engine, Request, Responder, Sample, SamplingParams
 
 logger = logging.getLogger("tunix_like")
@@ -31,29 +32,23 @@ def make_engine(
     tokenizer: Tokenizer,
     rollout: RolloutConfig,
     mesh: Mesh | None = None,
-    reference: bool = False,
-    teacher: TeacherWork | None = None,
-    critic: CriticWork | None = None,
+    companions: Companions = ALONE,
 ) -> Sampler:
     """Builds the sampler for a model, its tokenizer and the `rollout` section of a config.
 
     Args:
       graphdef: graph of a `Decoder` (`nnx.split(model)[0]`).
-      reference: whether a second model, the reference of the KL, is held in memory.
-      teacher, critic: the teacher and the critic that are held in memory, or None.
+      companions: the models that are held in memory beside it.
 
     Raises:
       UserError: the device memory is too small for a single completion, or `rollout.mesh` does not match the devices or
         the model.
     """
     model = nnx.merge(graphdef, [None] * graphdef.num_leaves)  # a module without weights
-    others: dict[str, Any] = {"reference": reference, "teacher": teacher, "critic": critic}
-    layout = rollout_layout(model, rollout, mesh, **others)
+    planner = Planner(model, mesh, rollout=rollout, companions=companions)
+    layout = planner.layout()
     sampling_mesh = None if layout is None else layout.mesh
-
-    def rows(prompts: int, group: int) -> int:
-        return concurrent_rows(model, rollout, prompts, group, mesh, sampling_mesh, **others)
-
+    rows = functools.partial(planner.rows, sampling_mesh=sampling_mesh)
     rows(1, 1)  # checks that one completion fits, before anything is compiled
     return Sampler(
         graphdef,

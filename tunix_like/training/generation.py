@@ -20,7 +20,6 @@ from tunix_like.models.loading import check_fit
 from tunix_like.rollout.requests import collect
 from tunix_like.rollout.rollouts import completion_texts
 from tunix_like.training.engine import make_engine
-from tunix_like.training.memory import CriticWork, TeacherWork
 from tunix_like.types import Completions, Engine, Request, SamplingParams
 
 
@@ -52,7 +51,14 @@ def generate(
     wrapped = Tokenizer.wrap(tokenizer)
     config = with_rollout(RolloutConfig(), rollout)
     check_fit(model.config, wrapped, config)
-    return generate_texts(graphdef, nnx.to_pure_dict(state), wrapped, prompts, config, seed, mesh)
+    return complete(
+        make_engine(graphdef, wrapped, config, mesh),
+        nnx.to_pure_dict(state),
+        wrapped,
+        prompts,
+        sampling_of(config),
+        seed,
+    )
 
 
 def with_rollout(config: RolloutConfig, changes: Mapping[str, Any]) -> RolloutConfig:
@@ -63,32 +69,18 @@ def with_rollout(config: RolloutConfig, changes: Mapping[str, Any]) -> RolloutCo
     return dataclasses.replace(config, **changes)
 
 
-def generate_texts(
-    graphdef: Any,
-    params: Any,
-    tokenizer: Tokenizer,
-    prompts: Sequence[Any],
-    rollout: RolloutConfig,
-    seed: int,
-    mesh: Mesh | None,
-    reference: bool = False,
-    teacher: TeacherWork | None = None,
-    critic: CriticWork | None = None,
-) -> list[str]:
-    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
-        raise UserError(
-            f"prompts: got {type(prompts).__name__}; give a list, each element a text or a list of messages."
-        )
-    engine = make_engine(graphdef, tokenizer, rollout, mesh, reference, teacher, critic)
-    return complete(
-        engine, params, tokenizer, prompts, SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k), seed
-    )
+def sampling_of(rollout: RolloutConfig) -> SamplingParams:
+    return SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
 
 
 def complete(
     engine: Engine, params: Any, tokenizer: Tokenizer, prompts: Sequence[Any], sampling: SamplingParams, seed: int
 ) -> list[str]:
     """Samples one completion of each prompt with an engine. Returns the texts. Errors are those of `completed`."""
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
+        raise UserError(
+            f"prompts: got {type(prompts).__name__}; give a list, each element a text or a list of messages."
+        )
     return completion_texts(completed(engine, params, tokenizer, prompts, sampling, seed), tokenizer) if prompts else []
 
 

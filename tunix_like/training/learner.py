@@ -51,12 +51,12 @@ from tunix_like.runtime import progress
 from tunix_like.runtime.profile import Clock, Compilations, Profile
 from tunix_like.training import loop
 from tunix_like.training.arguments import (
-    CHANGEABLE_OF_ROLLOUT,
     check_arguments,
     check_rows,
     environment_identity,
     forward_options,
     resolve_algorithm,
+    rollout_identity,
     source_settings,
 )
 from tunix_like.training.callbacks import Callback
@@ -64,9 +64,9 @@ from tunix_like.training.companions import Reference, make_reference, make_teach
 from tunix_like.training.critic import Critic, resolve_critic
 from tunix_like.training.diagnosis import SignalWatch
 from tunix_like.training.engine import CheckedEngine, check_routing_replay, check_staleness, make_engine
-from tunix_like.training.generation import generate_texts, with_rollout
+from tunix_like.training.generation import complete, sampling_of, with_rollout
 from tunix_like.training.guards import remove_files_after
-from tunix_like.training.memory import CriticWork, TeacherWork
+from tunix_like.training.memory import Companions
 from tunix_like.training.rollouts_ahead import RolloutsAhead
 from tunix_like.training.step_metrics import advantage_metrics, speed_metrics, user_metrics
 from tunix_like.training.teacher import Teacher, check_reference, resolve_teacher
@@ -210,7 +210,7 @@ class Learner(Trainer):
             held = [model.params for model in (self.reference, self.teacher) if model is not None]
             self.critic = Critic(self.critic_config, self, critic, held)
         self.engine: Engine = (
-            make_engine(self.graphdef, self.tokenizer, self.rollout_config, mesh, *self.others)
+            make_engine(self.graphdef, self.tokenizer, self.rollout_config, mesh, self.companions)
             if engine is None
             else CheckedEngine(engine, model.config, self.task)
         )
@@ -245,10 +245,9 @@ class Learner(Trainer):
         return build_objective(self.algo, length, updates_per_batch, self.source_estimators, self.teacher_config)
 
     @property
-    def others(self) -> tuple[bool, TeacherWork | None, CriticWork | None]:
-        """The models that are held in memory besides the policy: whether there is a reference, teacher and critic."""
+    def companions(self) -> Companions:
         teacher = None if self.teacher is None else self.teacher.work
-        return self.reference is not None, teacher, None if self.critic is None else self.critic.work
+        return Companions(self.reference is not None, teacher, None if self.critic is None else self.critic.work)
 
     @property
     def rewards(self) -> list[WeightedReward]:
@@ -413,12 +412,9 @@ class Learner(Trainer):
 
     def _own_identity(self) -> dict[str, Any]:
         """Returns the settings of a learner on which the next step depends, besides those of every trainer."""
-        rollout = dataclasses.asdict(self.rollout_config)
-        for name in CHANGEABLE_OF_ROLLOUT:
-            del rollout[name]
         own = {
             "algorithm": dataclasses.asdict(self.algo),
-            "rollout": rollout,
+            "rollout": rollout_identity(self.rollout_config),
             "rewards": {name: weight for name, _, weight in self.rewards},
             "success_threshold": self.success_threshold,
             "source_estimators": self.source_estimators,
@@ -537,9 +533,8 @@ class Learner(Trainer):
         """
         config = with_rollout(self.rollout_config, rollout)
         check_fit(self.model.config, self.tokenizer, config)
-        return generate_texts(
-            self.graphdef, self.params, self.tokenizer, prompts, config, seed, self.mesh, *self.others
-        )
+        engine = make_engine(self.graphdef, self.tokenizer, config, self.mesh, self.companions)
+        return complete(engine, self.params, self.tokenizer, prompts, sampling_of(config), seed)
 
     def _close_workers(self) -> None:
         close_pools(function for _, function, _ in self.rewards)

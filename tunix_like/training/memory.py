@@ -9,7 +9,7 @@ compares the estimates with the buffer assignment. `sizes.py` chooses the batch 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -195,6 +195,23 @@ class CriticWork:
     model: DecoderConfig
     share: Share
     own: int
+
+
+class Companions(NamedTuple):
+    """The models that a run holds in memory beside its policy.
+
+    Attributes:
+      reference: whether there is a reference of the KL.
+      teacher, critic: None without one.
+    """
+
+    reference: bool = False
+    teacher: TeacherWork | None = None
+    critic: CriticWork | None = None
+
+
+ALONE = Companions()
+"""A policy without companions."""
 
 
 @dataclasses.dataclass(frozen=True)

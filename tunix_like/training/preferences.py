@@ -36,6 +36,7 @@ from tunix_like.training.callbacks import Callback
 from tunix_like.training.companions import Reference, make_reference
 from tunix_like.training.forward import place_packed
 from tunix_like.training.guards import SkipWatch
+from tunix_like.training.memory import Companions
 from tunix_like.training.optimizer import updates_done
 from tunix_like.training.packing import Packed
 from tunix_like.training.teacher import check_reference
@@ -123,6 +124,10 @@ class DPOLearner(Trainer):
     @property
     def _needs_reference(self) -> bool:
         return self.preference.loss != "orpo" and not self.preference.reference_free
+
+    @property
+    def companions(self) -> Companions:
+        return Companions(self.reference is not None)
 
     def _make_objective(self) -> PairObjective:
         return PairObjective(self.preference.loss, self.preference.beta, self.preference.label_smoothing)
@@ -275,16 +280,7 @@ class DPOLearner(Trainer):
 
     def _placed(self, batch: GroupBatch) -> tuple[GroupBatch, Packed]:
         """Packs a batch, with both completions of a pair in the same chunk, and places it on the devices."""
-        packed = pack_update(
-            self.training,
-            self.model,
-            self.mesh,
-            batch,
-            batch.scored,
-            len(batch.scored),
-            self.reference is not None,
-            whole_groups=True,
-        )
+        packed = pack_update(self.planner, batch, batch.scored, len(batch.scored), whole_groups=True)
         return place_replicated(batch, self.mesh), place_packed(packed, self.mesh)
 
     def _reference_logprobs(self, placed: GroupBatch, packed: Packed) -> Any:

@@ -167,7 +167,7 @@ class SFTTrainer(Trainer):
         with scope(self.mesh):
             batch = self._batch(next(self._batches))
             count = self.config.batch_size
-            packed = pack_update(self.training, self.model, self.mesh, batch, batch.scored, count)
+            packed = pack_update(self.planner, batch, batch.scored, count)
             placed = place_packed(packed, self.mesh)
             inputs = step_inputs(place_replicated(batch, self.mesh), np.ones(count, bool), placed)
             assert self.schedule is not None

@@ -43,7 +43,17 @@ from tunix_like.rollout.shapes import slot_shape
 from tunix_like.runtime.accelerators import Accelerator, find_kind
 from tunix_like.runtime.processes import gather
 from tunix_like.training.bounds import decode_bytes
-from tunix_like.training.memory import CriticWork, Phase, TeacherWork, Work, amount, rollout_phase, update_phases
+from tunix_like.training.memory import (
+    ALONE,
+    Companions,
+    CriticWork,
+    Phase,
+    TeacherWork,
+    Work,
+    amount,
+    rollout_phase,
+    update_phases,
+)
 
 if TYPE_CHECKING:
     from tunix_like.models.config import Adapters, DecoderConfig
@@ -137,27 +147,6 @@ def this_device() -> Device:
     return Device(backend, device_memory(), kind, known=backend == "cpu" or _reported_memory() is not None)
 
 
-def _work(
-    model: Decoder, prompts: int, group: int, widths: tuple[int, int], mesh: Mesh | None, device: Device | None
-) -> Work:
-    return Work(
-        model.config,
-        _share(model.config, model.param_dtype, model.adapters, model.quantized, mesh),
-        prompts,
-        group,
-        widths,
-        dtype=jnp.dtype(model.dtype),
-        param_dtype=model.param_dtype,
-        adapters=model.adapters,
-        quantized=model.quantized,
-        attention=model.attention,
-        backend=jax.default_backend() if device is None else device.backend,
-        parts=prompt_parts(mesh),
-        sequence=sequence_parts(mesh),
-        expert_parts=1 if mesh is None else mesh.shape.get("ep", 1),
-    )
-
-
 @functools.lru_cache(64)
 def _share(
     model: DecoderConfig, param_dtype: Any, adapters: Adapters | None, quantized: str | None, mesh: Mesh | None
@@ -165,38 +154,153 @@ def _share(
     return share_of(parameter_shapes(model, param_dtype, adapters, quantized), mesh)
 
 
-def update_work(
-    training: RLTrainingConfig,
-    model: Decoder,
-    shape: tuple[int, int],
-    widths: tuple[int, int],
-    reference: bool = False,
-    mesh: Mesh | None = None,
-    device: Device | None = None,
-    teacher: TeacherWork | None = None,
-    critic: CriticWork | None = None,
-    whole_groups: bool = False,
-) -> Work:
-    """Returns the quantities on which the memory of one update depends.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Planner:
+    """Chooses the sizes of a run by what fits into the memory of its devices.
 
-    Args:
-      shape: number of prompts of the update, and number of completions per prompt.
-      widths: lengths in tokens of the padded prompts and of the padded completions.
-      reference: whether a second model, the reference of the KL, is held in memory.
-      teacher, critic: the teacher and the critic that are held in memory, or None.
-      whole_groups: whether all completions of a prompt are in one chunk.
+    Attributes:
+      model: the policy, whose weights are not read.
+      mesh: the mesh of the trainer.
+      companions: the models that are held in memory beside the policy.
+      device: None: the current one.
     """
-    chosen = training.actor_optimizer or OptimizerConfig()
-    return dataclasses.replace(
-        _work(model, *shape, widths, mesh, device),
-        clipped=isinstance(chosen, OptimizerConfig) and chosen.max_grad_norm is not None,
-        reference=reference,
-        teacher=teacher,
-        critic=critic,
-        remat=training.remat,
-        logits_chunk=training.logprob_chunk_size,
-        whole_groups=whole_groups,
-    )
+
+    model: Decoder
+    mesh: Mesh | None = None
+    training: RLTrainingConfig = RLTrainingConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    companions: Companions = ALONE
+    device: Device | None = None
+
+    def update_work(self, shape: tuple[int, int], widths: tuple[int, int], whole_groups: bool = False) -> Work:
+        """Returns the quantities on which the memory of one update depends.
+
+        Args:
+          shape: number of prompts of the update, and number of completions per prompt.
+          widths: lengths in tokens of the padded prompts and of the padded completions.
+          whole_groups: whether all completions of a prompt are in one chunk.
+        """
+        chosen = self.training.actor_optimizer or OptimizerConfig()
+        return dataclasses.replace(
+            self._work(*shape, widths),
+            clipped=isinstance(chosen, OptimizerConfig) and chosen.max_grad_norm is not None,
+            remat=self.training.remat,
+            logits_chunk=self.training.logprob_chunk_size,
+            whole_groups=whole_groups,
+        )
+
+    def chunk_size(self, work: Work) -> int:
+        """Returns the number of completions of full width per chunk of an update (`training.train_micro_batch_size`).
+        Raises UserError if `auto` finds no memory for a single one."""
+        return chunk_size(self.training.train_micro_batch_size, work, self.device)
+
+    def layout(self) -> SamplingLayout | None:
+        """Returns the layout of the sampler; None if `mesh` and `rollout.devices` are None. The sampler has the devices
+        of `mesh`, or those that `rollout.devices` reserves for sampling.
+
+        With `rollout.mesh: auto`, the weights are split along `tp` over as many devices of a host as gives the shortest
+        predicted decode step, among the layouts that fit into memory together with the trainer's arrays and the cache
+        of keys and values. A larger `tp` reads fewer weights per device, but sends more. If the rates of the device are
+        not known, the smallest `tp` that fits is used. If the weights fit for no size of `tp`, they are also split
+        along `fsdp`.
+
+        Raises:
+          UserError: `rollout.mesh` does not use every device, heads or weights of the model are not divisible by its
+            axis sizes, or its `data` is not a multiple of the TPU slices.
+        """
+        model = self.model
+        rollout = self.rollout
+        mesh = self.mesh
+        if rollout.devices is not None:
+            mesh = Mesh(np.array(jax.devices()[-rollout.devices :]), ("data",), axis_types=(AxisType.Auto,))
+        if mesh is None:
+            return None
+        if isinstance(rollout.mesh, list):
+            return _layout_as_set(rollout.mesh, mesh, model)
+        size = mesh.size
+        device = self.device or this_device()
+        processes = [d.process_index for d in mesh.devices.flat]  # also of absent devices
+        slices = count_slices(mesh.devices.flat)
+        per_process = math.gcd(processes.count(processes[0]), size // slices)
+        splits = [tp for tp in range(1, per_process + 1) if per_process % tp == 0]
+        possible = [
+            layout for tp in splits if (layout := _possible(mesh, {"data": size // tp, "tp": tp}, model)) is not None
+        ]
+        on_devices = dataclasses.replace(self, mesh=mesh)
+        works = [on_devices._rollout_work(layout) for layout in possible]
+        rows = rollout.max_concurrent_rows
+        least, usual = (
+            rows if isinstance(rows, int) else each * size for each in (ROWS_PER_DEVICE, USUAL_ROWS_PER_DEVICE)
+        )
+        fitting = [
+            i for i, work in enumerate(works) if _sampling(work, least, USUAL_GROUP, least).bytes <= device.usable
+        ]
+        if not fitting:
+            tp = possible[-1].shape["tp"]
+            split = _possible(mesh, {"data": slices, "fsdp": size // slices // tp, "tp": tp}, model)
+            return SamplingLayout(split or mesh, "the weights fit for no tp alone")
+        if (kind := device.kind) is None:
+            return SamplingLayout(possible[fitting[0]], "the smallest tp that fits")
+        widths = rollout.max_prompt_length, rollout.max_tokens_to_generate
+        seconds = {i: decode_seconds(model, possible[i], usual, widths, kind) for i in fitting}
+        each = ", ".join(f"{1e3 * seconds[i]:.3g} ms with tp {possible[i].shape['tp']}" for i in fitting)
+        reason = f"predicted for a token of {usual} completions at peak rates: {each}"
+        return SamplingLayout(possible[min(seconds, key=lambda i: seconds[i])], reason)
+
+    def rows(self, prompts: int, group: int, sampling_mesh: Mesh | None = None) -> int:
+        """Returns the maximum number of completions that are sampled at the same time, of `group` completions of each
+        of `prompts` prompts.
+
+        With `rollout.max_concurrent_rows: auto`, the result is the largest number for which sampling fits into memory
+        together with a trainer's weights and moments, and the companions. If not even one completion fits together with
+        these arrays, there can be no trainer on this device, so the number is computed with the weights only.
+
+        Args:
+          sampling_mesh: the mesh of the sampler (`layout`).
+
+        Raises:
+          UserError: with `auto`, the memory is too small for the weights and a single completion.
+        """
+        setting = self.rollout.max_concurrent_rows
+        if isinstance(setting, int):
+            return setting
+        device = self.device or this_device()
+        work = self._rollout_work(sampling_mesh)
+
+        def needed(rows: int, held: dict[str, int] | None) -> int:
+            return _sampling(work, prompts, group, rows, held).bytes
+
+        alone = {"weights": work.weights}
+        for held in (None, alone):
+            if rows := _most_that_fits(prompts * group, functools.partial(needed, held=held), device.usable):
+                return math.prod(_slot_shape(work, prompts, group, rows))
+        raise _too_large("rollout.max_concurrent_rows", needed(1, alone), device, "sampling")
+
+    def _rollout_work(self, sampling_mesh: Mesh | None) -> Work:
+        """Returns the quantities on which the memory of sampling depends."""
+        widths = self.rollout.max_prompt_length, self.rollout.max_tokens_to_generate
+        return _for_sampling(self._work(1, 1, widths), self.model, self.rollout, sampling_mesh)
+
+    def _work(self, prompts: int, group: int, widths: tuple[int, int]) -> Work:
+        model = self.model
+        mesh = self.mesh
+        return Work(
+            model.config,
+            _share(model.config, model.param_dtype, model.adapters, model.quantized, mesh),
+            prompts,
+            group,
+            widths,
+            dtype=jnp.dtype(model.dtype),
+            param_dtype=model.param_dtype,
+            adapters=model.adapters,
+            quantized=model.quantized,
+            attention=model.attention,
+            backend=jax.default_backend() if self.device is None else self.device.backend,
+            parts=prompt_parts(mesh),
+            sequence=sequence_parts(mesh),
+            expert_parts=1 if mesh is None else mesh.shape.get("ep", 1),
+            **self.companions._asdict(),
+        )
 
 
 def teacher_work(
@@ -245,20 +349,18 @@ def critic_work(
     return CriticWork(config, share, share.weights if own_base else share.trained)
 
 
-def described_others(
-    config: Config, policy: Decoder, mesh: Mesh | None
-) -> tuple[bool, TeacherWork | None, CriticWork | None]:
-    """Returns the models that a run holds in memory besides the policy: whether it has a reference, its teacher and its
-    critic, the last from the config.json of `critic.path`."""
+def described_companions(config: Config, policy: Decoder, mesh: Mesh | None) -> Companions:
+    """Returns the models that a run holds in memory beside the policy. The critic is that of the config.json of
+    `critic.path`."""
     teacher = described_teacher(config, policy, mesh)
     if config.algorithm.advantage_estimator != PPO:
-        return config.has_reference, teacher, None
+        return Companions(config.has_reference, teacher)
     path = config.critic.path
     described = policy.config if path is None else load_config(path, "critic.path")
     described = dataclasses.replace(described, scalar_head=True)
     kinds = policy.param_dtype, policy.adapters, policy.quantized
     own_base = path is not None or policy.adapters is None
-    return config.has_reference, teacher, critic_work(described, kinds, own_base, mesh)
+    return Companions(config.has_reference, teacher, critic_work(described, kinds, own_base, mesh))
 
 
 def micro_batch_size(width: int, backend: str = "cpu") -> int:
@@ -335,74 +437,21 @@ class SamplingLayout(NamedTuple):
         return f"{', '.join(f'{name} {size}' for name, size in self.mesh.shape.items())} ({self.reason})"
 
 
-def rollout_layout(
-    model: Decoder,
-    rollout: RolloutConfig,
-    mesh: Mesh | None,
-    device: Device | None = None,
-    reference: bool = False,
-    teacher: TeacherWork | None = None,
-    critic: CriticWork | None = None,
-) -> SamplingLayout | None:
-    """Returns the layout of the sampler; None if `mesh` and `rollout.devices` are None. The sampler has the devices of
-    `mesh`, or those that `rollout.devices` reserves for sampling.
-
-    With `rollout.mesh: auto`, the weights are split along `tp` over as many devices of a host as gives the shortest
-    predicted decode step, among the layouts that fit into memory together with the trainer's arrays and the cache of
-    keys and values. A larger `tp` reads fewer weights per device, but sends more. If the rates of the device are not
-    known, the smallest `tp` that fits is used. If the weights fit for no size of `tp`, they are also split along
-    `fsdp`.
-
-    Args:
-      reference: whether a second model, the reference of the KL, is held in memory.
-      teacher, critic: the teacher and the critic that are held in memory, or None.
-
-    Raises:
-      UserError: `rollout.mesh` does not use every device, heads or weights of the model are not divisible by the axis
-        sizes of `rollout.mesh`, or its `data` is no multiple of the TPU slices.
-    """
-    if rollout.devices is not None:
-        mesh = Mesh(np.array(jax.devices()[-rollout.devices :]), ("data",), axis_types=(AxisType.Auto,))
-    if mesh is None:
-        return None
-    size = mesh.size
-    if isinstance(rollout.mesh, list):
-        if math.prod(rollout.mesh) != size:
-            raise UserError(
-                f"rollout.mesh: got {rollout.mesh}; give the numbers of devices along data, fsdp and tp (or data, "
-                f"fsdp, ep and tp), whose product must be {size}, e.g. [{size}, 1, 1], or set auto."
-            )
-        names = ("data", "fsdp", "tp") if len(rollout.mesh) == 3 else ("data", "fsdp", "ep", "tp")
-        sizes = dict(zip(names, rollout.mesh, strict=True))
-        check_slices("rollout.mesh", sizes, mesh.devices.flat)
-        check_experts("rollout.mesh", layout_mesh(mesh, sizes), model.config)
-        try:
-            return SamplingLayout(_dividing(mesh, sizes, model), "as set")
-        except UserError as error:
-            raise UserError(str(error).replace("mesh.shape", "rollout.mesh", 1)) from None
-    device = device or this_device()
-    processes = [d.process_index for d in mesh.devices.flat]  # also of absent devices
-    slices = count_slices(mesh.devices.flat)
-    per_process = math.gcd(processes.count(processes[0]), size // slices)
-    splits = [tp for tp in range(1, per_process + 1) if per_process % tp == 0]
-    possible = [
-        layout for tp in splits if (layout := _possible(mesh, {"data": size // tp, "tp": tp}, model)) is not None
-    ]
-    works = [_rollout_work(model, rollout, mesh, layout, device, (reference, teacher, critic)) for layout in possible]
-    rows = rollout.max_concurrent_rows
-    least, usual = (rows if isinstance(rows, int) else each * size for each in (ROWS_PER_DEVICE, USUAL_ROWS_PER_DEVICE))
-    fitting = [i for i, work in enumerate(works) if _sampling(work, least, USUAL_GROUP, least).bytes <= device.usable]
-    if not fitting:
-        tp = possible[-1].shape["tp"]
-        split = _possible(mesh, {"data": slices, "fsdp": size // slices // tp, "tp": tp}, model)
-        return SamplingLayout(split or mesh, "the weights fit for no tp alone")
-    if (kind := device.kind) is None:
-        return SamplingLayout(possible[fitting[0]], "the smallest tp that fits")
-    widths = rollout.max_prompt_length, rollout.max_tokens_to_generate
-    seconds = {i: decode_seconds(model, possible[i], usual, widths, kind) for i in fitting}
-    each = ", ".join(f"{1e3 * seconds[i]:.3g} ms with tp {possible[i].shape['tp']}" for i in fitting)
-    reason = f"predicted for a token of {usual} completions at peak rates: {each}"
-    return SamplingLayout(possible[min(seconds, key=lambda i: seconds[i])], reason)
+def _layout_as_set(numbers: list[int], mesh: Mesh, model: Decoder) -> SamplingLayout:
+    """Returns the layout of the key `rollout.mesh` with the devices of `mesh`."""
+    if math.prod(numbers) != mesh.size:
+        raise UserError(
+            f"rollout.mesh: got {numbers}; give the numbers of devices along data, fsdp and tp (or data, fsdp, ep and "
+            f"tp), whose product must be {mesh.size}, e.g. [{mesh.size}, 1, 1], or set auto."
+        )
+    names = ("data", "fsdp", "tp") if len(numbers) == 3 else ("data", "fsdp", "ep", "tp")
+    sizes = dict(zip(names, numbers, strict=True))
+    check_slices("rollout.mesh", sizes, mesh.devices.flat)
+    check_experts("rollout.mesh", layout_mesh(mesh, sizes), model.config)
+    try:
+        return SamplingLayout(_dividing(mesh, sizes, model), "as set")
+    except UserError as error:
+        raise UserError(str(error).replace("mesh.shape", "rollout.mesh", 1)) from None
 
 
 def decode_seconds(model: Decoder, mesh: Mesh, rows: int, widths: tuple[int, int], kind: Accelerator) -> float:
@@ -458,23 +507,6 @@ def prefilled_prompts(shape: tuple[int, int], prompts: int, group: int) -> int:
     return prompts if slots == prompts else -(-slots // -(-group // width))
 
 
-def _rollout_work(
-    model: Decoder,
-    rollout: RolloutConfig,
-    mesh: Mesh | None,
-    chosen: Mesh | None,
-    device: Device,
-    others: tuple[bool, TeacherWork | None, CriticWork | None],
-) -> Work:
-    """Returns the quantities on which the memory of sampling depends. `others`: whether there is a reference, the
-    teacher and the critic."""
-    widths = rollout.max_prompt_length, rollout.max_tokens_to_generate
-    reference, teacher, critic = others
-    work = _work(model, 1, 1, widths, mesh, device)
-    work = dataclasses.replace(work, reference=reference, teacher=teacher, critic=critic)
-    return _for_sampling(work, model, rollout, chosen)
-
-
 def _for_sampling(work: Work, model: Decoder, rollout: RolloutConfig, chosen: Mesh | None) -> Work:
     """Returns `work` with the sharding of weights and completions on `chosen`, the mesh of the sampler. On a single
     device, the weights are not copied to another layout."""
@@ -484,50 +516,6 @@ def _for_sampling(work: Work, model: Decoder, rollout: RolloutConfig, chosen: Me
         return work
     parts = prompt_parts(chosen), chosen.shape.get("tp", 1)
     return dataclasses.replace(work, rollout_share=share_of(_shapes(model), chosen), rollout_parts=parts)
-
-
-def concurrent_rows(
-    model: Decoder,
-    rollout: RolloutConfig,
-    prompts: int,
-    group: int,
-    mesh: Mesh | None = None,
-    sampling_mesh: Mesh | None = None,
-    device: Device | None = None,
-    reference: bool = False,
-    teacher: TeacherWork | None = None,
-    critic: CriticWork | None = None,
-) -> int:
-    """Returns the maximum number of completions that are sampled at the same time, of `group` completions of each of
-    `prompts` prompts.
-
-    With `rollout.max_concurrent_rows: auto`, the result is the largest number for which sampling fits into memory
-    together with a trainer's weights and moments, and its reference model if it has one. If not even one completion
-    fits together with these arrays, there can be no trainer on this device, so the number is computed with the weights
-    only.
-
-    Args:
-      mesh, sampling_mesh: the meshes of the trainer and of the sampler.
-      reference: whether a second model, the reference of the KL, is held in memory.
-      teacher, critic: the teacher and the critic that are held in memory, or None.
-
-    Raises:
-      UserError: with `auto`, the memory is too small for the weights and a single completion.
-    """
-    setting = rollout.max_concurrent_rows
-    if isinstance(setting, int):
-        return setting
-    device = device or this_device()
-    work = _rollout_work(model, rollout, mesh, sampling_mesh, device, (reference, teacher, critic))
-
-    def needed(rows: int, held: dict[str, int] | None) -> int:
-        return _sampling(work, prompts, group, rows, held).bytes
-
-    alone = {"weights": work.weights}
-    for held in (None, alone):
-        if rows := _most_that_fits(prompts * group, functools.partial(needed, held=held), device.usable):
-            return math.prod(_slot_shape(work, prompts, group, rows))
-    raise _too_large("rollout.max_concurrent_rows", needed(1, alone), device, "sampling")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -624,16 +612,14 @@ def estimate_memory(
     group = config.algorithm.num_generations
     widths = rollout.max_prompt_length, rollout.max_tokens_to_generate
     training = dataclasses.replace(config.training, actor_optimizer=config.optimizer)
-    setting = training.train_micro_batch_size
+    planner = Planner(model, mesh, training, rollout, described_companions(config, model, mesh), device)
     most = min(training.mini_batch_size or data.batch_size, data.batch_size)
     pairs = config.trains_pairs
-    others = described_others(config, model, mesh)
-    reference, teacher, critic = others
-    update = update_work(training, model, (most, group), widths, reference, mesh, device, teacher, critic, pairs)
-    size = chosen(lambda: chunk_size(setting, update, device))
+    update = planner.update_work((most, group), widths, whole_groups=pairs)
+    size = chosen(lambda: planner.chunk_size(update))
     recorded = model.config.recorded_bytes if rollout.routing_replay else 0
     update = dataclasses.replace(update, prompts=data.batch_size, update_prompts=most, recorded=recorded)
-    layout = rollout_layout(model, rollout, mesh, device, *others)
+    layout = planner.layout()
     evaluated = config.eval.batch_size, config.eval.samples
     sampling_mesh = None if layout is None else layout.mesh
     rows = math.prod(evaluated) if pairs else data.batch_size * group
@@ -641,24 +627,17 @@ def estimate_memory(
     if pairs and config.rewards.functions is None:
         rows = 0  # nothing is sampled
     elif find_engine(rollout.engine).make is None:
-
-        def sampled_at_once(prompts: int, samples: int) -> int:
-            return chosen(
-                lambda: concurrent_rows(
-                    model, rollout, prompts, samples, mesh, sampling_mesh, device, reference, teacher, critic
-                )
-            )
-
         work = _for_sampling(update, model, rollout, sampling_mesh)
         sampled = {"evaluation": evaluated} if pairs else {"rollout": (data.batch_size, group), "evaluation": evaluated}
-        for name, shape in sampled.items():
-            at_once = sampled_at_once(*shape)
+        for name, (prompts, samples) in sampled.items():
+            at_once = chosen(functools.partial(planner.rows, prompts, samples, sampling_mesh))
             rows = min(at_once, rows) if name == "rollout" or pairs else rows
-            phases.append(dataclasses.replace(_sampling(work, *shape, at_once), name=name))
+            phases.append(dataclasses.replace(_sampling(work, prompts, samples, at_once), name=name))
     phases += update_phases(update, size)
     if config.sft.max_steps:
-        single = update_work(training, model, (config.sft.batch_size, 1), widths, False, mesh, device)
-        sft = update_phases(single, chosen(lambda: chunk_size(setting, single, device)))[0]
+        alone = dataclasses.replace(planner, companions=ALONE)
+        single = alone.update_work((config.sft.batch_size, 1), widths)
+        sft = update_phases(single, chosen(lambda: alone.chunk_size(single)))[0]
         phases.append(dataclasses.replace(sft, name="sft"))
-    auto = (not isinstance(setting, int), not isinstance(rollout.max_concurrent_rows, int))
+    auto = (not isinstance(training.train_micro_batch_size, int), not isinstance(rollout.max_concurrent_rows, int))
     return MemoryEstimate(size, rows, auto, tuple(phases), device, layout, tuple(refused))

@@ -38,6 +38,7 @@ from tunix_like.storage.metrics import Best, MetricsLog
 from tunix_like.storage.mirror import local_folder
 from tunix_like.training.fingerprints import INPUTS, fingerprints
 from tunix_like.training.forward import ForwardOptions
+from tunix_like.training.memory import ALONE, Companions
 from tunix_like.training.optimizer import (
     build_optimizer,
     build_schedule,
@@ -46,6 +47,7 @@ from tunix_like.training.optimizer import (
     stack_moments,
     unstack_moments,
 )
+from tunix_like.training.sizes import Planner
 from tunix_like.training.train_step import (
     ProgramCache,
     StepObjective,
@@ -243,6 +245,15 @@ class Trainer(NamedArguments, ModelInTraining, abc.ABC):
     def _described(self) -> list[str]:
         """Returns further parts of the text `repr(self)`."""
         return []
+
+    @property
+    def companions(self) -> Companions:
+        """The models that are held in memory beside the policy."""
+        return ALONE
+
+    @property
+    def planner(self) -> Planner:
+        return Planner(self.model, self.mesh, self.training, self.rollout_config, self.companions)
 
     @property
     def folder(self) -> Path | None:

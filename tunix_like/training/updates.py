@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Bool, Float
 
 from tunix_like.algorithms.distillation import teacher_advantages
@@ -16,19 +15,17 @@ from tunix_like.algorithms.losses import kl_estimate
 from tunix_like.algorithms.objective import Objective, Scheduled
 from tunix_like.algorithms.ppo import Estimates, estimate
 from tunix_like.algorithms.token_baseline import TOKEN_BASELINE, token_baseline_advantages
-from tunix_like.config.schema import AlgorithmConfig, RLTrainingConfig
+from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError
 from tunix_like.models.counts import update_operations
-from tunix_like.models.decoder import Decoder
 from tunix_like.models.sharding import fetch, place_replicated, prompt_parts
 from tunix_like.training.companions import Reference
 from tunix_like.training.critic import Critic
 from tunix_like.training.forward import place_packed
 from tunix_like.training.guards import GapWatch, SkippedUpdate, SkipWatch, save_skipped
-from tunix_like.training.memory import CriticWork, TeacherWork
 from tunix_like.training.optimizer import updates_done
 from tunix_like.training.packing import Packed, choose_layout, pack, token_places, with_experts
-from tunix_like.training.sizes import chunk_size, update_work
+from tunix_like.training.sizes import Planner
 from tunix_like.training.step_metrics import expert_metrics
 from tunix_like.training.teacher import Teacher
 from tunix_like.training.train_step import MAXIMA, TeacherInputs, step_inputs
@@ -404,13 +401,7 @@ class Updates:
 
     def _pack(self, batch: GroupBatch, rows: Bool[np.ndarray, "P G"], most_prompts: int) -> Packed:
         """Divides the completions that the mask `rows` selects into forward and backward passes (see `pack_update`)."""
-        trainer = self.trainer
-        reference = self.reference is not None
-        teacher = None if self.teacher is None else self.teacher.work
-        critic = None if self.critic is None else self.critic.work
-        return pack_update(
-            trainer.training, trainer.model, trainer.mesh, batch, rows, most_prompts, reference, teacher, critic
-        )
+        return pack_update(self.trainer.planner, batch, rows, most_prompts)
 
     def _live_rows(
         self, step: int, batch: GroupBatch, scheduled: Scheduled | None
@@ -464,15 +455,10 @@ def _critic_metrics(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def pack_update(
-    training: RLTrainingConfig,
-    model: Decoder,
-    mesh: Mesh | None,
+    planner: Planner,
     batch: GroupBatch,
     rows: Bool[np.ndarray, "P G"],
     most_prompts: int,
-    reference: bool = False,
-    teacher: TeacherWork | None = None,
-    critic: CriticWork | None = None,
     whole_groups: bool = False,
 ) -> Packed:
     """Packs completions of a rollout batch into chunks. The model processes one chunk per forward and backward pass.
@@ -481,22 +467,17 @@ def pack_update(
     Args:
       rows: mask of the completions to pack.
       most_prompts: maximum number of prompts of an update.
-      reference: whether a reference model is held in memory in addition to the policy.
-      teacher, critic: the teacher and the critic that are held in memory, or None.
       whole_groups: whether all completions of a prompt are in one chunk.
     """
     widths = (batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2])
     size = rows.shape[1]
-    shape = most_prompts, size
-    work = update_work(
-        training, model, shape, widths, reference, mesh, None, teacher, critic, whole_groups=whole_groups
-    )
-    chunk = chunk_size(training.train_micro_batch_size, work)
-    layout = choose_layout(size, most_prompts, widths, chunk, prompt_parts(mesh), whole_groups)
+    work = planner.update_work((most_prompts, size), widths, whole_groups)
+    chunk = planner.chunk_size(work)
+    layout = choose_layout(size, most_prompts, widths, chunk, prompt_parts(planner.mesh), whole_groups)
     packed = pack(batch.completion_lengths, rows, widths[1], layout, most_prompts)
-    if batch.experts is None or model.config.experts is None:
+    if batch.experts is None or planner.model.config.experts is None:
         return packed
-    return with_experts(packed, batch, model.config.experts.number)
+    return with_experts(packed, batch, planner.model.config.experts.number)
 
 
 def _aggregate(name: str, values: Sequence[Any]) -> float:
