@@ -30,13 +30,13 @@ import tokenizers
 import uvicorn
 
 from benchmarks.turns import GREEDY, VOCABULARY, WIDTH, counting_model
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.rollout.requests import collect
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.serving.app import make_app
 from tunix_like.serving.requests import Settings
 from tunix_like.serving.runner import Runner, Weights
 from tunix_like.serving.server import Server
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Request
 
 PROMPT, SHORTEST, LONGEST = 32, 64, 255

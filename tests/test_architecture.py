@@ -17,6 +17,7 @@ ORDER = [
     "errors",
     "types",
     "runtime",
+    "text",
     "workers",
     "config",
     "algorithms",

@@ -15,7 +15,6 @@ from tunix_like import EnvironmentConfig, EnvStepResult, RolloutConfig
 from tunix_like.config.schema import DataConfig
 from tunix_like.data.source import PromptFormat
 from tunix_like.data.stream import render
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.arguments import make_player
 from tunix_like.environments.bridge import Bridge, with_observation
 from tunix_like.environments.history import Histories
@@ -23,6 +22,7 @@ from tunix_like.environments.verifiers import VerifiersEnvironments
 from tunix_like.environments.verifiers_calls import Call
 from tunix_like.environments.verifiers_player import VerifiersPlayer
 from tunix_like.serving.requests import Settings, chat_request
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.workers.verifiers_worker import CHAT
 
 # As the template of Qwen3-Coder: names and keys between `<` and `>`, and texts side by side.

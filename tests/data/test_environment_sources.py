@@ -15,7 +15,7 @@ from tunix_like.environments import guess as guess_environment
 from tunix_like.environments import maze_steps as maze_environment
 from tunix_like.environments.calculator import calculator as tool
 from tunix_like.errors import UserError
-from tunix_like.runtime.tool_calls import tool_calls
+from tunix_like.text.tool_calls import tool_calls
 
 NAMES = ("guess", "maze_steps", "calculator")
 

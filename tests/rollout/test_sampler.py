@@ -19,12 +19,12 @@ from flax import nnx
 from tests.parameters import others_slow
 from tests.rollout.arrays import sample_groups
 from tunix_like.config.schema import RolloutConfig
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.rollout import decoding, sampler, schedule
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.rollout.shapes import length_bucket, pad_tokens, slot_shape
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.training.engine import make_engine
 from tunix_like.types import Request, SamplingParams
 

@@ -20,7 +20,6 @@ from tokenizers import AddedToken
 
 from tests.environments.test_bridge import QWEN25
 from tests.tiny_model import letters_backend
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.serving.app import make_app
@@ -28,6 +27,7 @@ from tunix_like.serving.connections import http_config
 from tunix_like.serving.requests import Settings
 from tunix_like.serving.runner import Runner, Weights
 from tunix_like.serving.server import Server
+from tunix_like.text.tokenizer import Tokenizer
 
 NAME = "letters"
 

@@ -20,10 +20,10 @@ from tunix_like.algorithms.distillation import DISTILLATION
 from tunix_like.algorithms.pass_rates import PASS_RATES
 from tunix_like.config.schema import AlgorithmConfig, DataConfig, RolloutConfig
 from tunix_like.data.stream import Prompt, SharedBatches, usable
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.runtime import progress
 from tunix_like.runtime.processes import spread
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Problem
 
 

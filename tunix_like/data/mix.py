@@ -23,9 +23,9 @@ from tunix_like.config.load import read_section
 from tunix_like.config.schema import AlgorithmConfig, DataConfig
 from tunix_like.data.source import OF_THE_RUN, REWARD_COLUMN, SOURCE_COLUMN, DataSource, MappedRows, Record, Rows
 from tunix_like.data.stream import SCANNED_ROWS, render, usable
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, nearest
 from tunix_like.rewards import check_arguments, resolve
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import RewardFunction
 
 logger = logging.getLogger("tunix_like")

@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from tunix_like.errors import UserError
-from tunix_like.runtime.conversations import chat_messages
-from tunix_like.runtime.untrusted import Filled, fill
+from tunix_like.text.conversations import chat_messages
+from tunix_like.text.untrusted import Filled, fill
 
 if TYPE_CHECKING:
     from tunix_like.config.schema import DataConfig
-    from tunix_like.data.tokenizer import Tokenizer
+    from tunix_like.text.tokenizer import Tokenizer
 
 Record = Mapping[str, Any]
 """A data row: the column `prompt` (text or a list of messages) and any further columns. SFT trains on `answer`."""

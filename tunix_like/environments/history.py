@@ -24,9 +24,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tunix_like.config.schema import EnvironmentConfig
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.bridge import QUESTION, ROLES, Bridge
 from tunix_like.errors import UserError
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Message
 
 NEXT: tuple[Message, ...] = ({"role": "assistant", "content": "A known answer"}, {"role": "user", "content": "Next"})

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tunix_like.config.schema import EnvironmentConfig
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.history import NEXT, Continuation, History, common_beginning, rendered
 from tunix_like.environments.outcomes import Outcome
 from tunix_like.environments.trajectories import Player, Trajectories
 from tunix_like.environments.verifiers_calls import Call
 from tunix_like.errors import UserError
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Message, Problem, Turn
 
 if TYPE_CHECKING:

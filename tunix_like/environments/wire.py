@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tunix_like.environments.chat_messages import MOST_MESSAGES, THOUGHT, wrong
-from tunix_like.runtime.tool_calls import arguments_of
+from tunix_like.text.tool_calls import arguments_of
 
 THINK = "<think>"
 _SEAL = "tunix-like:"

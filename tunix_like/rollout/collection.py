@@ -22,7 +22,6 @@ from tunix_like.config.schema import AlgorithmConfig, RLTrainingConfig
 from tunix_like.data.curriculum import CurriculumBatches
 from tunix_like.data.source import SOURCE_COLUMN
 from tunix_like.data.stream import Prompt
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import EngineLost, UserError
 from tunix_like.rollout.episodes import Episode, with_environment
 from tunix_like.rollout.files import FirstFailure, nothing_scored_message, saved_on_failure
@@ -44,6 +43,7 @@ from tunix_like.rollout.rollouts import (
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.runtime import progress
 from tunix_like.runtime.profile import Clock
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Completions, Engine, GroupBatch, Problem, SamplingParams
 
 logger = logging.getLogger("tunix_like")

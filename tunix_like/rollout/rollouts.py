@@ -18,12 +18,12 @@ from jaxtyping import Bool, Float, Int
 from tunix_like.algorithms.pass_rates import bins_of, count_groups
 from tunix_like.config.schema import AlgorithmConfig, RolloutConfig
 from tunix_like.data.source import REWARD_COLUMN, SOURCE_COLUMN
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, check_type
 from tunix_like.rewards import Scores, check_form, score
 from tunix_like.rewards.services import PerCompletion, WaitingFunction, scores_one
 from tunix_like.rollout.episodes import Episode, episode_metrics
 from tunix_like.runtime.processes import gather, spread
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Completions, Problem, RewardFunction
 
 logger = logging.getLogger("tunix_like")

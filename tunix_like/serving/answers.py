@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.chat_messages import RequestError, parsed_calls
 from tunix_like.environments.messages_api import MessagesReply, error_of
 from tunix_like.environments.responses_api import ResponsesReply
@@ -19,6 +18,7 @@ from tunix_like.serving.batcher import Part
 from tunix_like.serving.requests import Request, Settings
 from tunix_like.serving.runner import Job
 from tunix_like.serving.text import CallStream, TextStream
+from tunix_like.text.tokenizer import Tokenizer
 
 _MOST_OPENING = 8
 """Number of tokens at the end of a prompt that can open a thought."""

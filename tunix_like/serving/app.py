@@ -24,7 +24,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.chat_messages import RequestError
 from tunix_like.environments.messages_api import error_of
 from tunix_like.serving import requests
@@ -39,6 +38,7 @@ from tunix_like.serving.answers import (
 )
 from tunix_like.serving.requests import Request, Settings
 from tunix_like.serving.server import Failed, Server
+from tunix_like.text.tokenizer import Tokenizer
 
 MOST_BYTES = 8 << 20
 """Maximum size of the body of a request."""

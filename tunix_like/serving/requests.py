@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments import messages_api, responses_api
 from tunix_like.environments.chat_messages import RequestError, checked_messages, checked_tools, wrong
 from tunix_like.errors import UserError
 from tunix_like.serving.programs import MOST_TOP
 from tunix_like.serving.runner import Job, JobSampling
+from tunix_like.text.tokenizer import Tokenizer
 
 MOST_COMPLETIONS = 128
 """Maximum number of completions of one request: number of prompts times the parameter `n`."""

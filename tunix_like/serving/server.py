@@ -9,12 +9,12 @@ from collections.abc import AsyncGenerator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.chat_messages import RequestError
 from tunix_like.serving.answers import Answer, Choice
 from tunix_like.serving.batcher import Batcher, Part
 from tunix_like.serving.requests import Settings
 from tunix_like.serving.runner import Job, Runner
+from tunix_like.text.tokenizer import Tokenizer
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Upper bounds of the buckets of a histogram, in seconds."""

@@ -21,7 +21,6 @@ from flax import nnx
 from jaxtyping import Array
 
 from tunix_like.config.schema import RolloutConfig
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import save_model
@@ -35,6 +34,7 @@ from tunix_like.rollout.engines.rows import RowStates
 from tunix_like.rollout.engines.server import Answer, Server
 from tunix_like.runtime import progress
 from tunix_like.runtime.processes import by_first, is_first
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Request, Responder, Sample, SamplingParams
 
 logger = logging.getLogger("tunix_like")
