@@ -18,6 +18,7 @@ ORDER = [
     "types",
     "runtime",
     "text",
+    "tasks",
     "workers",
     "config",
     "algorithms",

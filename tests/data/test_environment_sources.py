@@ -53,13 +53,6 @@ def test_every_word_has_a_token(name):
         assert not set(unknown) & set(ids.encode_prompt(row["prompt"], False)[1])
 
 
-def test_constants_equal_those_of_the_environments():
-    assert (games.NUMBERS, games.MOST_GUESSES) == (guess_environment.NUMBERS, guess_environment.MOST_GUESSES)
-    names = ("HIGHER", "LOWER", "INVALID")
-    assert [getattr(games, name) for name in names] == [getattr(guess_environment, name) for name in names]
-    assert games.MOST_MOVES == maze_environment.MOST_MOVES and games.MOVES == maze_environment.MOVES
-
-
 def test_games_are_legal_and_random():
     data = source("guess", train_size=2000)
     assert [row["number"] for row in data.eval] == [*range(64)]

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from tunix_like.algorithms import LARGEST_REWARD
 from tunix_like.algorithms.objective import GroupEstimator
 from tunix_like.algorithms.population_weights import (
     advantages_of,
@@ -29,15 +28,16 @@ from tunix_like.algorithms.population_weights import (
 )
 from tunix_like.algorithms.registry import (
     ADVANTAGE_ESTIMATORS,
-    ESTIMATOR_KEYS,
     check_parameters,
     check_rewards,
     find_estimator,
 )
 from tunix_like.cli.common import setup_jax
 from tunix_like.config.schema import AlgorithmConfig
+from tunix_like.config.sources import ESTIMATOR_KEYS
 from tunix_like.errors import UserError, nearest
 from tunix_like.runtime import console
+from tunix_like.tasks.results import LARGEST_REWARD
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,7 +1,8 @@
-"""Defines the data sources. A source turns the `data` section of a configuration into rows with prompts.
+"""Data sources: a source turns the section `data` of a configuration into rows with prompts.
 
-Public names: `DataSource`, `Record`, `SOURCES`, `load_source`; for a mix of several sources also `source_estimators`,
-`template_variables`, `check_parts`, `check_rewards`.
+Start with `load_source` below, which finds the source in `SOURCES`: a file such as `jsonl.py`, `gsm8k.py` or `maze.py`,
+whose `load` returns a `DataSource` (`source.py`), or `mix.py`, which combines several. `stream.py` draws the rows and
+encodes their prompts in batches, `curriculum.py` by their difficulty.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from tunix_like.config.sources import entries
 from tunix_like.data import mix
-from tunix_like.data.mix import check_parts, check_rewards, entries, source_estimators, template_variables
+from tunix_like.data.mix import check_parts
 from tunix_like.data.source import DataSource, Record, refuse_unread_keys
 from tunix_like.errors import UserError, nearest
 
@@ -23,10 +25,7 @@ __all__ = [
     "DataSource",
     "Record",
     "check_parts",
-    "check_rewards",
     "load_source",
-    "source_estimators",
-    "template_variables",
 ]
 
 _PROMPT_KEYS = frozenset({"prompt_template", "system_prompt", "apply_chat_template", "chat_template_args"})

@@ -12,6 +12,7 @@ import string
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
+from tunix_like.config.sources import OF_THE_RUN
 from tunix_like.errors import UserError
 from tunix_like.text.conversations import chat_messages
 from tunix_like.text.untrusted import Filled, fill
@@ -267,12 +268,6 @@ def check_generated(config: DataConfig, rows: int, row_bytes: int) -> None:
             f"{rows * row_bytes / 1e9:.3g} GB of memory; the limit is {MOST_GENERATED / 1e9:g} GB. Lower them."
         )
 
-
-OF_THE_RUN = (
-    *("batch_size", "shuffle", "overlong_prompts"),
-    *("curriculum", "curriculum_correct", "curriculum_floor", "curriculum_discount"),
-)
-"""Keys of the section `data` that apply to the rows of any source."""
 
 _SHARED_KEYS = frozenset({"name", "sources", *OF_THE_RUN, "train_size", "eval_size"})
 """Keys of the section `data` that do not depend on the data source."""

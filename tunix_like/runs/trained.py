@@ -14,9 +14,10 @@ from jax.sharding import Mesh
 from tunix_like.config.argument_names import named_arguments
 from tunix_like.config.load import load
 from tunix_like.config.schema import Config, LoraConfig
+from tunix_like.config.sources import template_variables
 from tunix_like.config.urls import plain_hub_id
 from tunix_like.config.yaml_files import config_file
-from tunix_like.data import load_source, template_variables
+from tunix_like.data import load_source
 from tunix_like.environments.kinds import environments_of
 from tunix_like.errors import UserError
 from tunix_like.evaluation.evaluate import Evaluator, ks_of
