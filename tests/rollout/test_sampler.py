@@ -342,9 +342,9 @@ def test_number_of_slots_and_rows_per_slot():
 
 def test_each_prompt_has_one_slot_if_the_rows_suffice():
     """Four prompts with eight completions in 16 rows: no prompt waits for another one's slot."""
-    made = Sampler(GRAPHDEF, (4,), max_prompt_length=24, max_tokens=8, max_concurrent_rows=16)
+    settings = schedule.SamplerSettings(GRAPHDEF, (4,), 24, 8, 16, None, False)
     requests = [Request(prompt, number, 8) for number, prompt in enumerate([A, B, C, LONG])]
-    first = schedule.Schedule(made, PARAMS, requests, KEY, SamplingParams())
+    first = schedule.RowSchedule(settings, PARAMS, requests, KEY, SamplingParams())
     assert first.slot_prompt.tolist() == [0, 1, 2, 3] and first.row_sample.tolist() == [[0, 1, 2, 3]] * 4
 
 
