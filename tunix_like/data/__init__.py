@@ -36,8 +36,13 @@ _OWN_KEYS = _ROW_KEYS | {"answer_template"}  # not for gsm8k, whose answer colum
 
 
 class Source(NamedTuple):
-    """A data source. `place` is its function, as `MODULE:FUNCTION` of this package, from a `DataConfig` to a
-    `DataSource`; `reads` are the keys of the section `data` that it reads besides `train_size` and `eval_size`."""
+    """A data source.
+
+    Attributes:
+      place: its function from a `DataConfig` to a `DataSource`, as `MODULE:FUNCTION` of this package or, with the full
+        name of the module, of another one.
+      reads: the keys of the section `data` that it reads besides `train_size` and `eval_size`.
+    """
 
     place: str
     reads: frozenset[str] = frozenset()
@@ -45,9 +50,8 @@ class Source(NamedTuple):
     @property
     def load(self) -> Callable[[DataConfig], DataSource]:
         module, _, function = self.place.partition(":")
-        return cast(
-            "Callable[[DataConfig], DataSource]", getattr(importlib.import_module(f"{__name__}.{module}"), function)
-        )
+        module = module if "." in module else f"{__name__}.{module}"
+        return cast("Callable[[DataConfig], DataSource]", getattr(importlib.import_module(module), function))
 
 
 SOURCES = {
@@ -62,7 +66,9 @@ SOURCES = {
     "reasoning_gym": Source("reasoning_gym:load", _PROMPT_KEYS | {"task", "arguments", "seed"}),
     "jsonl": Source("jsonl:load", _OWN_KEYS),
     "hub": Source("jsonl:load_hub", _OWN_KEYS),
-    "verifiers": Source("verifiers:load", frozenset({"path", "arguments", "eval_arguments", "chat_template_args"})),
+    "verifiers": Source(
+        "tunix_like.verifiers.tasks:load", frozenset({"path", "arguments", "eval_arguments", "chat_template_args"})
+    ),
 }
 
 

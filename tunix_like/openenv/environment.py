@@ -11,7 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from tunix_like.environments.deadline import patience
-from tunix_like.environments.openenv_session import (
+from tunix_like.environments.protocol import EnvStepResult, checked_number, checked_step, show
+from tunix_like.environments.tools import ToolCalls, ToolResult
+from tunix_like.errors import EnvironmentMisconfigured, UserError
+from tunix_like.openenv.session import (
     InvalidAction,
     ServerFull,
     Session,
@@ -20,9 +23,6 @@ from tunix_like.environments.openenv_session import (
     schemas_of_server,
     tools_of_server,
 )
-from tunix_like.environments.protocol import EnvStepResult, checked_number, checked_step, show
-from tunix_like.environments.tools import ToolCalls, ToolResult
-from tunix_like.errors import EnvironmentMisconfigured, UserError
 from tunix_like.text.tool_calls import ToolCall, without_thinking
 
 RELEASE_SECONDS = 3.0
