@@ -26,7 +26,7 @@ from tunix_like.serving.app import make_app
 from tunix_like.serving.connections import http_config
 from tunix_like.serving.requests import Settings
 from tunix_like.serving.runner import Runner, Weights
-from tunix_like.serving.server import Server
+from tunix_like.serving.server import ModelServer
 from tunix_like.text.tokenizer import Tokenizer
 
 NAME = "letters"
@@ -107,10 +107,10 @@ def running(
     key: str | None = None,
     most: int | None = None,
     **changed: Any,
-) -> Iterator[tuple[str, Server]]:
+) -> Iterator[tuple[str, ModelServer]]:
     """Yields the address of a server that runs in a thread, with all parts from HTTP to the decoder."""
     settings = settings_of(weights, longest, **changed)
-    server = Server(settings, tokenizer, Runner(weights, rows, longest))
+    server = ModelServer(settings, tokenizer, Runner(weights, rows, longest))
     http = uvicorn.Server(http_config(make_app(server, key), most, port=0))
 
     async def run() -> None:

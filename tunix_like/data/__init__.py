@@ -35,7 +35,7 @@ _ROW_KEYS = _PROMPT_KEYS | {"path", "split", "eval_split"}
 _OWN_KEYS = _ROW_KEYS | {"answer_template"}  # not for gsm8k, whose answer column is fixed
 
 
-class Source(NamedTuple):
+class RegisteredSource(NamedTuple):
     """A data source.
 
     Attributes:
@@ -55,18 +55,18 @@ class Source(NamedTuple):
 
 
 SOURCES = {
-    "maze": Source("maze:load", frozenset({"maze_size", "seed"})),
-    "maze_pairs": Source("maze:load_pairs", frozenset({"maze_size", "seed"})),
-    "gsm8k": Source("gsm8k:load", _ROW_KEYS),
-    "reverse_text": Source("reverse_text:load", frozenset({"text_length", "seed"})),
-    "maze_steps": Source("games:load_maze_steps", frozenset({"maze_size", "seed"})),
-    "guess": Source("games:load_guess", frozenset({"seed"})),
-    "sums": Source("sums:load", frozenset({"seed"})),
-    "calculator": Source("calculator:load", frozenset({"seed"})),
-    "reasoning_gym": Source("reasoning_gym:load", _PROMPT_KEYS | {"task", "arguments", "seed"}),
-    "jsonl": Source("jsonl:load", _OWN_KEYS),
-    "hub": Source("jsonl:load_hub", _OWN_KEYS),
-    "verifiers": Source(
+    "maze": RegisteredSource("maze:load", frozenset({"maze_size", "seed"})),
+    "maze_pairs": RegisteredSource("maze:load_pairs", frozenset({"maze_size", "seed"})),
+    "gsm8k": RegisteredSource("gsm8k:load", _ROW_KEYS),
+    "reverse_text": RegisteredSource("reverse_text:load", frozenset({"text_length", "seed"})),
+    "maze_steps": RegisteredSource("games:load_maze_steps", frozenset({"maze_size", "seed"})),
+    "guess": RegisteredSource("games:load_guess", frozenset({"seed"})),
+    "sums": RegisteredSource("sums:load", frozenset({"seed"})),
+    "calculator": RegisteredSource("calculator:load", frozenset({"seed"})),
+    "reasoning_gym": RegisteredSource("reasoning_gym:load", _PROMPT_KEYS | {"task", "arguments", "seed"}),
+    "jsonl": RegisteredSource("jsonl:load", _OWN_KEYS),
+    "hub": RegisteredSource("jsonl:load_hub", _OWN_KEYS),
+    "verifiers": RegisteredSource(
         "tunix_like.verifiers.tasks:load", frozenset({"path", "arguments", "eval_arguments", "chat_template_args"})
     ),
 }

@@ -18,7 +18,7 @@ import numpy as np
 
 from tunix_like.config.schema import DataConfig
 from tunix_like.config.sources import Entry, entries
-from tunix_like.data.source import REWARD_COLUMN, SOURCE_COLUMN, DataSource, MappedRows, Record, Rows
+from tunix_like.data.source import REWARD_COLUMN, SOURCE_COLUMN, DataSource, MappedRows, Record, RowSequence
 from tunix_like.data.stream import SCANNED_ROWS, render, usable
 from tunix_like.errors import UserError
 from tunix_like.text.tokenizer import Tokenizer
@@ -136,7 +136,7 @@ def check_parts(source: DataSource, tokenizer: Tokenizer, max_prompt_length: int
                 )
 
 
-class Repeated(Rows):
+class Repeated(RowSequence):
     """A sequence of `count` rows that repeats `rows` cyclically."""
 
     def __init__(self, rows: Sequence[Any], count: int) -> None:
@@ -150,7 +150,7 @@ class Repeated(Rows):
         return self._rows[index % len(self._rows)]
 
 
-class Interleaved(Rows):
+class Interleaved(RowSequence):
     """Interleaves the rows of several sources. Each source keeps its order and is spread evenly: row `j` (from
     0) of a source of `n` rows is placed at the fraction `(j + 1/2) / n` of all rows."""
 

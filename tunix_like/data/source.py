@@ -112,7 +112,7 @@ def chat_answer(value: Any, column: str = "answer") -> list[dict[str, Any]]:
     return messages
 
 
-class Rows(Sequence[Any]):
+class RowSequence(Sequence[Any]):
     """A sequence whose subclasses implement `_row(index)` for the indices from 0 to its length."""
 
     def __getitem__(self, index: Any) -> Any:
@@ -123,7 +123,7 @@ class Rows(Sequence[Any]):
         raise NotImplementedError
 
 
-class MappedRows(Rows):
+class MappedRows(RowSequence):
     """Applies `function` to each row on access. `function` must be picklable for worker processes."""
 
     def __init__(self, rows: Sequence[Any], function: Callable[[Any], Record]) -> None:
@@ -137,7 +137,7 @@ class MappedRows(Rows):
         return self._function(self._rows[index])
 
 
-class RowRange(Rows):
+class RowRange(RowSequence):
     """A view of the rows from `start` to `stop` (exclusive) of another sequence, without a copy."""
 
     def __init__(self, rows: Sequence[Any], start: int, stop: int) -> None:

@@ -13,7 +13,7 @@ from tunix_like.environments import messages_api, responses_api
 from tunix_like.environments.chat_messages import THOUGHT, RequestError, checked_messages, checked_tools, parsed_calls
 from tunix_like.environments.messages_api import MessagesReply
 from tunix_like.environments.responses_api import ResponsesReply
-from tunix_like.environments.wire import THINK, Reply, Usage, sse
+from tunix_like.environments.wire import THINK, ProtocolReply, Usage, sse
 from tunix_like.workers.routes import CHAT, COUNT, MESSAGES, MODEL, RESPONSES
 
 NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -98,7 +98,7 @@ def answer_of(call: Call, text: str, reason: str, tokens: tuple[int, int]) -> di
     content, calls = parsed_calls(text) if "tools" in call.variables else (text, [])
     if call.route != CHAT:
         opened = THOUGHT in content and not content.lstrip().startswith(THINK)
-        made: Reply = MessagesReply(MODEL, opened)
+        made: ProtocolReply = MessagesReply(MODEL, opened)
         if call.route == RESPONSES:
             made = ResponsesReply(MODEL, opened, {})
         events = [*made.begin(Usage(*tokens)), *made.finish(content, calls, reason, None, Usage(*tokens))]

@@ -110,7 +110,7 @@ class Thoughts:
         return passed
 
 
-class Reply(abc.ABC):
+class ProtocolReply(abc.ABC):
     """The answer to a request in the form of a protocol. The events of the stream build the body of the whole answer.
 
     Attributes:

@@ -229,7 +229,7 @@ def score_completions(
     """Computes the rewards of all completions, each process those of a share of the problems.
 
     Each problem has `size` consecutive completions in `texts`. The reward functions get the data columns of the problem
-    for each of them, and its environment as `environments` (see `Trajectories.environments`).
+    for each of them, and its environment as `environments` (see `RolloutTrajectories.environments`).
 
     Raises:
       UserError: a reward function needs a column that the data does not have, or a column cannot be sent to worker
