@@ -24,12 +24,12 @@ import tunix_like
 from benchmarks.cases import Case
 from benchmarks.worker import Gate, peak_memory_mb, serve
 from tunix_like.config.schema import OptimizerConfig, RLTrainingConfig, RolloutConfig, SFTConfig
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import default_dtype
 from tunix_like.rollout.logits import SamplingParams
 from tunix_like.rollout.requests import collect, samples_of
 from tunix_like.rollout.sampler import Sampler
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.training import sizes
 from tunix_like.training.learners import GRPOConfig, GRPOLearner
 from tunix_like.training.memory import Phase, rollout_phase, update_phases

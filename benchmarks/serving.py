@@ -30,13 +30,13 @@ import tokenizers
 import uvicorn
 
 from benchmarks.turns import GREEDY, VOCABULARY, WIDTH, counting_model
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.rollout.requests import collect
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.serving.app import make_app
 from tunix_like.serving.requests import Settings
 from tunix_like.serving.runner import Runner, Weights
-from tunix_like.serving.server import Server
+from tunix_like.serving.server import ModelServer
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Request
 
 PROMPT, SHORTEST, LONGEST = 32, 64, 255
@@ -68,7 +68,7 @@ class Running:
         words = {f"t{token}": token for token in range(VOCABULARY)}
         tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0")))
         settings = Settings("counting", "default", VOCABULARY, longest, LONGEST, max_waiting=1 << 20)
-        self.server = Server(settings, tokenizer, runner)
+        self.server = ModelServer(settings, tokenizer, runner)
         app = make_app(self.server, None)
         self.http = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
         self.thread = threading.Thread(target=lambda: asyncio.run(self.run()))

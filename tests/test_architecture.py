@@ -17,6 +17,8 @@ ORDER = [
     "errors",
     "types",
     "runtime",
+    "text",
+    "tasks",
     "workers",
     "config",
     "algorithms",
@@ -26,15 +28,23 @@ ORDER = [
     "models",
     "rollout",
     "environments",
-    "serving",
     "evaluation",
     "training",
     "runs",
+    "verifiers",
+    "openenv",
+    "serving",
     "compile",
     "report",
     "cli",
 ]
 """A package imports only from packages before it in this list. Imports for type checkers count too."""
+
+NEIGHBOURS = ("algorithms", "rewards", "data", "models")
+"""These packages import none of each other."""
+
+EXTENSIONS = ("verifiers", "openenv", "serving", "compile", "report")
+"""Only commands import these packages. Others reach them by an entry of a registry, which names a function as text."""
 
 
 def name_of(path: Path) -> str:
@@ -49,11 +59,9 @@ def package_of(name: str) -> str:
     return name.split("/")[0]
 
 
-def imports_of(tree: ast.Module, typing: bool = True) -> Iterator[str]:
-    """Returns the dotted names of all imports, at any depth; those for type checkers only if `typing` is True."""
-    checks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    left_out = set() if typing else {each for check in checks for each in ast.walk(check)}
-    for node in (node for node in ast.walk(tree) if node not in left_out):
+def imports_of(tree: ast.Module) -> Iterator[str]:
+    """Returns the dotted names of all imports, at any depth, those for type checkers too."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -62,12 +70,23 @@ def imports_of(tree: ast.Module, typing: bool = True) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def edges(name: str, typing: bool = True) -> set[str]:
-    """Returns the modules of the package that `name` imports."""
+def edges(name: str) -> set[str]:
+    """Returns the modules of `tunix_like` that the module `name` imports."""
     tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
-    dotted = (imported for imported in imports_of(tree, typing) if imported.split(".")[0] == "tunix_like")
+    dotted = (imported for imported in imports_of(tree) if imported.split(".")[0] == "tunix_like")
     found = {imported.removeprefix("tunix_like").lstrip(".").replace(".", "/") for imported in dotted}
     return {target for target in found if target in MODULES and target != name}
+
+
+def imports_between(package: str, others: set[str]) -> list[str]:
+    """Returns the imports of modules of `others` by modules of `package`."""
+    return [
+        f"{name} imports {target}"
+        for name in MODULES
+        if package_of(name) == package
+        for target in edges(name)
+        if package_of(target) in others
+    ]
 
 
 def test_all_packages_are_in_the_import_order():
@@ -77,21 +96,24 @@ def test_all_packages_are_in_the_import_order():
 
 @pytest.mark.parametrize("package", ORDER)
 def test_packages_import_only_earlier_packages(package):
-    allowed = {*ORDER[: ORDER.index(package) + 1], "__init__"}
-    wrong = {
-        f"{name} imports {target}"
-        for name in MODULES
-        if package_of(name) == package
-        for target in edges(name)
-        if package_of(target) not in allowed
-    }
-    assert not wrong
+    assert not imports_between(package, set(ORDER[ORDER.index(package) + 1 :]))
 
 
-@pytest.mark.parametrize("package", ["rollout", "environments", "serving"])
+@pytest.mark.parametrize("package", NEIGHBOURS)
+def test_neighbours_do_not_import_each_other(package):
+    others = set(NEIGHBOURS) - {package}
+    assert not imports_between(package, others)
+
+
+@pytest.mark.parametrize("package", sorted({*ORDER} - {*EXTENSIONS, "cli"}))
+def test_only_commands_import_extensions(package):
+    assert not imports_between(package, set(EXTENSIONS))
+
+
+@pytest.mark.parametrize("package", ORDER)
 def test_modules_of_a_package_do_not_import_each_other_in_a_circle(package):
-    """Imports inside functions count, because they hide a circle. Imports for type checkers do not count."""
-    graph = {name: edges(name, typing=False) for name in MODULES if package_of(name) == package}
+    """Imports inside functions and imports for type checkers count, because they hide a circle."""
+    graph = {name: edges(name) for name in MODULES if package_of(name) == package}
     graphlib.TopologicalSorter(graph).prepare()
 
 

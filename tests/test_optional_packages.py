@@ -12,7 +12,7 @@ import tunix_like
 from tunix_like.cli.export import _check_push
 from tunix_like.config.schema import DataConfig, TeacherConfig
 from tunix_like.data import load_source
-from tunix_like.environments.openenv_session import require_websockets
+from tunix_like.openenv.session import require_websockets
 from tunix_like.errors import UserError
 from tunix_like.rollout.engines import ENGINES
 from tunix_like.runtime.object_storage import opened

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from tunix_like.config.schema import SFTConfig as SFTConfig
     from tunix_like.config.schema import TeacherConfig as TeacherConfig
     from tunix_like.data.curriculum import Curriculum as Curriculum
-    from tunix_like.data.tokenizer import Tokenizer as Tokenizer
     from tunix_like.environments.local import LocalEnvironments as LocalEnvironments
     from tunix_like.environments.pool import EnvironmentPool as EnvironmentPool
     from tunix_like.environments.protocol import EnvStepResult as EnvStepResult
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from tunix_like.rewards import register_reward_fn as register_reward_fn
     from tunix_like.runs.recipe import run as run
     from tunix_like.runs.trained import load_model as load_model
+    from tunix_like.text.tokenizer import Tokenizer as Tokenizer
     from tunix_like.training.callbacks import Callback as Callback
     from tunix_like.training.callbacks import EarlyStopping as EarlyStopping
     from tunix_like.training.callbacks import RateProbe as RateProbe
@@ -123,7 +123,7 @@ _NAMES_OF_MODULE = {
     "tunix_like.training.reward_model": "RewardModel",
     "tunix_like.training.sft": "SFTTrainer",
     "tunix_like.data.curriculum": "Curriculum",
-    "tunix_like.data.tokenizer": "Tokenizer",
+    "tunix_like.text.tokenizer": "Tokenizer",
 }
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names.split()}
 __all__ = [*_MODULE_OF_NAME, "__version__"]

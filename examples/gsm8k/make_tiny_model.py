@@ -20,9 +20,9 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from tunix_like import Tokenizer
 from tunix_like.data import Record
 from tunix_like.data.jsonl import JsonlRows
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 
 PAD, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunix_like import compute_advantages
-from tunix_like.algorithms.pass_rates import PASS_RATES, bins_of, count_groups, sum_advantages
+from tunix_like.algorithms.pass_rates import bins_of, count_groups, sum_advantages
+from tunix_like.tasks.results import PASS_RATES
 
 
 def slow_bin(passed, scored):

@@ -336,9 +336,9 @@ def test_figure_of_small_group_sizes(size, k, labels):
 def test_weights_that_are_never_positive_do_not_break_the_axes():
     p = advantages_table.pass_rates(4)
     curves = [
-        advantages_table.Curve("ML, 1/p", "ml", 1 / p),
-        advantages_table.Curve("against", "other", -p),
-        advantages_table.Curve("tiny", "other", 1e-3 * p),
+        advantages_table.WeightCurve("ML, 1/p", "ml", 1 / p),
+        advantages_table.WeightCurve("against", "other", -p),
+        advantages_table.WeightCurve("tiny", "other", 1e-3 * p),
     ]
     figure = advantages_table.weights_figure(curves, 4, p)
     assert np.isnan(line_of(figure, "against").get_ydata()).all()

@@ -18,11 +18,11 @@ from tunix_like.cli import main as cli
 from tunix_like.config.load import load
 from tunix_like.data.source import PromptFormat
 from tunix_like.data.stream import render
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.rollout.requests import collect, samples_of
 from tunix_like.rollout.rollouts import with_width
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.runs.build import assemble
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.training import updates
 from tunix_like.types import Sample
 

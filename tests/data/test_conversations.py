@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.data.test_tokenizer import auto, bpe
+from tests.text.test_tokenizer import auto, bpe
 from tests.training.test_sft_conversations import CALLS, LENGTHS, encoded, make
 from tunix_like import UserError
 from tunix_like.data.source import PromptFormat

@@ -15,7 +15,7 @@ from tunix_like.environments import guess as guess_environment
 from tunix_like.environments import maze_steps as maze_environment
 from tunix_like.environments.calculator import calculator as tool
 from tunix_like.errors import UserError
-from tunix_like.runtime.tool_calls import tool_calls
+from tunix_like.text.tool_calls import tool_calls
 
 NAMES = ("guess", "maze_steps", "calculator")
 
@@ -51,13 +51,6 @@ def test_every_word_has_a_token(name):
         encoded = ids.encode_data(row["answer"], 100)
         assert not set(unknown) & set(encoded) and ids.decode(encoded) == row["answer"]
         assert not set(unknown) & set(ids.encode_prompt(row["prompt"], False)[1])
-
-
-def test_constants_equal_those_of_the_environments():
-    assert (games.NUMBERS, games.MOST_GUESSES) == (guess_environment.NUMBERS, guess_environment.MOST_GUESSES)
-    names = ("HIGHER", "LOWER", "INVALID")
-    assert [getattr(games, name) for name in names] == [getattr(guess_environment, name) for name in names]
-    assert games.MOST_MOVES == maze_environment.MOST_MOVES and games.MOVES == maze_environment.MOVES
 
 
 def test_games_are_legal_and_random():

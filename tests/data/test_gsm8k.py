@@ -12,9 +12,9 @@ import pytest
 from tests.parameters import others_slow
 from tunix_like.config.schema import DataConfig
 from tunix_like.data import load_source
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.rewards.math import grade
+from tunix_like.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL = Path(os.environ.get("TUNIX_LIKE_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))

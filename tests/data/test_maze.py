@@ -10,7 +10,7 @@ from tests.parameters import others_slow
 from tunix_like.config.schema import DataConfig
 from tunix_like.data import load_source, maze
 from tunix_like.errors import UserError
-from tunix_like.rewards.maze import MOVES
+from tunix_like.tasks.maze import MOVES, walk
 
 
 def source(**keys):
@@ -45,7 +45,7 @@ def test_a_grid_is_a_perfect_maze_with_the_shortest_path_as_answer(size):
         assert max(distance.values()) < 10**9
         moves = maze.solve(grid)
         assert len(moves) == distance[size - 2, size - 2]
-        assert maze.walk(grid, " ".join([*moves, "DONE"])).reached
+        assert walk(grid, " ".join([*moves, "DONE"])).reached
 
 
 def test_solve_returns_the_shortest_of_several_paths():
@@ -166,7 +166,7 @@ def test_pairs_have_a_right_and_a_wrong_walk_of_the_same_maze():
         assert pair == row | {"chosen": row["answer"], "rejected": pair["rejected"]} and pair == maze.with_pair(row)
         right, wrong = (pair[name].split() for name in ("chosen", "rejected"))
         assert wrong[-1] == "DONE" and 0 < len(wrong) <= len(right) and wrong != right
-        path, reached = maze.walk(row["grid"], pair["rejected"])
+        path, reached = walk(row["grid"], pair["rejected"])
         assert not reached and len(path) == len(wrong), "every move is possible"
         turns.add(sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(right, wrong, strict=False))))
     assert len(turns) > 3

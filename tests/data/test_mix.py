@@ -20,7 +20,8 @@ import pytest
 import tunix_like
 from tunix_like.config.load import load
 from tunix_like.config.schema import Config, DataConfig, RewardsConfig
-from tunix_like.data import load_source, mix, template_variables
+from tunix_like.config.sources import template_variables
+from tunix_like.data import load_source, mix
 from tunix_like.data.mix import Interleaved, Repeated, epoch_counts
 from tunix_like.data.stream import prompt_batches
 from tunix_like.errors import UserError

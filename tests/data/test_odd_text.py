@@ -23,9 +23,9 @@ from tunix_like.config.schema import DataConfig
 from tunix_like.data import load_source, reverse_text, stream
 from tunix_like.data.jsonl import MOST_COLUMNS, JsonlRows
 from tunix_like.data.stream import check_prompts, prompt_batches, refusing, render, usable
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.evaluation.evaluate import eval_problems
 from tunix_like.rewards import REWARDS, pooled, resolve, score
+from tunix_like.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 

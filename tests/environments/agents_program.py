@@ -11,8 +11,9 @@ import socket
 import types
 from typing import Any
 
-from tunix_like.workers import verifiers_worker
-from tunix_like.workers.verifiers_worker import KEY_VARIABLE, MODEL
+from tunix_like.verifiers import program
+from tunix_like.verifiers.program import KEY_VARIABLE
+from tunix_like.workers.routes import MODEL
 
 SYSTEM, RESULT = "Be brief.", "5"
 SCHEMA = {"type": "object"}
@@ -28,7 +29,7 @@ async def run(channel: socket.socket) -> None:
     await Episodes(Environment(), None).run(channel)
 
 
-class Episodes(verifiers_worker.Episodes):
+class Episodes(program.Episodes):
     def _model(self, url: str) -> Any:
         return url
 

@@ -16,14 +16,15 @@ from tests.tiny_model import HF
 from tests.training.small_learner import collect, make
 from tunix_like import load_model
 from tunix_like.config.schema import EnvironmentConfig, RolloutConfig
-from tunix_like.data.verifiers import record
+from tunix_like.environments.agent_calls import Call, answer_of, refusal_of
 from tunix_like.environments.arguments import make_player
 from tunix_like.environments.chat_messages import RequestError
-from tunix_like.environments.verifiers import VerifiersEnvironments
-from tunix_like.environments.verifiers_calls import Call, answer_of, refusal_of
 from tunix_like.types import Problem, Turn
-from tunix_like.workers import process, verifiers_process
-from tunix_like.workers.verifiers_worker import MESSAGES, RESPONSES
+from tunix_like.verifiers import process as verifiers_process
+from tunix_like.verifiers.environments import VerifiersEnvironments
+from tunix_like.verifiers.tasks import record
+from tunix_like.workers import process
+from tunix_like.workers.routes import MESSAGES, RESPONSES
 
 QUESTION = "2 + 3?"
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from tunix_like import UserError
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.bridge import Bridge, TemplateDifference, check_tools, with_observation
 from tunix_like.errors import EnvironmentMisconfigured
-from tunix_like.runtime.untrusted import Filled, fill
+from tunix_like.text.tokenizer import Tokenizer
+from tunix_like.text.untrusted import Filled, fill
 
 TOOLS_QWEN = (
     "{{- '# Tools\n<tools>' }}{%- for tool in tools %}{{- '\n' ~ (tool | tojson) }}{%- endfor %}"

@@ -9,8 +9,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from tests.environments.test_bridge import BUILT, FAMILIES, QWEN3, QWEN25, TEXTS, TOOLS, OfTransformers, tool, user
 from tunix_like import EnvironmentConfig, UserError
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.history import Continuation, Histories
+from tunix_like.text.tokenizer import Tokenizer
 
 
 def build_thinking(template=QWEN3):

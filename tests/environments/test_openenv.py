@@ -21,9 +21,9 @@ import pytest
 from tests.process import ROOT
 from tunix_like import EnvironmentPool
 from tunix_like.environments import deadline
-from tunix_like.environments.openenv import ActionForm, OpenEnv, action_form, action_of, text_of, tool_result
-from tunix_like.environments.openenv_session import InvalidAction, Session, _is_here, checked_url
 from tunix_like.errors import EnvironmentMisconfigured, EnvironmentUnavailable, UserError
+from tunix_like.openenv.environment import ActionForm, OpenEnv, action_form, action_of, text_of, tool_result
+from tunix_like.openenv.session import InvalidAction, Session, _is_here, checked_url
 
 CUT = "the connection is cut"
 SERVER = Path(__file__).with_name("openenv_server.py")

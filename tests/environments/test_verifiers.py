@@ -26,22 +26,23 @@ from tunix_like import load_model, run
 from tunix_like.config.load import load
 from tunix_like.config.schema import EnvironmentConfig, RolloutConfig
 from tunix_like.data import load_source
-from tunix_like.data.tokenizer import Tokenizer
-from tunix_like.data.verifiers import HIDDEN_COLUMN, record
-from tunix_like.environments import verifiers as environments
+from tunix_like.environments.agent_calls import Call, answer_of
 from tunix_like.environments.arguments import make_player
 from tunix_like.environments.chat_messages import RequestError
 from tunix_like.environments.kinds import environments_of, kind_of
 from tunix_like.environments.trajectories import Trajectories
-from tunix_like.environments.verifiers import VerifiersEnvironments
-from tunix_like.environments.verifiers_calls import Call, answer_of
 from tunix_like.errors import UserError
 from tunix_like.models.loading import export_model
 from tunix_like.rollout.engines.vllm import VLLMEngine
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Problem, Reply, Turn
-from tunix_like.workers import process, verifiers_process
+from tunix_like.verifiers import environments
+from tunix_like.verifiers import process as verifiers_process
+from tunix_like.verifiers.environments import VerifiersEnvironments
+from tunix_like.verifiers.tasks import HIDDEN_COLUMN, record
+from tunix_like.workers import process
 from tunix_like.workers.messages import Lost
-from tunix_like.workers.verifiers_worker import CHAT
+from tunix_like.workers.routes import CHAT
 
 EXAMPLE = ROOT / "examples" / "environments" / "verifiers_letters.yaml"
 ODD = Path(__file__).with_name("verifiers_odd.py")

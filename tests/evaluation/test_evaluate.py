@@ -14,7 +14,6 @@ import tokenizers
 
 from tunix_like.config.schema import EvalConfig
 from tunix_like.data.stream import Skipped
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.evaluation.evaluate import Evaluator, eval_problems, ks_of
 from tunix_like.evaluation.statistics import intervals
@@ -25,6 +24,7 @@ from tunix_like.rollout.requests import samples_of
 from tunix_like.rollout.rollouts import Rollout, rollout_metrics
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.runtime import progress
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Completions, Problem, SamplingParams
 
 WORDS = {"<eos>": 0, "yes": 1, "no": 2, "unclear": 3, "half": 4}

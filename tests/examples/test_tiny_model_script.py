@@ -14,10 +14,10 @@ import pytest
 
 from tunix_like.cli import main as cli
 from tunix_like.config.load import load
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.bridge import Bridge
 from tunix_like.runs.build import assemble
-from tunix_like.runtime.tool_calls import ToolCall, tool_calls
+from tunix_like.text.tokenizer import Tokenizer
+from tunix_like.text.tool_calls import ToolCall, tool_calls
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ import pytest
 
 import tunix_like
 from tests.models.gguf_models import FAMILIES, WORDS, written
-from tunix_like.data.gguf_tokenizer import gguf_tokenizer
 from tunix_like.errors import UserError
 from tunix_like.models.loading import load_abstract, load_config
+from tunix_like.text.gguf_tokenizer import gguf_tokenizer
 
 gguf = pytest.importorskip("gguf")
 

@@ -19,7 +19,6 @@ from jax.sharding import AxisType
 
 import tunix_like
 from tunix_like.config.schema import RolloutConfig, SFTConfig
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.models import stored_tensors
 from tunix_like.models.config import DecoderConfig
@@ -27,6 +26,7 @@ from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import export_model, load_abstract, load_model, save_model
 from tunix_like.models.sharding import parameter_shardings
 from tunix_like.runs.trained import open_trained
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.training.engine import make_engine
 from tunix_like.training.sft import SFTTrainer
 

@@ -32,8 +32,8 @@ from tunix_like.report.gradients import Gradients
 from tunix_like.report.page import _finite, embedded
 from tunix_like.report.reading import read_runs
 from tunix_like.report.rollouts import read_steps
-from tunix_like.rewards.maze import walk
 from tunix_like.storage.metrics import MetricsLog
+from tunix_like.tasks.maze import walk
 
 
 def run_of(folder, *rows):

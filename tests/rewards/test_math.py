@@ -16,7 +16,7 @@ import pytest
 from tunix_like.errors import UserError
 from tunix_like.rewards import REWARDS, close_pools, pooled, score
 from tunix_like.rewards.math import final_answer, grade, gsm8k, gsm8k_lenient
-from tunix_like.rewards.numbers import parse_number
+from tunix_like.tasks.numbers import parse_number
 
 RIGHT = [
     # separators, signs, currency, units

@@ -3,7 +3,8 @@
 import pytest
 
 from tunix_like.rewards import REWARDS
-from tunix_like.rewards.maze import maze, walk
+from tunix_like.rewards.maze import maze
+from tunix_like.tasks.maze import walk
 
 # The path: DOWN DOWN RIGHT RIGHT. A dead end leads up from (3, 3).
 GRID = "#####\n#S#.#\n#.#.#\n#..G#\n#####"

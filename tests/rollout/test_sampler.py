@@ -19,12 +19,12 @@ from flax import nnx
 from tests.parameters import others_slow
 from tests.rollout.arrays import sample_groups
 from tunix_like.config.schema import RolloutConfig
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.rollout import decoding, sampler, schedule
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.rollout.shapes import length_bucket, pad_tokens, slot_shape
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.training.engine import make_engine
 from tunix_like.types import Request, SamplingParams
 
@@ -342,9 +342,9 @@ def test_number_of_slots_and_rows_per_slot():
 
 def test_each_prompt_has_one_slot_if_the_rows_suffice():
     """Four prompts with eight completions in 16 rows: no prompt waits for another one's slot."""
-    made = Sampler(GRAPHDEF, (4,), max_prompt_length=24, max_tokens=8, max_concurrent_rows=16)
+    settings = schedule.SamplerSettings(GRAPHDEF, (4,), 24, 8, 16, None, False)
     requests = [Request(prompt, number, 8) for number, prompt in enumerate([A, B, C, LONG])]
-    first = schedule.Schedule(made, PARAMS, requests, KEY, SamplingParams())
+    first = schedule.RowSchedule(settings, PARAMS, requests, KEY, SamplingParams())
     assert first.slot_prompt.tolist() == [0, 1, 2, 3] and first.row_sample.tolist() == [[0, 1, 2, 3]] * 4
 
 

@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 
 import tunix_like
 from tests.tiny_model import HF
-from tunix_like.algorithms.registry import ESTIMATOR_KEYS
 from tunix_like.cli import main as cli
 from tunix_like.config.schema import Config, DataConfig
+from tunix_like.config.sources import ESTIMATOR_KEYS
 from tunix_like.data import SOURCES, reverse_text
 from tunix_like.models.families import FAMILIES
 from tunix_like.models.fields import HF_NAMES, ROPE_FIELDS

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 import tunix_like
 from tests.runs.fuzzing import Violation, limits
 from tests.tiny_model import HF
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.models.loading import load_abstract, save_description
 from tunix_like.models.weights import save_weights
+from tunix_like.text.tokenizer import Tokenizer
 
 FOLDERS = ("whole", "shards")
 """One folder has all weights in one file, a word-level tokenizer and every optional file. The other has shards with an

@@ -22,12 +22,12 @@ from tests.tiny_model import HF
 from tunix_like.cli import main as cli
 from tunix_like.config.load import load, save
 from tunix_like.data import reverse_text
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.models.loading import save_model
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.runs import build as runs
 from tunix_like.runs.folder import claim
 from tunix_like.storage.metrics import rows as metric_rows
+from tunix_like.text.tokenizer import Tokenizer
 
 OWN_DATA = """
 model: {path: model}

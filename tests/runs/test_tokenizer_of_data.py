@@ -7,9 +7,9 @@ from tests.tiny_model import HF
 from tunix_like import UserError, load_model
 from tunix_like.config.load import load
 from tunix_like.data import load_source, reverse_text
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.models.loading import export_model
 from tunix_like.runs.build import chosen_tokenizer, load_policy
+from tunix_like.text.tokenizer import Tokenizer
 
 
 def policy(folder, data, *more):

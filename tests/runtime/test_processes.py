@@ -103,7 +103,7 @@ from tunix_like.config.schema import MeshConfig
 from tunix_like.data.stream import prompt_batches
 from tunix_like.models.loading import load_model
 from tunix_like.models.sharding import build_mesh, check_divides, fetch, place_replicated
-from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.text.tokenizer import Tokenizer
 import tokenizers
 
 vocab = {"<eos>": 0, "<unk>": 1} | {f"w{i}": i for i in range(2, 16)}

@@ -20,14 +20,14 @@ from tokenizers import AddedToken
 
 from tests.environments.test_bridge import QWEN25
 from tests.tiny_model import letters_backend
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.serving.app import make_app
 from tunix_like.serving.connections import http_config
 from tunix_like.serving.requests import Settings
 from tunix_like.serving.runner import Runner, Weights
-from tunix_like.serving.server import Server
+from tunix_like.serving.server import ModelServer
+from tunix_like.text.tokenizer import Tokenizer
 
 NAME = "letters"
 
@@ -107,10 +107,10 @@ def running(
     key: str | None = None,
     most: int | None = None,
     **changed: Any,
-) -> Iterator[tuple[str, Server]]:
+) -> Iterator[tuple[str, ModelServer]]:
     """Yields the address of a server that runs in a thread, with all parts from HTTP to the decoder."""
     settings = settings_of(weights, longest, **changed)
-    server = Server(settings, tokenizer, Runner(weights, rows, longest))
+    server = ModelServer(settings, tokenizer, Runner(weights, rows, longest))
     http = uvicorn.Server(http_config(make_app(server, key), most, port=0))
 
     async def run() -> None:

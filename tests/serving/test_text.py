@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tunix_like.data import reverse_text
 from tunix_like.environments.chat_messages import parsed_calls
 from tunix_like.serving.answers import CompletionAnswer
-from tunix_like.serving.batcher import Part
-from tunix_like.serving.requests import Request, Settings
+from tunix_like.serving.batcher import NewTokens
+from tunix_like.serving.requests import ParsedRequest, Settings
 from tunix_like.serving.runner import Job, JobSampling
 from tunix_like.serving.text import CallStream, TextStream
 
@@ -144,7 +144,7 @@ def test_text_around_calls_is_the_content(name, content):
 
 def test_each_token_of_a_stream_is_decoded_once_for_its_logprob(monkeypatch):
     """Writing the events of a long completion takes as long as writing its whole answer."""
-    request = Request((Job([1], 1, JobSampling(100)),), stream=True, logprobs=True)
+    request = ParsedRequest((Job([1], 1, JobSampling(100)),), stream=True, logprobs=True)
     answer = CompletionAnswer(request, Settings("letters", "1", 20, 128, 100), reverse_text.tokenizer())
     whole = CompletionAnswer(request, answer.settings, answer.tokenizer)
     decoded, token_text = [], answer.token_text
@@ -152,8 +152,8 @@ def test_each_token_of_a_stream_is_decoded_once_for_its_logprob(monkeypatch):
     (choice,), (complete,) = answer.choices.values(), whole.choices.values()
     offsets, tokens = [], [4, 5, 6, 7, 8, 9, 4]
     for place, token in enumerate(tokens):
-        text = choice.add(Part(0, [token], [0.0], None))
+        text = choice.add(NewTokens(0, [token], [0.0], None))
         for found in answer.deltas(choice, text, slice(place, place + 1)):
             offsets += found["logprobs"]["text_offset"]
-    complete.add(Part(0, tokens, [0.0] * len(tokens), "length"))
+    complete.add(NewTokens(0, tokens, [0.0] * len(tokens), "length"))
     assert decoded == tokens and offsets == whole.choice(complete)["logprobs"]["text_offset"]

@@ -22,9 +22,9 @@ from tests.training.test_preferences import make as make_pairs
 from tunix_like import LoraConfig, PreferenceConfig, RewardModel, RewardModelLearner, UserError, add_scalar_head
 from tunix_like.cli.main import main
 from tunix_like.config.schema import MeshConfig
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.models.lora import add_lora
 from tunix_like.models.sharding import build_mesh
+from tunix_like.text.tokenizer import Tokenizer
 
 
 def make_model(seed=0, **changed):

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix_like.algorithms import LARGEST_REWARD
 from tunix_like.algorithms.mixtures import power_coefficients, rank_weights
 from tunix_like.algorithms.order_statistics import (
     GivenTable,
@@ -44,6 +43,7 @@ from tunix_like.algorithms.registry import (
     register_advantage_estimator,
 )
 from tunix_like.errors import UserError
+from tunix_like.tasks.results import LARGEST_REWARD
 
 Rewards = Float[Array, "P G"]
 Scored = Bool[Array, "P G"]

@@ -28,10 +28,11 @@ from tunix_like.algorithms.losses import (
 )
 from tunix_like.algorithms.off_policy import check_correction, kept_by_mask, sampler_correction
 from tunix_like.algorithms.ppo import PPO
-from tunix_like.algorithms.registry import ESTIMATOR_KEYS, Estimator, estimator_rewards, find_estimator, with_schedules
+from tunix_like.algorithms.registry import Estimator, estimator_rewards, find_estimator, with_schedules
 from tunix_like.algorithms.token_baseline import TOKEN_BASELINE
 from tunix_like.config.schedules import Schedule
 from tunix_like.config.schema import AlgorithmConfig, TeacherConfig
+from tunix_like.config.sources import ESTIMATOR_KEYS
 from tunix_like.errors import UserError
 from tunix_like.runtime.user_code import describe_error, is_own, kind_of
 from tunix_like.types import ById

@@ -6,8 +6,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-PASS_RATES = ("0", "(0, 1/8]", *(f"({i}/8, {i + 1}/8]" for i in range(1, 7)), "(7/8, 1)", "1")
-"""Labels of the pass-rate bins: no completion passed, eight bins of equal width, all completions passed."""
+from tunix_like.tasks.results import PASS_RATES
 
 
 def bins_of(passed: Bool[np.ndarray, "P G"], scored: Bool[np.ndarray, "P G"]) -> Int[np.ndarray, "P"]:

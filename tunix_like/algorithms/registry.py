@@ -13,18 +13,16 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from tunix_like.algorithms import LARGEST_REWARD
 from tunix_like.config.schedules import read_schedule
+from tunix_like.config.sources import ESTIMATOR_KEYS
 from tunix_like.errors import UserError, nearest
 from tunix_like.runtime.user_code import check_new_name, is_place, load_function
+from tunix_like.tasks.results import LARGEST_REWARD
 from tunix_like.types import AdvantageEstimator
 
 Params = Mapping[str, Any]
 
 REWARD_KINDS = ("any", "non-negative", "binary")
-
-ESTIMATOR_KEYS = ("k", "truncation_order", "ddof", "alpha", "coefficients", "weights", "statistic")
-"""The keys of `algorithm` that are parameters of estimators."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from tunix_like.algorithms import LARGEST_REWARD
 from tunix_like.algorithms.objective import GroupEstimator
 from tunix_like.algorithms.population_weights import (
     advantages_of,
@@ -29,15 +28,16 @@ from tunix_like.algorithms.population_weights import (
 )
 from tunix_like.algorithms.registry import (
     ADVANTAGE_ESTIMATORS,
-    ESTIMATOR_KEYS,
     check_parameters,
     check_rewards,
     find_estimator,
 )
 from tunix_like.cli.common import setup_jax
 from tunix_like.config.schema import AlgorithmConfig
+from tunix_like.config.sources import ESTIMATOR_KEYS
 from tunix_like.errors import UserError, nearest
 from tunix_like.runtime import console
+from tunix_like.tasks.results import LARGEST_REWARD
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,7 +66,7 @@ _LOWEST = 0.03  # lower end of the y axis; needed because the weight of max@k fa
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class AdvantageRequest:
     """The parsed arguments. `rewards` has NaN for an unscored completion; `lengths` are in tokens; `given` has the
     given parameters of the built-in estimators; `own` is the estimator of the user."""
 
@@ -102,7 +102,7 @@ def show(rewards: str, options: Sequence[str], plot: str | None) -> None:
         console.print_text(note)
 
 
-def draw(request: Request, path: str) -> list[str]:
+def draw(request: AdvantageRequest, path: str) -> list[str]:
     """Writes the figure and returns lines of text to print: the path, and before it why the user's estimator was not
     drawn."""
     size = request.rewards.shape[1]
@@ -119,7 +119,7 @@ def draw(request: Request, path: str) -> list[str]:
     return [*notes, f"population weights w(p) for groups of {size}: {path}"]
 
 
-def read_request(rewards: str, options: Sequence[str]) -> Request:
+def read_request(rewards: str, options: Sequence[str]) -> AdvantageRequest:
     """Parses and checks the rewards and the `key=value` options of the command `advantages`."""
     groups = _groups("reward", rewards, _reward)
     words: dict[str, str] = {}
@@ -150,10 +150,10 @@ def read_request(rewards: str, options: Sequence[str]) -> Request:
         params = {key: given[key] if key in given else _plain(words[key]) for key in declared if key in words}
         own = GroupEstimator(place, params)
         check_parameters(place, params, groups.shape[1])
-    return Request(groups, lengths, given, own)
+    return AdvantageRequest(groups, lengths, given, own)
 
 
-def columns(request: Request) -> tuple[list[GroupEstimator], list[str]]:
+def columns(request: AdvantageRequest) -> tuple[list[GroupEstimator], list[str]]:
     """Returns the estimators that accept the rewards of `request`, and the notes to print below the table of
     advantages."""
     size = request.rewards.shape[1]
@@ -199,7 +199,7 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _candidates(request: Request) -> list[GroupEstimator]:
+def _candidates(request: AdvantageRequest) -> list[GroupEstimator]:
     """Returns every built-in estimator (`maxrl` also with `truncation_order` if that is given) and that of the user."""
     given = {**request.given, "k": request.k}
     candidates: list[GroupEstimator] = []
@@ -217,7 +217,7 @@ def _candidates(request: Request) -> list[GroupEstimator]:
     return candidates
 
 
-def _cells(request: Request, named: Mapping[str, Float[np.ndarray, "P G"]]) -> tuple[int, list[list[str]]]:
+def _cells(request: AdvantageRequest, named: Mapping[str, Float[np.ndarray, "P G"]]) -> tuple[int, list[list[str]]]:
     """Returns the number of columns before the first estimator, and the rows of the table, first the header."""
     rewards = request.rewards
     lengths = request.lengths
@@ -342,7 +342,7 @@ def _extent(values: np.ndarray) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Curve:
+class WeightCurve:
     """The weight at each pass rate. `family` is a key of `_STYLES`."""
 
     label: str
@@ -391,22 +391,25 @@ def drawn_estimators(group_size: int, given: Mapping[str, Any]) -> list[tuple[st
 
 def curves_of(
     estimators: Sequence[tuple[str, str, GroupEstimator]], group_size: int, rates: Float[np.ndarray, "N"]
-) -> list[Curve]:
+) -> list[WeightCurve]:
     """Computes the weight of a prompt at each pass rate as curves for maximum likelihood, for plain RL and for each
     `(label, family, estimator)`. Curves that coincide are merged into one, whose label contains all names."""
     weights = weights_of([estimator for _, _, estimator in estimators], group_size, rates)
-    curves = [Curve("ML, 1/p", "ml", likelihood_weight(rates)), Curve("RL", "rl", reinforcement_weight(rates))]
+    curves = [
+        WeightCurve("ML, 1/p", "ml", likelihood_weight(rates)),
+        WeightCurve("RL", "rl", reinforcement_weight(rates)),
+    ]
     for (label, family, _), values in zip(estimators, weights, strict=True):
         for index, curve in enumerate(curves):
             if np.allclose(values, curve.weights, rtol=1e-4, atol=1e-4):
                 curves[index] = dataclasses.replace(curve, label=f"{curve.label} = {label}")
                 break
         else:
-            curves.append(Curve(label, family, values))
+            curves.append(WeightCurve(label, family, values))
     return curves
 
 
-def weights_figure(curves: Sequence[Curve], group_size: int, rates: Float[np.ndarray, "N"]) -> Figure:
+def weights_figure(curves: Sequence[WeightCurve], group_size: int, rates: Float[np.ndarray, "N"]) -> Figure:
     """Draws the weight of a prompt as a function of its pass rate. A PNG file of the figure has 1200 x 750 pixels. This
     function does not use pyplot, so it changes no global state and needs no display."""
     from matplotlib.figure import Figure
@@ -422,7 +425,7 @@ def weights_figure(curves: Sequence[Curve], group_size: int, rates: Float[np.nda
     return figure
 
 
-def _format_axes(figure: Figure, curves: Sequence[Curve], group_size: int, rates: Float[np.ndarray, "N"]) -> None:
+def _format_axes(figure: Figure, curves: Sequence[WeightCurve], group_size: int, rates: Float[np.ndarray, "N"]) -> None:
     from matplotlib.ticker import NullLocator
 
     (axes,) = figure.axes

@@ -16,7 +16,6 @@ from tunix_like.config.schema import Config
 from tunix_like.data import load_source
 from tunix_like.data.shared import warn_text_prompts
 from tunix_like.data.stream import Prompt, render
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.arguments import make_player, with_tools
 from tunix_like.environments.history import Histories, History
 from tunix_like.environments.kinds import environments_of
@@ -32,6 +31,7 @@ from tunix_like.runs.trained import Trained, open_trained
 from tunix_like.runtime import console, output, progress
 from tunix_like.runtime.profile import Stopwatch
 from tunix_like.runtime.visible import visible
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.training.engine import make_engine
 from tunix_like.training.generation import completed, rendered
 from tunix_like.types import Engine, Problem, Reply, Request, SamplingParams, Turn

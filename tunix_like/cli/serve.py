@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tunix_like.runs.trained import Trained
     from tunix_like.serving.requests import Settings
-    from tunix_like.serving.server import Server
+    from tunix_like.serving.server import ModelServer
 
 KEY = "TUNIX_LIKE_API_KEY"
 """Environment variable with the API key."""
@@ -138,10 +138,10 @@ def _settings(arguments: argparse.Namespace, trained: Trained) -> Settings:
     )
 
 
-def _server(arguments: argparse.Namespace, settings: Settings, trained: Trained) -> Server:
+def _server(arguments: argparse.Namespace, settings: Settings, trained: Trained) -> ModelServer:
     from tunix_like.models.loading import check_fit
     from tunix_like.serving.runner import Runner, Weights
-    from tunix_like.serving.server import Server
+    from tunix_like.serving.server import ModelServer
     from tunix_like.training.engine import make_engine
 
     longest = settings.longest
@@ -155,10 +155,10 @@ def _server(arguments: argparse.Namespace, settings: Settings, trained: Trained)
     check_fit(trained.model_config, trained.tokenizer, rollout)
     engine = make_engine(trained.graphdef, trained.tokenizer, rollout, trained.mesh)
     weights = Weights(trained.graphdef, engine.place(trained.params), engine.eos_ids, engine.mesh)
-    return Server(settings, trained.tokenizer, Runner(weights, rows, longest))
+    return ModelServer(settings, trained.tokenizer, Runner(weights, rows, longest))
 
 
-async def _run(app: ASGIApp, server: Server, listener: socket.socket) -> None:
+async def _run(app: ASGIApp, server: ModelServer, listener: socket.socket) -> None:
     import uvicorn
 
     from tunix_like.serving.connections import http_config

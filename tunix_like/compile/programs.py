@@ -22,10 +22,11 @@ from jax.sharding import Mesh
 
 from tunix_like.algorithms.objective import build_objective
 from tunix_like.algorithms.ppo import PPO, ValueObjective
+from tunix_like.algorithms.sources import source_estimators
 from tunix_like.algorithms.token_baseline import TOKEN_BASELINE
 from tunix_like.compile.costs import Trips
 from tunix_like.config.schema import SELF, Config
-from tunix_like.data import load_source, source_estimators
+from tunix_like.data import load_source
 from tunix_like.errors import UserError
 from tunix_like.models.attention import resolve_attention
 from tunix_like.models.attention_blocked import ALL_BLOCKS, BLOCK, CAUSAL_BLOCKS

@@ -1,7 +1,8 @@
-"""Defines the data sources. A source turns the `data` section of a configuration into rows with prompts.
+"""Data sources: a source turns the section `data` of a configuration into rows with prompts.
 
-Public names: `DataSource`, `Record`, `SOURCES`, `load_source`; for a mix of several sources also `source_estimators`,
-`template_variables`, `check_parts`, `check_rewards`.
+Start with `load_source` below, which finds the source in `SOURCES`: a file such as `jsonl.py`, `gsm8k.py` or `maze.py`,
+whose `load` returns a `DataSource` (`source.py`), or `mix.py`, which combines several. `stream.py` draws the rows and
+encodes their prompts in batches, `curriculum.py` by their difficulty.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from tunix_like.config.sources import entries
 from tunix_like.data import mix
-from tunix_like.data.mix import check_parts, check_rewards, entries, source_estimators, template_variables
+from tunix_like.data.mix import check_parts
 from tunix_like.data.source import DataSource, Record, refuse_unread_keys
 from tunix_like.errors import UserError, nearest
 
@@ -23,10 +25,7 @@ __all__ = [
     "DataSource",
     "Record",
     "check_parts",
-    "check_rewards",
     "load_source",
-    "source_estimators",
-    "template_variables",
 ]
 
 _PROMPT_KEYS = frozenset({"prompt_template", "system_prompt", "apply_chat_template", "chat_template_args"})
@@ -36,9 +35,14 @@ _ROW_KEYS = _PROMPT_KEYS | {"path", "split", "eval_split"}
 _OWN_KEYS = _ROW_KEYS | {"answer_template"}  # not for gsm8k, whose answer column is fixed
 
 
-class Source(NamedTuple):
-    """A data source. `place` is its function, as `MODULE:FUNCTION` of this package, from a `DataConfig` to a
-    `DataSource`; `reads` are the keys of the section `data` that it reads besides `train_size` and `eval_size`."""
+class RegisteredSource(NamedTuple):
+    """A data source.
+
+    Attributes:
+      place: its function from a `DataConfig` to a `DataSource`, as `MODULE:FUNCTION` of this package or, with the full
+        name of the module, of another one.
+      reads: the keys of the section `data` that it reads besides `train_size` and `eval_size`.
+    """
 
     place: str
     reads: frozenset[str] = frozenset()
@@ -46,24 +50,25 @@ class Source(NamedTuple):
     @property
     def load(self) -> Callable[[DataConfig], DataSource]:
         module, _, function = self.place.partition(":")
-        return cast(
-            "Callable[[DataConfig], DataSource]", getattr(importlib.import_module(f"{__name__}.{module}"), function)
-        )
+        module = module if "." in module else f"{__name__}.{module}"
+        return cast("Callable[[DataConfig], DataSource]", getattr(importlib.import_module(module), function))
 
 
 SOURCES = {
-    "maze": Source("maze:load", frozenset({"maze_size", "seed"})),
-    "maze_pairs": Source("maze:load_pairs", frozenset({"maze_size", "seed"})),
-    "gsm8k": Source("gsm8k:load", _ROW_KEYS),
-    "reverse_text": Source("reverse_text:load", frozenset({"text_length", "seed"})),
-    "maze_steps": Source("games:load_maze_steps", frozenset({"maze_size", "seed"})),
-    "guess": Source("games:load_guess", frozenset({"seed"})),
-    "sums": Source("sums:load", frozenset({"seed"})),
-    "calculator": Source("calculator:load", frozenset({"seed"})),
-    "reasoning_gym": Source("reasoning_gym:load", _PROMPT_KEYS | {"task", "arguments", "seed"}),
-    "jsonl": Source("jsonl:load", _OWN_KEYS),
-    "hub": Source("jsonl:load_hub", _OWN_KEYS),
-    "verifiers": Source("verifiers:load", frozenset({"path", "arguments", "eval_arguments", "chat_template_args"})),
+    "maze": RegisteredSource("maze:load", frozenset({"maze_size", "seed"})),
+    "maze_pairs": RegisteredSource("maze:load_pairs", frozenset({"maze_size", "seed"})),
+    "gsm8k": RegisteredSource("gsm8k:load", _ROW_KEYS),
+    "reverse_text": RegisteredSource("reverse_text:load", frozenset({"text_length", "seed"})),
+    "maze_steps": RegisteredSource("games:load_maze_steps", frozenset({"maze_size", "seed"})),
+    "guess": RegisteredSource("games:load_guess", frozenset({"seed"})),
+    "sums": RegisteredSource("sums:load", frozenset({"seed"})),
+    "calculator": RegisteredSource("calculator:load", frozenset({"seed"})),
+    "reasoning_gym": RegisteredSource("reasoning_gym:load", _PROMPT_KEYS | {"task", "arguments", "seed"}),
+    "jsonl": RegisteredSource("jsonl:load", _OWN_KEYS),
+    "hub": RegisteredSource("jsonl:load_hub", _OWN_KEYS),
+    "verifiers": RegisteredSource(
+        "tunix_like.verifiers.tasks:load", frozenset({"path", "arguments", "eval_arguments", "chat_template_args"})
+    ),
 }
 
 

@@ -13,8 +13,8 @@ import re
 from typing import TYPE_CHECKING
 
 from tunix_like.data.source import STRING_BYTES, DataSource, MappedRows, Record, check_generated
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
+from tunix_like.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tunix_like.config.schema import DataConfig

@@ -16,14 +16,13 @@ import grain.python as grain
 import numpy as np
 from jaxtyping import Float, Int
 
-from tunix_like.algorithms.distillation import DISTILLATION
-from tunix_like.algorithms.pass_rates import PASS_RATES
 from tunix_like.config.schema import AlgorithmConfig, DataConfig, RolloutConfig
 from tunix_like.data.stream import Prompt, SharedBatches, usable
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.runtime import progress
 from tunix_like.runtime.processes import spread
+from tunix_like.tasks.results import PASS_RATES
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Problem
 
 
@@ -76,7 +75,7 @@ def check_curriculum(curriculum: Curriculum | None, algorithm: AlgorithmConfig, 
             "data.curriculum: prompts are drawn by the results of all earlier steps, so completions cannot be sampled "
             "ahead. Set rollout.max_staleness=0."
         )
-    if algorithm.advantage_estimator == DISTILLATION:
+    if algorithm.advantage_estimator == "distillation":
         raise UserError(
             "data.curriculum: prompts are drawn by their rewards, and advantage_estimator=distillation has none. Set "
             "data.curriculum=false, or an estimator of rewards."

@@ -14,20 +14,14 @@ from typing import TYPE_CHECKING
 
 from tunix_like.data.maze import grids
 from tunix_like.data.source import HIDDEN_COLUMN, STRING_BYTES, DataSource, MappedRows, Record, check_generated
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
-from tunix_like.rewards.maze import MOVES
+from tunix_like.tasks.guess import HIGHER, INVALID, LOWER, MOST_GUESSES, NUMBERS
+from tunix_like.tasks.maze import MOST_MOVES, MOVES
+from tunix_like.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tunix_like.config.schema import DataConfig
 
-# The same as in the environments; a test compares them.
-NUMBERS = 64
-MOST_GUESSES = 7
-MOST_MOVES = 16
-HIGHER = "HIGHER"
-LOWER = "LOWER"
-INVALID = "INVALID"
 DEFAULT_GAMES = 8192
 _GAME_BYTES = 100  # size of the answer
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tunix_like.data.jsonl import local_path, split_folder, split_hub
 from tunix_like.data.source import DataSource, PromptFormat, Record
 from tunix_like.errors import UserError
-from tunix_like.rewards.numbers import parse_number
+from tunix_like.tasks.numbers import parse_number
 
 if TYPE_CHECKING:
     from tunix_like.config.schema import DataConfig

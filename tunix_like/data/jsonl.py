@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunix_like.data.files import PATTERNS, as_json_lines, is_saved, split_files
-from tunix_like.data.source import DataSource, MappedRows, PromptFormat, Record, RowRange, Rows, take
+from tunix_like.data.source import DataSource, MappedRows, PromptFormat, Record, RowRange, RowSequence, take
 from tunix_like.errors import UserError, one_line
 from tunix_like.runtime import progress
 from tunix_like.runtime.input_files import file_problem
@@ -38,7 +38,7 @@ LONG_FILE = 32
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # the JSON escape of a surrogate; two surrogates encode one character
 
 
-class JsonlRows(Rows):
+class JsonlRows(RowSequence):
     """The rows of one JSON-lines file, parsed on access, with None for columns that a row lacks. The object can be
     pickled and read from several threads."""
 

@@ -13,9 +13,9 @@ import random
 from typing import TYPE_CHECKING
 
 from tunix_like.data.source import STRING_BYTES, DataSource, MappedRows, Record, check_generated
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
-from tunix_like.rewards.maze import MOVES, Walk, walk
+from tunix_like.tasks.maze import MOVES, walk
+from tunix_like.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tunix_like.config.schema import DataConfig
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_SIZE",
     "VOCABULARY",
-    "Walk",
     "draw",
     "grid_of",
     "grids",
@@ -33,7 +32,6 @@ __all__ = [
     "record",
     "solve",
     "tokenizer",
-    "walk",
     "with_pair",
 ]
 

@@ -1,8 +1,7 @@
 """Combines several data sources into one, in the proportions that the entries of `data.sources` set.
 
-An entry has the `data` keys of one source, and the label, the weight and the advantage estimator of this source. Every
-row of the mix gets the label of its source in the column `data_source`. If there are several sources, every row also
-gets the name of the default reward function of its source in the column `source_reward`.
+Every row of the mix gets the label of its source in the column `data_source`. If there are several sources, every row
+also gets the name of the default reward function of its source in the column `source_reward`.
 """
 
 from __future__ import annotations
@@ -17,137 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from tunix_like.algorithms.registry import ESTIMATOR_KEYS, with_schedules
-from tunix_like.config.keys import check_ranges, key
-from tunix_like.config.load import read_section
-from tunix_like.config.schema import AlgorithmConfig, DataConfig
-from tunix_like.data.source import OF_THE_RUN, REWARD_COLUMN, SOURCE_COLUMN, DataSource, MappedRows, Record, Rows
+from tunix_like.config.schema import DataConfig
+from tunix_like.config.sources import Entry, entries
+from tunix_like.data.source import REWARD_COLUMN, SOURCE_COLUMN, DataSource, MappedRows, Record, RowSequence
 from tunix_like.data.stream import SCANNED_ROWS, render, usable
-from tunix_like.data.tokenizer import Tokenizer
-from tunix_like.errors import UserError, nearest
-from tunix_like.rewards import check_arguments, resolve
-from tunix_like.types import RewardFunction
+from tunix_like.errors import UserError
+from tunix_like.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("tunix_like")
 
 LONGEST_EPOCH = 50_000_000
 """Maximum number of rows in an epoch of a mix, including repeated rows. The stored order takes 8 bytes per row."""
-
-_OF_A_SOURCE = tuple(
-    field.name for field in dataclasses.fields(DataConfig) if field.name not in (*OF_THE_RUN, "sources")
-)
-_OF_AN_ESTIMATOR = ("advantage_estimator", *ESTIMATOR_KEYS)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Share:
-    """The keys of an entry of `data.sources` that are keys neither of `data` nor of `algorithm`."""
-
-    section = "data"
-    label: str | None = key(doc="name of the source in rows, metrics and messages; unset: its `name`")
-    weight: float | None = key(doc="share of the training prompts, as a ratio; unset: by number of rows", above=0)
-
-    def __post_init__(self) -> None:
-        check_ranges(self, self.section)
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One entry of `data.sources`. `place` is its key, `label` the value of the column `data_source` in its rows,
-    `weight` its share of the training prompts (None: by number of rows), `config` the `data` section of a run with this
-    source only, and `estimator` the estimator and its parameters that the entry sets."""
-
-    place: str
-    label: str
-    weight: float | None
-    config: DataConfig
-    estimator: dict[str, Any]
-
-
-def entries(config: DataConfig) -> list[Entry]:
-    """Parses the entries of `data.sources`; returns an empty list for any other source than `mix`."""
-    if config.name != "mix":
-        if config.sources is not None:
-            raise UserError(f"data.sources is read by data.name=mix only, not by {config.name}; set data.name=mix.")
-        return []
-    if not config.sources:
-        raise UserError("data.sources: data.name=mix needs a list of sources, each {name: ..., <its keys>}.")
-    defaults = DataConfig()
-    for name in _OF_A_SOURCE:
-        if name != "name" and getattr(config, name) != getattr(defaults, name):
-            raise UserError(
-                f"data.{name} is set beside data.sources, but no source reads it there; move it into the entries of "
-                "data.sources that need it."
-            )
-    result = [_entry(values, f"data.sources[{i}]") for i, values in enumerate(config.sources)]
-    labels = [entry.label for entry in result]
-    for i, label in enumerate(labels):
-        if label in labels[:i]:
-            first = result[labels.index(label)].place
-            raise UserError(f"{result[i].place}: {first} has the label '{label}' too; set `label` in one of them.")
-    unset = [entry.place for entry in result if entry.weight is None]
-    if 0 < len(unset) < len(result):
-        raise UserError(
-            f"{unset[0]}.weight is unset, but other entries have a weight; set it in every entry, or in none. "
-            "Without weights, the shares are proportional to the numbers of rows."
-        )
-    return result
-
-
-def _entry(values: Mapping[str, Any], place: str) -> Entry:
-    share_keys = [field.name for field in dataclasses.fields(_Share)]
-    allowed = [*_OF_A_SOURCE, *share_keys, *_OF_AN_ESTIMATOR]
-    for name in values:
-        if name in OF_THE_RUN:
-            raise UserError(f"{place}.{name} applies to all sources; set it as data.{name}, beside data.sources.")
-        if name not in allowed:
-            raise UserError(f"{place}.{name}: unknown key. {nearest(str(name), allowed)}")
-    if values.get("name") is None:
-        raise UserError(f"{place}.name is missing; set it to the name of a source, e.g. {{name: jsonl, path: ...}}.")
-    if values["name"] == "mix":
-        raise UserError(f"{place}.name=mix: a mix cannot contain a mix; write its entries into this list.")
-
-    def section(cls: type, names: Sequence[str]) -> Any:
-        return read_section(cls, {name: value for name, value in values.items() if name in names}, place)
-
-    share, config = section(_Share, share_keys), section(DataConfig, _OF_A_SOURCE)
-    estimator = dataclasses.asdict(section(AlgorithmConfig, _OF_AN_ESTIMATOR))
-    label = (config.task or config.name) if share.label is None else share.label
-    chosen = {name: estimator[name] for name in _OF_AN_ESTIMATOR if estimator[name] is not None}
-    return Entry(place, label, share.weight, config, chosen)
-
-
-def template_variables(config: DataConfig) -> dict[str, Any]:
-    """Returns the variables of the chat template (`chat_template_args`), which must be equal in all entries of a
-    mix."""
-    parts = entries(config)
-    first, *others = [entry.config.chat_template_args or {} for entry in parts] or [config.chat_template_args or {}]
-    for i, other in enumerate(others, start=1):
-        if other != first:
-            raise UserError(
-                f"{parts[i].place}.chat_template_args is {other}, but {parts[0].place}.chat_template_args is {first}. "
-                "One tokenizer renders the prompts of all sources; set the same value in every entry."
-            )
-    return first
-
-
-def source_estimators(config: DataConfig, algorithm: AlgorithmConfig) -> dict[str, dict[str, Any]]:
-    """Returns the advantage estimators that the entries of `data.sources` set, by the label of the entry: the name
-    under `advantage_estimator`, and the parameters. An entry that sets only parameters uses the estimator of the
-    run."""
-    estimators = {}
-    for entry in entries(config):
-        if not entry.estimator:
-            continue
-        params = dict(entry.estimator)
-        name = str(params.pop("advantage_estimator", algorithm.advantage_estimator))
-        try:
-            with_schedules(name, params, algorithm.num_generations, key=entry.place)
-        except UserError as error:
-            entry_key = f"{entry.place}.advantage_estimator"
-            raise UserError(str(error).replace("algorithm.advantage_estimator", entry_key, 1)) from error
-        estimators[entry.label] = {"advantage_estimator": name, **params}
-    return estimators
 
 
 def load(config: DataConfig, load_one: Callable[[DataConfig], DataSource]) -> DataSource:
@@ -257,22 +136,7 @@ def check_parts(source: DataSource, tokenizer: Tokenizer, max_prompt_length: int
                 )
 
 
-def check_rewards(source: DataSource, functions: Sequence[tuple[str, RewardFunction, float]]) -> None:
-    """Checks that the rows of each source have the columns that the reward functions need. The rows are checked before
-    they are mixed, because a mixed row has the columns of all sources."""
-    for label, part in source.parts.items():
-        columns = [*(name for name in part.train[0] if name != "prompt"), SOURCE_COLUMN, REWARD_COLUMN]
-        called = [
-            (name, resolve(part.reward) if name == "by_source" else function, weight)
-            for name, function, weight in functions
-        ]
-        try:
-            check_arguments(called, columns)
-        except UserError as error:
-            raise UserError(f"data source '{label}': {error}") from error
-
-
-class Repeated(Rows):
+class Repeated(RowSequence):
     """A sequence of `count` rows that repeats `rows` cyclically."""
 
     def __init__(self, rows: Sequence[Any], count: int) -> None:
@@ -286,7 +150,7 @@ class Repeated(Rows):
         return self._rows[index % len(self._rows)]
 
 
-class Interleaved(Rows):
+class Interleaved(RowSequence):
     """Interleaves the rows of several sources. Each source keeps its order and is spread evenly: row `j` (from
     0) of a source of `n` rows is placed at the fraction `(j + 1/2) / n` of all rows."""
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from tunix_like.data.source import DataSource, MappedRows, PromptFormat, Record
 from tunix_like.errors import UserError
-from tunix_like.rewards.reasoning_gym import make_generator
 from tunix_like.runtime import progress
+from tunix_like.tasks.reasoning_gym import make_generator
 
 if TYPE_CHECKING:
     from tunix_like.config.schema import DataConfig

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import grain.python as grain
 
 from tunix_like.data.source import HIDDEN_COLUMN
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.runtime import progress
 from tunix_like.runtime.processes import by_first
+from tunix_like.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("tunix_like")
 

@@ -12,13 +12,14 @@ import string
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
+from tunix_like.config.sources import OF_THE_RUN
 from tunix_like.errors import UserError
-from tunix_like.runtime.conversations import chat_messages
-from tunix_like.runtime.untrusted import Filled, fill
+from tunix_like.text.conversations import chat_messages
+from tunix_like.text.untrusted import Filled, fill
 
 if TYPE_CHECKING:
     from tunix_like.config.schema import DataConfig
-    from tunix_like.data.tokenizer import Tokenizer
+    from tunix_like.text.tokenizer import Tokenizer
 
 Record = Mapping[str, Any]
 """A data row: the column `prompt` (text or a list of messages) and any further columns. SFT trains on `answer`."""
@@ -111,7 +112,7 @@ def chat_answer(value: Any, column: str = "answer") -> list[dict[str, Any]]:
     return messages
 
 
-class Rows(Sequence[Any]):
+class RowSequence(Sequence[Any]):
     """A sequence whose subclasses implement `_row(index)` for the indices from 0 to its length."""
 
     def __getitem__(self, index: Any) -> Any:
@@ -122,7 +123,7 @@ class Rows(Sequence[Any]):
         raise NotImplementedError
 
 
-class MappedRows(Rows):
+class MappedRows(RowSequence):
     """Applies `function` to each row on access. `function` must be picklable for worker processes."""
 
     def __init__(self, rows: Sequence[Any], function: Callable[[Any], Record]) -> None:
@@ -136,7 +137,7 @@ class MappedRows(Rows):
         return self._function(self._rows[index])
 
 
-class RowRange(Rows):
+class RowRange(RowSequence):
     """A view of the rows from `start` to `stop` (exclusive) of another sequence, without a copy."""
 
     def __init__(self, rows: Sequence[Any], start: int, stop: int) -> None:
@@ -267,12 +268,6 @@ def check_generated(config: DataConfig, rows: int, row_bytes: int) -> None:
             f"{rows * row_bytes / 1e9:.3g} GB of memory; the limit is {MOST_GENERATED / 1e9:g} GB. Lower them."
         )
 
-
-OF_THE_RUN = (
-    *("batch_size", "shuffle", "overlong_prompts"),
-    *("curriculum", "curriculum_correct", "curriculum_floor", "curriculum_discount"),
-)
-"""Keys of the section `data` that apply to the rows of any source."""
 
 _SHARED_KEYS = frozenset({"name", "sources", *OF_THE_RUN, "train_size", "eval_size"})
 """Keys of the section `data` that do not depend on the data source."""

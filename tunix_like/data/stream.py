@@ -18,10 +18,10 @@ import grain.python as grain
 import jax
 
 from tunix_like.config.schema import OVERLONG
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, nearest
-from tunix_like.runtime.conversations import chat_messages
 from tunix_like.runtime.processes import spread
+from tunix_like.text.conversations import chat_messages
+from tunix_like.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("tunix_like")
 

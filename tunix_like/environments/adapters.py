@@ -17,8 +17,8 @@ from tunix_like.environments.protocol import (
 )
 from tunix_like.environments.tools import ToolCalls, ToolResult, schema_of, tool_message
 from tunix_like.errors import UserError
-from tunix_like.runtime.tool_calls import ToolCall
 from tunix_like.runtime.user_code import check_arguments
+from tunix_like.text.tool_calls import ToolCall
 
 if TYPE_CHECKING:
     from tunix_like.types import Message

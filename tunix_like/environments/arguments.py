@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from tunix_like.config.schema import EnvironmentConfig, RolloutConfig
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.local import LocalEnvironments
 from tunix_like.environments.outcomes import Environments
 from tunix_like.environments.registry import runs_trajectories
@@ -16,6 +15,7 @@ from tunix_like.environments.settings import check_effect
 from tunix_like.environments.trajectories import Player
 from tunix_like.errors import UserError, check_type
 from tunix_like.rollout.episodes import REWARD
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Engine
 
 

@@ -14,9 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import EnvironmentMisconfigured, UserError
-from tunix_like.runtime.untrusted import Filled, texts
+from tunix_like.text.tokenizer import Tokenizer
+from tunix_like.text.untrusted import Filled, texts
 from tunix_like.types import Message
 
 ROLES = ("user", "tool", "system")

@@ -7,8 +7,8 @@ import secrets
 from typing import Any
 
 from tunix_like.errors import UserError
-from tunix_like.runtime.conversations import chat_messages
-from tunix_like.runtime.tool_calls import tool_calls, without_calls
+from tunix_like.text.conversations import chat_messages
+from tunix_like.text.tool_calls import tool_calls, without_calls
 
 THOUGHT = "</think>"
 

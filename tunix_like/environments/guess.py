@@ -5,16 +5,7 @@ from __future__ import annotations
 import re
 
 from tunix_like.environments.protocol import EnvStepResult
-
-NUMBERS = 64
-"""The hidden number is one of 0, 1, ..., NUMBERS - 1."""
-
-MOST_GUESSES = 7
-"""The game is lost after this many turns. Bisection needs at most this many turns."""
-
-HIGHER = "HIGHER"
-LOWER = "LOWER"
-INVALID = "INVALID"
+from tunix_like.tasks.guess import HIGHER, INVALID, LOWER, MOST_GUESSES, NUMBERS
 
 COST = 0.05
 """Reduction of the reward for each turn after the first."""

@@ -9,7 +9,7 @@ Some chat templates rewrite earlier turns when new messages follow (Qwen3 remove
 rendering begins with the tokens that the model has seen and sampled so far, only the remaining tokens are appended to
 the completion. Otherwise a new segment of the completion starts (`types.Reply.restart`), which begins with the
 rewritten conversation after the prompt. From then on, the model sees only the prompt, whose keys and values are cached,
-and this segment. The harness of `verifiers` can rewrite a conversation as well (`verifiers_player.py`).
+and this segment. The harness of `verifiers` can rewrite a conversation as well (`verifiers/player.py`).
 
 The assistant's message of a turn contains the decoded text of the sampled tokens. Tool calls and `<think>` blocks in
 this text are not parsed, so the text can contain a malformed tool call. The policy is trained on its sampled tokens
@@ -24,9 +24,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tunix_like.config.schema import EnvironmentConfig
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.bridge import QUESTION, ROLES, Bridge
 from tunix_like.errors import UserError
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Message
 
 NEXT: tuple[Message, ...] = ({"role": "assistant", "content": "A known answer"}, {"role": "user", "content": "Next"})

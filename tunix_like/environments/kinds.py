@@ -8,15 +8,13 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from tunix_like.config.schema import Config, EnvironmentConfig
-from tunix_like.data.verifiers import settings_of
 from tunix_like.environments.adapters import as_environment
 from tunix_like.environments.local import LocalEnvironments
 from tunix_like.environments.outcomes import Environments
 from tunix_like.environments.pool import EnvironmentPool
 from tunix_like.environments.registry import environment_place, resolve, resolve_tools, runs_trajectories
-from tunix_like.environments.verifiers import VerifiersEnvironments
 from tunix_like.errors import UserError
-from tunix_like.runtime.user_code import check_arguments, is_own
+from tunix_like.runtime.user_code import check_arguments, is_own, load_function
 
 MOST_WORKERS = 4
 """Default of `rewards.workers`, and of `environment.workers` for environments and tools of the user. If the machine has
@@ -34,13 +32,14 @@ class EnvironmentKind(NamedTuple):
     """A way to run environments.
 
     Attributes:
-      make: makes the environments of a config.
+      make: makes the environments of a config: a function, or `MODULE:FUNCTION` of an extension, which is imported when
+        it is used.
       reads: the keys of the section `environment` that have an effect.
       key: the key whose value is the name of the kind: `environment.name`, or `data.name` if the environments belong to
         a data source.
     """
 
-    make: Callable[[Config], Environments]
+    make: Callable[[Config], Environments] | str
     reads: Collection[str] = KEYS - {"tools"}
     key: str = "environment.name"
 
@@ -79,7 +78,11 @@ def environments_of(config: Config) -> Environments | None:
       UserError: the environment or a tool cannot be used, or a key has no effect.
     """
     kind = kind_of(config)
-    return None if kind is None else kind.make(config)
+    if kind is None:
+        return None
+    make = load_function(kind.make, "Environment") if isinstance(kind.make, str) else kind.make
+    environments: Environments = make(config)
+    return environments
 
 
 def changed_keys(section: EnvironmentConfig) -> list[str]:
@@ -139,17 +142,9 @@ def _tools(config: Config) -> Environments:
 def _openenv(config: Config) -> Environments:
     """Makes environments of `OpenEnv`, whose steps run on a server."""
     section = config.environment
-    _check_waiting(section)
+    check_waiting(section)
     assert section.name is not None
     return _pool(environment_place(section.name, resolve(section.name)), section, MOST_WAITING)
-
-
-def _verifiers(config: Config) -> Environments:
-    """Makes the environments of `data.path`, which run in one process."""
-    section = config.environment
-    _check_waiting(section)
-    workers = MOST_WAITING if section.workers is None else section.workers
-    return VerifiersEnvironments(settings_of(config.data), section.timeout_seconds, workers)
 
 
 def _pool(place: str | list[str], section: EnvironmentConfig, workers: int | None = None) -> EnvironmentPool:
@@ -164,7 +159,9 @@ def _pool(place: str | list[str], section: EnvironmentConfig, workers: int | Non
     )
 
 
-def _check_waiting(section: EnvironmentConfig) -> None:
+def check_waiting(section: EnvironmentConfig) -> None:
+    """Raises UserError if `environment.workers` is 0. The calls of these environments wait for another process or
+    server."""
     if section.workers == 0:
         raise UserError("environment.workers: got 0, but calls that wait for a server need 1 or more; or unset it.")
 
@@ -181,7 +178,9 @@ def _check_unlimited(section: EnvironmentConfig) -> None:
 
 KINDS: dict[str, EnvironmentKind] = {
     "openenv": EnvironmentKind(_openenv),
-    "verifiers": EnvironmentKind(_verifiers, ("max_turns", "mode", "workers", "timeout_seconds"), "data.name"),
+    "verifiers": EnvironmentKind(
+        "tunix_like.verifiers.environments:make", ("max_turns", "mode", "workers", "timeout_seconds"), "data.name"
+    ),
 }
 """The kinds that have a name. `environment.name` can also name a class, and `environment.tools` functions."""
 

@@ -4,10 +4,7 @@ open in the current cell."""
 from __future__ import annotations
 
 from tunix_like.environments.protocol import EnvStepResult
-from tunix_like.rewards.maze import MOVES
-
-MOST_MOVES = 16
-"""The episode is lost after this many turns."""
+from tunix_like.tasks.maze import MOST_MOVES, MOVES
 
 
 class MazeSteps:

@@ -10,7 +10,7 @@ from typing import Any
 from tunix_like.environments.chat_messages import MOST_TOOLS, wrong
 from tunix_like.environments.wire import (
     Event,
-    Reply,
+    ProtocolReply,
     Usage,
     call_of,
     field_of,
@@ -110,7 +110,7 @@ def error_of(message: str, status: int) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
 
 
-class MessagesReply(Reply):
+class MessagesReply(ProtocolReply):
     """An answer of `/v1/messages`: a block of thinking, of text and of each tool use. The signature of the thinking
     holds its exact text (see `wire.sealed`)."""
 

@@ -22,7 +22,7 @@ from tunix_like.workers.failures import LONGEST_REASON, Failure, FailureKind
 from tunix_like.workers.fork_server import Fork, ForkServer
 from tunix_like.workers.messages import packed
 from tunix_like.workers.process import memory_of
-from tunix_like.workers.supervisor import Call, Supervisor
+from tunix_like.workers.supervisor import RunningCall, Supervisor
 
 MOST_IDLE = 512
 """Maximum number of processes that wait for another trajectory. Each of them holds some megabytes."""
@@ -220,7 +220,7 @@ class EnvironmentPool:
         while self._requests:
             self._fail(self._requests.popleft()[0], answer)
 
-    def _take(self, fork: Fork, call: Call, answer: Mapping[str, Any] | Failure) -> None:
+    def _take(self, fork: Fork, call: RunningCall, answer: Mapping[str, Any] | Failure) -> None:
         """Handles the end of a call of an environment."""
         if isinstance(answer, Failure):
             return self._fail(call.tag, answer)
@@ -260,7 +260,7 @@ def _failure_of(value: Any) -> Failure:
     return Failure(next((each for each in kinds if each == kind), "error"), str(reason))
 
 
-def _outcome(call: Call, answer: Mapping[str, Any]) -> Outcome:
+def _outcome(call: RunningCall, answer: Mapping[str, Any]) -> Outcome:
     """Converts and checks an answer. The process of the environment has checked it before, but the user's code can also
     write to the socket."""
     if call.what == "reset":

@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from tunix_like.algorithms import LARGEST_REWARD
 from tunix_like.errors import UserError
+from tunix_like.tasks.results import LARGEST_REWARD
 
 if TYPE_CHECKING:
     from tunix_like.types import Message

@@ -11,8 +11,9 @@ from tunix_like.runtime.user_code import check_new_name, load_function, place_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-ENVIRONMENTS: dict[str, Callable[..., Any]] = {}
-"""All registered environments by name: classes, or functions that make environments."""
+ENVIRONMENTS: dict[str, Callable[..., Any] | str] = {"openenv": "tunix_like.openenv.environment:OpenEnv"}
+"""All registered environments by name: classes, functions that make environments, or `MODULE:NAME` of one of these in
+an extension, which is imported when it is used."""
 
 _METHODS = ("reset", "step", "outcomes", "finish", "close")
 
@@ -55,15 +56,14 @@ def resolve(name: str) -> Callable[..., Any]:
       UserError: the name is unknown, the file or module is missing, fails to load or does not define the class, or the
         class cannot be an environment (see `adapters.check_class`).
     """
-    if ":" in name:
-        factory = load_function(name, "Environment")
-    elif name in ENVIRONMENTS:
-        factory = ENVIRONMENTS[name]
-    else:
+    factory = name if ":" in name else ENVIRONMENTS.get(name)
+    if factory is None:
         raise UserError(
             f"Environment '{name}' is unknown. {nearest(name, ENVIRONMENTS)} "
             "Write a class of your own as path/to/file.py:Class or package.module:Class."
         )
+    if isinstance(factory, str):
+        factory = load_function(factory, "Environment")
     as_environment(factory)
     return factory
 

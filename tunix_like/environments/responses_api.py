@@ -10,7 +10,7 @@ from typing import Any
 from tunix_like.environments.chat_messages import MOST_TOOLS, wrong
 from tunix_like.environments.wire import (
     Event,
-    Reply,
+    ProtocolReply,
     Usage,
     call_of,
     field_of,
@@ -86,7 +86,7 @@ def tools_of(given: Any) -> list[dict[str, Any]]:
     return found
 
 
-class ResponsesReply(Reply):
+class ResponsesReply(ProtocolReply):
     """An answer of `/v1/responses`: a reasoning item, a message and function calls, each if there is one. An empty
     answer has a message, so that the turn is not missing in the history that comes back.
 

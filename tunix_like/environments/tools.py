@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Union
 
 from tunix_like.environments.protocol import EnvStepResult, checked_observation
 from tunix_like.errors import UserError
-from tunix_like.runtime.tool_calls import ToolCall, tool_calls
+from tunix_like.text.tool_calls import ToolCall, tool_calls
 
 _TYPES: dict[Any, dict[str, Any]] = {
     int: {"type": "integer"},

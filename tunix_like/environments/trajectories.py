@@ -12,7 +12,6 @@ import jax
 
 from tunix_like.config.schema import EnvironmentConfig
 from tunix_like.data.stream import render, usable
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.bridge import with_observation
 from tunix_like.environments.history import Continuation, Histories, History
 from tunix_like.environments.outcomes import Environments, Outcome, check_configured
@@ -22,6 +21,7 @@ from tunix_like.rollout.episodes import Episode
 from tunix_like.rollout.rollouts import segment_starts
 from tunix_like.runtime import trace
 from tunix_like.runtime.processes import all_or_none, share, spread
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Completions, Message, Problem, Reply, Turn
 from tunix_like.workers.failures import Failure
 

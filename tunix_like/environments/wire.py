@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tunix_like.environments.chat_messages import MOST_MESSAGES, THOUGHT, wrong
-from tunix_like.runtime.tool_calls import arguments_of
+from tunix_like.text.tool_calls import arguments_of
 
 THINK = "<think>"
 _SEAL = "tunix-like:"
@@ -110,7 +110,7 @@ class Thoughts:
         return passed
 
 
-class Reply(abc.ABC):
+class ProtocolReply(abc.ABC):
     """The answer to a request in the form of a protocol. The events of the stream build the body of the whole answer.
 
     Attributes:

@@ -17,7 +17,7 @@ from typing import Any
 from tunix_like.environments import deadline
 from tunix_like.environments.adapters import Adapted, Trajectory, as_environment
 from tunix_like.environments.outcomes import failure_of
-from tunix_like.environments.registry import ENVIRONMENTS, environment_place
+from tunix_like.environments.registry import ENVIRONMENTS, environment_place, resolve
 from tunix_like.errors import UserError
 from tunix_like.rewards.environment_state import plain_attributes
 from tunix_like.runtime.user_code import load_function
@@ -49,7 +49,7 @@ def settings_of(place: str | Sequence[str], arguments: Mapping[str, Any] | None)
             f"environment.arguments: they cannot be written as JSON ({error}); use plain values."
         ) from error
     if place in ENVIRONMENTS:
-        settings["environment"] = environment_place(place, ENVIRONMENTS[place])
+        settings["environment"] = environment_place(place, resolve(place))
     return settings
 
 

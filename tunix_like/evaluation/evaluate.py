@@ -15,7 +15,6 @@ from jaxtyping import Bool, Float, Int
 from tunix_like.config.schema import EvalConfig, RLTrainingConfig
 from tunix_like.data.source import REWARD_COLUMN
 from tunix_like.data.stream import Skipped, check_overlong, render, tokens_to_count, unusable, usable
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.trajectories import Player
 from tunix_like.errors import UserError, nearest
 from tunix_like.evaluation.statistics import intervals, mean_known, problem_values, value_ranges
@@ -37,6 +36,7 @@ from tunix_like.rollout.rollouts import (
 )
 from tunix_like.runtime import progress, trace
 from tunix_like.runtime.profile import Stopwatch
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Engine, Problem, SamplingParams
 
 EVAL_KEY = 2

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from tunix_like.data.gguf_tokenizer import gguf_tokenizer
 from tunix_like.errors import UserError, one_line
 from tunix_like.models.stored_tensors import GGUFTensor, Tensor
 from tunix_like.runtime import progress
 from tunix_like.runtime.object_storage import cache_folder, cannot_cache
+from tunix_like.text.gguf_tokenizer import gguf_tokenizer
 
 _logger = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 
 from tunix_like.config.schema import RolloutConfig
 from tunix_like.config.urls import HUB_ID
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, check_type, nearest, one_line
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder, check_decoder
@@ -33,6 +32,7 @@ from tunix_like.runtime import progress
 from tunix_like.runtime.input_files import read_object
 from tunix_like.runtime.object_storage import is_remote, local_copy
 from tunix_like.storage.output_folder import write_files, written_whole
+from tunix_like.text.tokenizer import Tokenizer
 
 _INITS = ("pretrained", "random")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")

@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 
 from tunix_like.config.load import load, read_yaml
 from tunix_like.config.schema import SELF, Config, LoraConfig
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.models import loading
 from tunix_like.models.config import DecoderConfig
@@ -40,6 +39,7 @@ from tunix_like.storage import checkpoint_files
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.metrics import best_of
 from tunix_like.storage.mirror import checkpoints_among, latest
+from tunix_like.text.tokenizer import Tokenizer
 
 BEST = "best"
 """The path `RUN/checkpoints/best` stands for the best checkpoint of a run. There is no folder with this name."""

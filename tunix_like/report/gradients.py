@@ -18,7 +18,8 @@ from jaxtyping import Float
 
 from tunix_like.algorithms.objective import Objective, build_objective
 from tunix_like.algorithms.pass_rates import bins_of
-from tunix_like.data import load_source, source_estimators
+from tunix_like.algorithms.sources import source_estimators
+from tunix_like.data import load_source
 from tunix_like.errors import UserError
 from tunix_like.evaluation.evaluate import eval_problems
 from tunix_like.models.loading import check_fit

@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunix_like.algorithms.pass_rates import PASS_RATES
 from tunix_like.errors import UserError
 from tunix_like.report import contents
 from tunix_like.report.figures import save_figures
@@ -34,6 +33,7 @@ from tunix_like.runtime.object_storage import download, is_remote, names_below, 
 from tunix_like.runtime.visible import visible
 from tunix_like.storage.metrics import FILE, is_number
 from tunix_like.storage.mirror import checkpoints_among, latest
+from tunix_like.tasks.results import PASS_RATES
 
 if TYPE_CHECKING:
     from tunix_like.report.gradients import Gradients

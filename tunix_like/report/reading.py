@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tunix_like.algorithms.pass_rates import PASS_RATES
 from tunix_like.config.load import read_yaml
 from tunix_like.config.shown import given
 from tunix_like.errors import UserError
 from tunix_like.storage import metrics
 from tunix_like.storage.metrics import is_number
+from tunix_like.tasks.results import PASS_RATES
 
 HISTOGRAMS = ("drawn", "trained", "advantage", "all")
 """Possible values of `<name>` in the metrics `train/pass_rate/<name>`. The value of such a metric at a step is a

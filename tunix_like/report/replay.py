@@ -15,9 +15,9 @@ from jaxtyping import Bool
 
 from tunix_like.algorithms.objective import Objective, build_objective
 from tunix_like.algorithms.ppo import PPO
+from tunix_like.algorithms.sources import source_estimators
 from tunix_like.algorithms.token_baseline import TOKEN_BASELINE
 from tunix_like.config.schema import Config
-from tunix_like.data import source_estimators
 from tunix_like.errors import UserError
 from tunix_like.models.lora import split_params
 from tunix_like.models.sharding import fetch, place_replicated, scope

@@ -10,9 +10,9 @@ from typing import Any
 
 from tunix_like.data.maze import grid_of
 from tunix_like.errors import UserError
-from tunix_like.rewards.maze import MOVES, walk
 from tunix_like.storage import metrics
 from tunix_like.storage.checkpoint_files import step_of
+from tunix_like.tasks.maze import MOVES, walk
 
 MOST_BYTES = 24_000_000
 """Maximum size in bytes of all completions in one report page. Each run of the page gets an equal part."""

@@ -1,4 +1,10 @@
-"""Reward functions, their registry, and the scoring of a batch of completions."""
+"""Reward functions, and the scores of a batch of completions.
+
+Start with `scoring.py`: `score` calls the functions of a run and adds their weighted rewards. `calls.py` calls one
+function and finds the completions at which it fails, `pool.py` does so in worker processes, and `services.py` for
+functions that wait for servers, such as `judge.py`. `registry.py` finds a function by name, file or module; those of
+this library are in `math.py`, `maze.py`, `reasoning_gym.py` and `built_in.py`.
+"""
 
 from __future__ import annotations
 

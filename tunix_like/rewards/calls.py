@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tunix_like.algorithms import LARGEST_REWARD
 from tunix_like.errors import UserError
+from tunix_like.tasks.results import LARGEST_REWARD
 from tunix_like.workers.failures import Failure, explain
 
 if TYPE_CHECKING:

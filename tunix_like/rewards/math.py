@@ -14,7 +14,7 @@ from typing import Any
 
 from tunix_like.errors import UserError
 from tunix_like.rewards.calls import given_text
-from tunix_like.rewards.numbers import (
+from tunix_like.tasks.numbers import (
     LONGEST,
     Number,
     has_neighbours,

@@ -22,11 +22,10 @@ from tunix_like.config.schema import AlgorithmConfig, RLTrainingConfig
 from tunix_like.data.curriculum import CurriculumBatches
 from tunix_like.data.source import SOURCE_COLUMN
 from tunix_like.data.stream import Prompt
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import EngineLost, UserError
 from tunix_like.rollout.episodes import Episode, with_environment
 from tunix_like.rollout.files import FirstFailure, nothing_scored_message, saved_on_failure
-from tunix_like.rollout.requests import Player, Trajectories, generate
+from tunix_like.rollout.requests import RolloutPlayer, RolloutTrajectories, generate
 from tunix_like.rollout.rollouts import (
     Rollout,
     Task,
@@ -44,6 +43,7 @@ from tunix_like.rollout.rollouts import (
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.runtime import progress
 from tunix_like.runtime.profile import Clock
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Completions, Engine, GroupBatch, Problem, SamplingParams
 
 logger = logging.getLogger("tunix_like")
@@ -65,7 +65,7 @@ class _Sampled(NamedTuple):
     problems: list[Problem]
     texts: list[str]
     completions: Completions
-    trajectories: Trajectories | None
+    trajectories: RolloutTrajectories | None
     episodes: list[Episode] | None
 
 
@@ -96,7 +96,7 @@ class Collector:
     rollouts: Path | None = None
     first_failure: FirstFailure = dataclasses.field(default_factory=FirstFailure)
     drawn: int = 0
-    player: Player | None = None
+    player: RolloutPlayer | None = None
     most_unscored: int = RLTrainingConfig.max_unscored_steps
     started: bool = False
     _warned: bool = False

@@ -94,7 +94,7 @@ def samples_of(completions: Completions) -> Iterator[Sample]:
 
 
 @runtime_checkable
-class Trajectories(Responder, Protocol):
+class RolloutTrajectories(Responder, Protocol):
     """The trajectories of one rollout, as `environments.trajectories.Trajectories`."""
 
     problems: list[Problem]
@@ -107,7 +107,7 @@ class Trajectories(Responder, Protocol):
 
 
 @runtime_checkable
-class Player(Protocol):
+class RolloutPlayer(Protocol):
     """Starts the trajectories of rollouts, as `environments.trajectories.Player`."""
 
     seconds: float
@@ -115,18 +115,18 @@ class Player(Protocol):
     @property
     def rewrites(self) -> bool: ...
 
-    def start(self, problems: Sequence[Problem], size: int, max_prompt_length: int) -> Trajectories: ...
+    def start(self, problems: Sequence[Problem], size: int, max_prompt_length: int) -> RolloutTrajectories: ...
 
 
 def generate(
     engine: Engine,
-    player: Player | None,
+    player: RolloutPlayer | None,
     params: Any,
     problems: Sequence[Problem],
     size: int,
     key: Array,
     sampling: SamplingParams,
-) -> tuple[list[Problem], Completions, Trajectories | None]:
+) -> tuple[list[Problem], Completions, RolloutTrajectories | None]:
     """Samples `size` completions of each problem. If `player` is not None, environments answer each turn of the policy.
 
     Returns:

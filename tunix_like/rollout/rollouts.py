@@ -17,13 +17,13 @@ from jaxtyping import Bool, Float, Int
 
 from tunix_like.algorithms.pass_rates import bins_of, count_groups
 from tunix_like.config.schema import AlgorithmConfig, RolloutConfig
-from tunix_like.data.source import REWARD_COLUMN, SOURCE_COLUMN
-from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.data.source import REWARD_COLUMN, SOURCE_COLUMN, DataSource
 from tunix_like.errors import UserError, check_type
-from tunix_like.rewards import Scores, check_form, score
+from tunix_like.rewards import Scores, check_arguments, check_form, resolve, score
 from tunix_like.rewards.services import PerCompletion, WaitingFunction, scores_one
 from tunix_like.rollout.episodes import Episode, episode_metrics
 from tunix_like.runtime.processes import gather, spread
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Completions, Problem, RewardFunction
 
 logger = logging.getLogger("tunix_like")
@@ -68,6 +68,21 @@ def weighted_rewards(functions: Any, weights: Sequence[float] | None) -> list[We
         check_form(name, function)
     functions = [PerCompletion(name, f) if scores_one(f) else f for name, f in zip(names, functions, strict=True)]
     return list(zip(names, functions, weights, strict=True))
+
+
+def check_rewards(source: DataSource, functions: Sequence[tuple[str, RewardFunction, float]]) -> None:
+    """Checks that the rows of each source have the columns that the reward functions need. The rows are checked before
+    they are mixed, because a mixed row has the columns of all sources."""
+    for label, part in source.parts.items():
+        columns = [*(name for name in part.train[0] if name != "prompt"), SOURCE_COLUMN, REWARD_COLUMN]
+        called = [
+            (name, resolve(part.reward) if name == "by_source" else function, weight)
+            for name, function, weight in functions
+        ]
+        try:
+            check_arguments(called, columns)
+        except UserError as error:
+            raise UserError(f"data source '{label}': {error}") from error
 
 
 def call_metrics(rewards: Sequence[WeightedReward]) -> dict[str, float]:
@@ -214,7 +229,7 @@ def score_completions(
     """Computes the rewards of all completions, each process those of a share of the problems.
 
     Each problem has `size` consecutive completions in `texts`. The reward functions get the data columns of the problem
-    for each of them, and its environment as `environments` (see `Trajectories.environments`).
+    for each of them, and its environment as `environments` (see `RolloutTrajectories.environments`).
 
     Raises:
       UserError: a reward function needs a column that the data does not have, or a column cannot be sent to worker
@@ -297,7 +312,7 @@ def rollout_metrics(rollout: Rollout, threshold: float) -> dict[str, Any]:
 
 
 def pass_rate_bins(rollout: Rollout, threshold: float) -> Int[np.ndarray, "P"]:
-    """Returns for each prompt the index of its pass-rate bin in `pass_rates.PASS_RATES`; -1 for a prompt without a
+    """Returns for each prompt the index of its pass-rate bin in `PASS_RATES`; -1 for a prompt without a
     scored completion. The pass rate is the fraction of the scored completions whose reward reaches `threshold`."""
     shape = rollout.completions.lengths.shape
     passed = succeeds(rollout.scores.total, threshold)

@@ -26,7 +26,7 @@ from jaxtyping import Array
 
 from tunix_like.models.sharding import parameter_shardings, scope
 from tunix_like.rollout import decoding
-from tunix_like.rollout.schedule import Schedule
+from tunix_like.rollout.schedule import RowSchedule, SamplerSettings
 from tunix_like.rollout.turns import TurnSchedule
 from tunix_like.runtime import progress
 from tunix_like.types import Request, Responder, Sample, SamplingParams
@@ -140,13 +140,22 @@ class Sampler:
         # The key is copied to the host, because it may be on the trainer's mesh.
         data = jax.device_get(jax.random.key_data(key))
         kind = jax.random.key_impl(key)
+        settings = SamplerSettings(
+            self.graphdef,
+            self.eos_ids,
+            self.max_prompt_length,
+            self.max_tokens,
+            self.max_concurrent_rows,
+            self.mesh,
+            self.record_experts,
+        )
         with progress.task("sampling", sum(request.samples for request in requests)) as advance:
             with scope(self.mesh):
                 key = jax.random.wrap_key_data(data, impl=kind)
                 if responder is None:
-                    schedule = Schedule(self, params, requests, key, sampling)
+                    schedule = RowSchedule(settings, params, requests, key, sampling)
                 else:
-                    schedule = TurnSchedule(self, params, requests, key, sampling, responder=responder)
+                    schedule = TurnSchedule(settings, params, requests, key, sampling, responder)
             rate = _Rate()
 
             def report(samples: Sequence[Sample] = ()) -> None:
@@ -157,5 +166,7 @@ class Sampler:
             while not schedule.done:
                 with scope(self.mesh):  # ends before `yield`, so it does not affect the caller
                     samples = schedule.step(report)
+                self.row_steps += schedule.row_steps
+                schedule.row_steps = 0
                 report(samples)
                 yield from samples

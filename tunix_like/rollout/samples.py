@@ -11,7 +11,7 @@ from tunix_like.rollout.episodes import transcript
 from tunix_like.rollout.rollouts import Rollout, mixed_groups
 
 
-class Sample(NamedTuple):
+class ScoredSample(NamedTuple):
     """A completion with its total reward (NaN if unscored), advantage and length in tokens.
 
     `text` has the turns with their roles if there is an environment. `finished` is True if the completion ended with an
@@ -30,8 +30,8 @@ class Samples(NamedTuple):
     is the number of these completions that have a reward."""
 
     prompt: str
-    best: Sample
-    worst: Sample
+    best: ScoredSample
+    worst: ScoredSample
     scored: int
     size: int
 
@@ -49,10 +49,10 @@ def pick_samples(rollout: Rollout, advantages: Float[np.ndarray, "P G"]) -> Samp
     group = int(np.argmax(mixed_groups(total, scored)))
     best, worst = (int(np.argmax(np.nan_to_num(sign * total[group], nan=-np.inf))) for sign in (1, -1))
 
-    def sample(index: int) -> Sample:
+    def sample(index: int) -> ScoredSample:
         out = rollout.completions
         row = group * shape[1] + index
-        return Sample(
+        return ScoredSample(
             rollout.texts[row] if rollout.episodes is None else transcript(rollout.episodes[row].messages),
             float(total[group, index]),
             float(advantages[group, index]),

@@ -7,11 +7,13 @@ completions are moved to arrays with fewer rows.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from tunix_like.models.sharding import fetch, place_prompts, place_slots, prompt_parts
@@ -28,16 +30,25 @@ from tunix_like.rollout.shapes import (
 )
 from tunix_like.types import Request, Sample, SamplingParams
 
-if TYPE_CHECKING:
-    from tunix_like.rollout.sampler import Sampler
-
-
 REPORTED_STEPS = {"cpu": 16}
 REPORTED_STEPS_ELSEWHERE = 128
 """Decode steps after which progress is reported. The number is fixed, so that processes of a run do the same steps."""
 
 
-class Schedule:
+@dataclasses.dataclass(frozen=True)
+class SamplerSettings:
+    """What all calls of `Sampler.generate` have in common. The fields are arguments of `Sampler`."""
+
+    graphdef: Any
+    eos_ids: tuple[int, ...]
+    max_prompt_length: int
+    max_tokens: int
+    max_concurrent_rows: int | Callable[[int, int], int] | None
+    mesh: Mesh | None
+    record_experts: bool
+
+
+class RowSchedule:
     """The state of one call of `Sampler.generate` in which each completion has a single turn.
 
     A slot holds one prompt and several rows, and a row holds one completion of this prompt or is free. A completion
@@ -50,31 +61,33 @@ class Schedule:
       ages: `[a, i]`, number of tokens of the completion in row `i` of slot `a`.
       next_sample: `[p]`, index of the first completion of prompt `p` that has not been started.
       done: whether all completions are finished.
+      row_steps: as `Sampler.row_steps`, since the caller last set this number to 0.
     """
 
     def __init__(
         self,
-        sampler: Sampler,
+        settings: SamplerSettings,
         params: Any,
         requests: Sequence[Request],
         key: Array,
         sampling: SamplingParams,
     ):
-        self.sampler = sampler
+        self.settings = settings
+        self.row_steps = 0
         self.params = params
         self.key = key
         self.sampling = sampling
         prompts = [request.tokens for request in requests]
         size = requests[0].samples
-        self.tokens = pad_tokens(prompts, length_bucket(max(len(p) for p in prompts), sampler.max_prompt_length))
+        self.tokens = pad_tokens(prompts, length_bucket(max(len(p) for p in prompts), settings.max_prompt_length))
         self.lengths = np.array([len(p) for p in prompts], np.int32)
         self.numbers = np.array([request.number for request in requests], np.uint32)
         self.size = size
         total = len(prompts)
-        limit = sampler.max_tokens
-        at_once = total * size if (most := sampler.max_concurrent_rows) is None else most
+        limit = settings.max_tokens
+        at_once = total * size if (most := settings.max_concurrent_rows) is None else most
         at_once = at_once if isinstance(at_once, int) else at_once(total, size)
-        slots, width = slot_shape(total, size, at_once, sampler.max_prompt_length, limit, prompt_parts(sampler.mesh))
+        slots, width = slot_shape(total, size, at_once, settings.max_prompt_length, limit, prompt_parts(settings.mesh))
         self.slot_prompt = np.repeat(np.arange(total), 1 if slots == total else -(-size // width))[:slots]
         self.row_sample = np.full((slots, width), -1)
         self.ages = np.zeros((slots, width), int)
@@ -83,7 +96,7 @@ class Schedule:
         chosen = np.unique(self.slot_prompt)
         self.prompts = self._prefill(chosen if len(chosen) == slots else self._divisible(chosen))
         if len(chosen) < slots:
-            self.prompts = decoding.pick(self.prompts, self.slot_prompt, sampler.mesh)
+            self.prompts = decoding.pick(self.prompts, self.slot_prompt, settings.mesh)
         words = jax.random.key_data(key).shape[-1]
         rows = decoding.empty_rows(self.prompts, width, limit, min(FIRST_CACHE, limit), words)
         self.rows = self._placed(rows)
@@ -101,13 +114,13 @@ class Schedule:
             last = self.steps + every
             self.rows = self._placed(
                 decoding.advance(
-                    self.sampler.graphdef,
+                    self.settings.graphdef,
                     self.params,
                     self.prompts,
                     self.rows,
                     stop_at,
                     self.sampling,
-                    self.sampler.eos_ids,
+                    self.settings.eos_ids,
                     np.int32(last),
                 )
             )
@@ -129,21 +142,21 @@ class Schedule:
             self._grow()
 
     def _grow(self) -> None:
-        self.rows = self._placed(decoding.grow(self.rows, min(2 * self.rows.room, self.sampler.max_tokens)))
+        self.rows = self._placed(decoding.grow(self.rows, min(2 * self.rows.room, self.settings.max_tokens)))
 
     def _prefill(self, chosen: Int[np.ndarray, "N"]) -> decoding.Prompts:
-        inputs = place_prompts((self.tokens[chosen], self.lengths[chosen]), self.sampler.mesh, axis=0)
-        sampler = self.sampler
-        return self._placed(decoding.prefill(sampler.graphdef, self.params, *inputs, record=sampler.record_experts))
+        settings = self.settings
+        inputs = place_prompts((self.tokens[chosen], self.lengths[chosen]), settings.mesh, axis=0)
+        return self._placed(decoding.prefill(settings.graphdef, self.params, *inputs, record=settings.record_experts))
 
     def _divisible(self, chosen: Int[np.ndarray, "N"]) -> Int[np.ndarray, "M"]:
         """Repeats the last prompt until the number of prompts is divisible by the number of devices over which prompts
         are sharded. Otherwise every device would prefill all prompts."""
-        return np.pad(chosen, (0, -len(chosen) % prompt_parts(self.sampler.mesh)), mode="edge")
+        return np.pad(chosen, (0, -len(chosen) % prompt_parts(self.settings.mesh)), mode="edge")
 
     def _placed(self, tree: Any) -> Any:
         """Reshards the result of a compiled program to the layout that the next program was compiled for."""
-        return place_slots(tree, self.sampler.mesh)
+        return place_slots(tree, self.settings.mesh)
 
     def _waiting(self) -> bool:
         """Returns whether any completion has not been started yet."""
@@ -174,12 +187,12 @@ class Schedule:
         return self._take((self.row_sample >= 0) & ~live, ages, ended)
 
     def _state(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns `live`, `ended` and `age` of the completions (see `decoding.Rows`). Also increases
-        `Sampler.row_steps` by the number of decode steps since the last call times the number of rows, each of which
-        holds one completion or is free."""
+        """Returns `live`, `ended` and `age` of the completions (see `decoding.Rows`). Also increases `row_steps` by the
+        number of decode steps since the last call times the number of rows, each of which holds one completion or is
+        free."""
         rows = self.rows
-        live, ended, ages, steps = fetch((rows.live, rows.ended, rows.age, rows.steps), self.sampler.mesh)
-        self.sampler.row_steps += (int(steps) - self.steps) * self.row_sample.size
+        live, ended, ages, steps = fetch((rows.live, rows.ended, rows.age, rows.steps), self.settings.mesh)
+        self.row_steps += (int(steps) - self.steps) * self.row_sample.size
         self.steps = int(steps)
         return live, ended, ages
 
@@ -190,7 +203,7 @@ class Schedule:
         if not done.any():
             return []
         rows = self.rows
-        mesh = self.sampler.mesh
+        mesh = self.settings.mesh
         tokens, logprobs = fetch((rows.tokens, rows.logprobs), mesh)
         experts, of_prompts = fetch((rows.experts, self.prompts.experts), mesh)
         samples = []
@@ -274,7 +287,7 @@ class Schedule:
         number of devices over which slots are sharded.
         """
         slots, width = self.row_sample.shape
-        parts = prompt_parts(self.sampler.mesh)
+        parts = prompt_parts(self.settings.mesh)
         shapes = []
         while width > 1 or (slots % 2 == 0 and (slots // 2) % parts == 0):
             slots, width = (slots, -(-width // 2)) if width > 1 else (slots // 2, 1)
@@ -312,10 +325,10 @@ class Schedule:
         self.ages = np.where(samples >= 0, self.ages.reshape(-1)[picked], 0)
         self.slot_prompt = self.slot_prompt[source]
         self.row_sample = samples
-        moved = decoding.regroup(self.prompts, self.rows, source, picked, samples >= 0, self.sampler.mesh)
+        moved = decoding.regroup(self.prompts, self.rows, source, picked, samples >= 0, self.settings.mesh)
         self.prompts, self.rows = self._placed(moved)
 
     def _worth_compacting(self) -> bool:
         live = self.ages[self.row_sample >= 0]
-        room = self.sampler.max_tokens - int(live.min()) if live.size else 0
+        room = self.settings.max_tokens - int(live.min()) if live.size else 0
         return room >= FEWEST_TOKENS_LEFT

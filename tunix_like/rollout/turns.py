@@ -10,28 +10,25 @@ again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Array, Bool, Int
 
 from tunix_like.models.sharding import fetch
 from tunix_like.rollout import decoding
 from tunix_like.rollout.requests import opening_of
-from tunix_like.rollout.schedule import Schedule
+from tunix_like.rollout.schedule import RowSchedule, SamplerSettings
 from tunix_like.rollout.shapes import length_bucket
-from tunix_like.types import Reply, Request, Responder, Sample, Turn
-
-if TYPE_CHECKING:
-    from tunix_like.rollout.sampler import Sampler
+from tunix_like.types import Reply, Request, Responder, Sample, SamplingParams, Turn
 
 MOST_APPENDED = 64
 """Maximum number of tokens of a reply that one call of `decoding.append` appends to a row. This limit bounds the
 memory. Longer replies take several calls."""
 
 
-class TurnSchedule(Schedule):
+class TurnSchedule(RowSchedule):
     """The state of one call of `Sampler.generate` with a `Responder`, which replies to the turns of completions.
 
     A reply can restart its completion: the tokens from this reply on do not see the earlier tokens of the completion.
@@ -46,15 +43,21 @@ class TurnSchedule(Schedule):
     """
 
     def __init__(
-        self, sampler: Sampler, params: Any, requests: Sequence[Request], *rest: Any, responder: Responder
-    ) -> None:
+        self,
+        settings: SamplerSettings,
+        params: Any,
+        requests: Sequence[Request],
+        key: Array,
+        sampling: SamplingParams,
+        responder: Responder,
+    ):
         self.responder = responder
         shape = len(requests), requests[0].samples
         self.pending, self.turn_start = np.zeros(shape, bool), np.zeros(shape, int)
-        self.sampled = np.zeros((*shape, sampler.max_tokens), bool)
+        self.sampled = np.zeros((*shape, settings.max_tokens), bool)
         self.first = np.zeros(shape, int)
         self.segment_start = np.zeros(self.sampled.shape, np.int32)
-        super().__init__(sampler, params, requests, *rest)  # last, because this starts rows
+        super().__init__(settings, params, requests, key, sampling)  # last, because this starts rows
 
     def _stop_at(self, live: int) -> int:
         live -= int(self._waits().sum())
@@ -78,15 +81,15 @@ class TurnSchedule(Schedule):
 
     def _kept(self) -> Bool[np.ndarray, "A g"]:
         """Returns for each row of the arrays whether it holds a completion that can get more tokens."""
-        return (self.row_sample >= 0) & (self.ages < self.sampler.max_tokens)
+        return (self.row_sample >= 0) & (self.ages < self.settings.max_tokens)
 
     def _grow(self) -> None:
         """Enlarges the cache of keys and values, which has a column per token. Its largest size is `max_tokens` columns
         for the tokens of a completion plus `MOST_APPENDED` columns for the replies that are appended next."""
-        if self.rows.room < self.sampler.max_tokens:
+        if self.rows.room < self.settings.max_tokens:
             super()._grow()
         else:
-            self.rows = self._placed(decoding.grow(self.rows, self.sampler.max_tokens + MOST_APPENDED))
+            self.rows = self._placed(decoding.grow(self.rows, self.settings.max_tokens + MOST_APPENDED))
 
     def _free_columns(self, count: int) -> None:
         """Makes sure that the next `count` columns of the cache are free in all completions that can get more tokens. A
@@ -97,13 +100,13 @@ class TurnSchedule(Schedule):
         also enlarged if it has fewer than `max_tokens` columns and a completion has tokens in at least half of its
         columns.
         """
-        spans, column = fetch((self.rows.span, self.rows.column), self.sampler.mesh)
+        spans, column = fetch((self.rows.span, self.rows.column), self.settings.mesh)
         kept = self._kept()
         cached = self.ages - self._of_rows(self.first)
         used, most = (int(np.where(kept, each, 0).max()) for each in (spans, cached))
         if used + count <= self.rows.room and column + count <= self.rows.room:
             return
-        if most + count > self.rows.room or (self.rows.room < self.sampler.max_tokens and self.rows.room <= 2 * most):
+        if most + count > self.rows.room or (self.rows.room < self.settings.max_tokens and self.rows.room <= 2 * most):
             self._grow()
             self._free_columns(count)
         else:
@@ -117,7 +120,7 @@ class TurnSchedule(Schedule):
         openings: dict[tuple[int, int], Sequence[int]] = {}
         for slot, row in np.argwhere(free & (self.row_sample >= 0)).tolist():
             group = int(self.slot_prompt[slot])
-            if tokens := opening_of(self.responder, group, self.sampler.max_tokens):
+            if tokens := opening_of(self.responder, group, self.settings.max_tokens):
                 openings[slot, row] = tokens
                 self.turn_start[group, self.row_sample[slot, row]] = len(tokens)
         if openings:
@@ -159,7 +162,7 @@ class TurnSchedule(Schedule):
         """
         if not stopped.any():
             return []
-        tokens = fetch(self.rows.tokens, self.sampler.mesh)
+        tokens = fetch(self.rows.tokens, self.settings.mesh)
         turns = []
         for slot, row in np.argwhere(stopped).tolist():
             group, sample = index = int(self.slot_prompt[slot]), int(self.row_sample[slot, row])
@@ -186,7 +189,7 @@ class TurnSchedule(Schedule):
         for group, sample, tokens, restart in replies:
             index = index_of[group, sample]
             self.pending[group, sample] = False
-            if tokens is None or ages[index] + len(tokens) >= self.sampler.max_tokens:
+            if tokens is None or ages[index] + len(tokens) >= self.settings.max_tokens:
                 done[index] = True
                 finished[index] = tokens is None
             else:
@@ -225,10 +228,10 @@ class TurnSchedule(Schedule):
                 block[index][width - len(part) :] = part
             self._free_columns(width)
             self.rows = self._placed(
-                decoding.append(self.sampler.graphdef, self.params, self.prompts, self.rows, block, counts)
+                decoding.append(self.settings.graphdef, self.params, self.prompts, self.rows, block, counts)
             )
             self.ages = self.ages + counts
-            self.sampler.row_steps += block.size
+            self.row_steps += block.size
         resumed = np.zeros(self.ages.shape, bool)
         for index in replies:
             resumed[index] = True

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from tunix_like.algorithms.losses import loss_parameters
 from tunix_like.algorithms.objective import build_objective, check_accepts_negative, resolve, trace_user_functions
 from tunix_like.algorithms.registry import find_estimator
+from tunix_like.algorithms.sources import source_estimators
 from tunix_like.config.schema import (
     PAIR_LEARNERS,
     SELF,
@@ -25,11 +26,10 @@ from tunix_like.config.schema import (
     RolloutConfig,
     TeacherConfig,
 )
-from tunix_like.data import DataSource, check_parts, load_source, source_estimators, template_variables
+from tunix_like.config.sources import entries, template_variables
+from tunix_like.data import DataSource, check_parts, load_source
 from tunix_like.data.curriculum import check_curriculum, curriculum_of
-from tunix_like.data.mix import entries
 from tunix_like.data.shared import warn_text_prompts
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.arguments import make_player, with_tools
 from tunix_like.environments.kinds import environments_of, kind_of
 from tunix_like.environments.outcomes import Environments
@@ -53,6 +53,7 @@ from tunix_like.rollout.rollouts import WeightedReward
 from tunix_like.runs.reward_functions import reward_entries, reward_functions
 from tunix_like.runtime.profile import check_profile_steps
 from tunix_like.storage.loggers import check_loggers
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.training.callbacks import named_callbacks
 from tunix_like.training.critic import check_critic, new_critic, resolve_critic
 from tunix_like.training.engine import check_routing_replay, check_staleness, make_engine, training_devices

@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 from tunix_like.algorithms.objective import LOSS_KEYS
 from tunix_like.algorithms.off_policy import sampler_correction
 from tunix_like.algorithms.ppo import PPO
-from tunix_like.algorithms.registry import ESTIMATOR_KEYS
 from tunix_like.config.schedules import Schedule
 from tunix_like.config.schema import SELF, AlgorithmConfig, Config, CriticConfig, RolloutConfig, TeacherConfig
+from tunix_like.config.sources import ESTIMATOR_KEYS
 from tunix_like.errors import UserError
 from tunix_like.models.counts import adapter_count, parameter_count
 from tunix_like.models.decoder import Decoder

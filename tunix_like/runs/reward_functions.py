@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from tunix_like.algorithms.distillation import DISTILLATION
 from tunix_like.config.keys import number_problem, shortened
 from tunix_like.config.schema import Config, RewardsConfig
-from tunix_like.data import DataSource, check_rewards
+from tunix_like.data import DataSource
 from tunix_like.environments.kinds import MOST_WORKERS, kind_of
 from tunix_like.errors import UserError, check_type, nearest
 from tunix_like.rewards import check_arguments, pooled
@@ -19,7 +19,7 @@ from tunix_like.rewards.judge import Judge
 from tunix_like.rewards.registry import labels_of
 from tunix_like.rewards.served_reward_model import ServedRewardModel
 from tunix_like.rewards.services import Limits, PerCompletion, WaitingFunction, scores_one
-from tunix_like.rollout.rollouts import WeightedReward
+from tunix_like.rollout.rollouts import WeightedReward, check_rewards
 from tunix_like.runtime.user_code import check_arguments as check_parameters
 from tunix_like.training.reward_model import PREFIX, RewardModel
 from tunix_like.types import RewardFunction

@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 from tunix_like.config.argument_names import named_arguments
 from tunix_like.config.load import load
 from tunix_like.config.schema import Config, LoraConfig
+from tunix_like.config.sources import template_variables
 from tunix_like.config.urls import plain_hub_id
 from tunix_like.config.yaml_files import config_file
-from tunix_like.data import load_source, template_variables
-from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.data import load_source
 from tunix_like.environments.kinds import environments_of
 from tunix_like.errors import UserError
 from tunix_like.evaluation.evaluate import Evaluator, ks_of
@@ -30,6 +30,7 @@ from tunix_like.models.sharding import build_mesh
 from tunix_like.runs.build import chosen_tokenizer, load_policy, make_evaluator, warn_of_text
 from tunix_like.runs.reward_functions import reward_functions
 from tunix_like.runtime.object_storage import is_remote
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.training.engine import make_engine
 
 

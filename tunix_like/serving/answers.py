@@ -10,15 +10,15 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.chat_messages import RequestError, parsed_calls
 from tunix_like.environments.messages_api import MessagesReply, error_of
 from tunix_like.environments.responses_api import ResponsesReply
-from tunix_like.environments.wire import Event, Reply, Usage, is_opened, sse
-from tunix_like.serving.batcher import Part
-from tunix_like.serving.requests import Request, Settings
+from tunix_like.environments.wire import Event, ProtocolReply, Usage, is_opened, sse
+from tunix_like.serving.batcher import NewTokens
+from tunix_like.serving.requests import ParsedRequest, Settings
 from tunix_like.serving.runner import Job
 from tunix_like.serving.text import CallStream, TextStream
+from tunix_like.text.tokenizer import Tokenizer
 
 _MOST_OPENING = 8
 """Number of tokens at the end of a prompt that can open a thought."""
@@ -35,7 +35,7 @@ class Choice:
         completes the stop string.
     """
 
-    def __init__(self, index: int, job: Job, request: Request, tokenizer: Tokenizer):
+    def __init__(self, index: int, job: Job, request: ParsedRequest, tokenizer: Tokenizer):
         self.index = index
         self.job = job
         self.tokens: list[int] = []
@@ -48,7 +48,7 @@ class Choice:
         # Without a stream and without stop strings, the text is decoded once, when the completion has ended.
         self._stream = TextStream(self._decode, request.stops) if request.stream or request.stops else None
 
-    def add(self, part: Part) -> str:
+    def add(self, part: NewTokens) -> str:
         """Adds the tokens of `part` to the completion; returns the new text."""
         text = ""
         used = len(part.tokens)
@@ -71,7 +71,7 @@ class Choice:
 class Answer(abc.ABC):
     """The answer to one request, in the format of its HTTP route."""
 
-    def __init__(self, request: Request, settings: Settings, tokenizer: Tokenizer):
+    def __init__(self, request: ParsedRequest, settings: Settings, tokenizer: Tokenizer):
         self.request = request
         self.settings = settings
         self.tokenizer = tokenizer
@@ -103,7 +103,7 @@ class ChoicesAnswer(Answer):
     streamed_kind = ""
     prefix = ""
 
-    def __init__(self, request: Request, settings: Settings, tokenizer: Tokenizer):
+    def __init__(self, request: ParsedRequest, settings: Settings, tokenizer: Tokenizer):
         super().__init__(request, settings, tokenizer)
         self.id = f"{self.prefix}{secrets.token_hex(16)}"
         self.created = int(time.time())
@@ -150,7 +150,7 @@ class CompletionAnswer(ChoicesAnswer):
     kind = streamed_kind = "text_completion"
     prefix = "cmpl-"
 
-    def __init__(self, request: Request, settings: Settings, tokenizer: Tokenizer):
+    def __init__(self, request: ParsedRequest, settings: Settings, tokenizer: Tokenizer):
         super().__init__(request, settings, tokenizer)
         self._offsets: dict[Choice, int] = {}  # number of characters of the tokens that were returned
 
@@ -202,7 +202,7 @@ class ChatAnswer(ChoicesAnswer):
     streamed_kind = "chat.completion.chunk"
     prefix = "chatcmpl-"
 
-    def __init__(self, request: Request, settings: Settings, tokenizer: Tokenizer):
+    def __init__(self, request: ParsedRequest, settings: Settings, tokenizer: Tokenizer):
         super().__init__(request, settings, tokenizer)
         self._calls = {choice: CallStream() for choice in self.choices.values()} if request.tools else {}
         self._begun: set[Choice] = set()
@@ -293,9 +293,9 @@ class GenerateAnswer(ChoicesAnswer):
 
 
 class ReplyAnswer(Answer):
-    """An answer in the form of a protocol (see `Reply`)."""
+    """An answer in the form of a protocol (see `ProtocolReply`)."""
 
-    def __init__(self, request: Request, settings: Settings, tokenizer: Tokenizer):
+    def __init__(self, request: ParsedRequest, settings: Settings, tokenizer: Tokenizer):
         super().__init__(request, settings, tokenizer)
         (self._choice,) = self.choices.values()
         end = tokenizer.decode(request.jobs[0].prompt[-_MOST_OPENING:], skip_special_tokens=False)
@@ -304,7 +304,7 @@ class ReplyAnswer(Answer):
         self._begun = False
 
     @abc.abstractmethod
-    def _made(self, opened: bool) -> Reply: ...
+    def _made(self, opened: bool) -> ProtocolReply: ...
 
     def whole(self) -> dict[str, Any]:
         for _ in self._events(self._choice.text):
@@ -337,7 +337,7 @@ class ReplyAnswer(Answer):
 class ResponsesAnswer(ReplyAnswer):
     """The answer to a request of the HTTP route `/v1/responses`."""
 
-    def _made(self, opened: bool) -> Reply:
+    def _made(self, opened: bool) -> ProtocolReply:
         return ResponsesReply(self.settings.name, opened, self.request.echo)
 
     def failed(self, error: RequestError) -> str:
@@ -347,7 +347,7 @@ class ResponsesAnswer(ReplyAnswer):
 class MessagesAnswer(ReplyAnswer):
     """The answer to a request of the HTTP route `/v1/messages`."""
 
-    def _made(self, opened: bool) -> Reply:
+    def _made(self, opened: bool) -> ProtocolReply:
         return MessagesReply(self.settings.name, opened)
 
     def failed(self, error: RequestError) -> str:

@@ -24,7 +24,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.chat_messages import RequestError
 from tunix_like.environments.messages_api import error_of
 from tunix_like.serving import requests
@@ -37,8 +36,9 @@ from tunix_like.serving.answers import (
     ResponsesAnswer,
     error_content,
 )
-from tunix_like.serving.requests import Request, Settings
-from tunix_like.serving.server import Failed, Server
+from tunix_like.serving.requests import ParsedRequest, Settings
+from tunix_like.serving.server import Failed, ModelServer
+from tunix_like.text.tokenizer import Tokenizer
 
 MOST_BYTES = 8 << 20
 """Maximum size of the body of a request."""
@@ -61,11 +61,11 @@ DISCONNECTED = 499
 _LOG = logging.getLogger(__name__)
 
 _Parsed = TypeVar("_Parsed")
-Parse = Callable[[bytes, Settings, Tokenizer], Request]
-MakeAnswer = Callable[[Request, Settings, Tokenizer], Answer]
+Parse = Callable[[bytes, Settings, Tokenizer], ParsedRequest]
+MakeAnswer = Callable[[ParsedRequest, Settings, Tokenizer], Answer]
 
 
-def make_app(server: Server, key: str | None) -> ASGIApp:
+def make_app(server: ModelServer, key: str | None) -> ASGIApp:
     """Builds the ASGI application of the server. If `key` is not None, all requests except those of `/health` must send
     it as a bearer token or, as Anthropic's clients do, in the header `x-api-key`. Otherwise all must name this machine
     in the header `host`: a page of the web could reach the server by a name that its owner lets point here."""
@@ -133,7 +133,7 @@ def error_response(path: str, error: RequestError, headers: Mapping[str, str] | 
 class _Guard:
     """Checks the API key, counts the requests, and measures the duration of the successful requests that sample."""
 
-    def __init__(self, app: ASGIApp, server: Server, key: str | None, paths: set[str]):
+    def __init__(self, app: ASGIApp, server: ModelServer, key: str | None, paths: set[str]):
         self._app = app
         self._metrics = server.metrics
         self._paths = paths
@@ -204,15 +204,15 @@ class _Events(StreamingResponse):
             await self._events.aclose()
 
 
-async def _sample(server: Server, http: Http, parse: Parse, make: MakeAnswer) -> Response:
+async def _sample(server: ModelServer, http: Http, parse: Parse, make: MakeAnswer) -> Response:
     """Answers a request that samples completions."""
     began = time.monotonic()
 
-    def checked(body: bytes, settings: Settings, tokenizer: Tokenizer) -> Request:
+    def checked(body: bytes, settings: Settings, tokenizer: Tokenizer) -> ParsedRequest:
         server.check_room()
         return parse(body, settings, tokenizer)
 
-    async def answered(request: Request) -> Response:
+    async def answered(request: ParsedRequest) -> Response:
         server.check_room()
         answer = make(request, server.settings, server.tokenizer)
         if request.stream:
@@ -223,7 +223,7 @@ async def _sample(server: Server, http: Http, parse: Parse, make: MakeAnswer) ->
 
 
 async def _answered(
-    server: Server,
+    server: ModelServer,
     http: Http,
     parse: Callable[[bytes, Settings, Tokenizer], _Parsed],
     answer: Callable[[_Parsed], Awaitable[Response]],
@@ -247,7 +247,7 @@ def _failure(error: Exception) -> RequestError:
     return RequestError("the server failed; its log says why", http=500, kind="internal_server_error")
 
 
-async def _parsed(server: Server, http: Http, parse: Callable[[bytes, Settings, Tokenizer], _Parsed]) -> _Parsed:
+async def _parsed(server: ModelServer, http: Http, parse: Callable[[bytes, Settings, Tokenizer], _Parsed]) -> _Parsed:
     """Reads and parses the body of a request. Raises RequestError if the body is not valid or too large, or its content
     type is not JSON."""
     # This check prevents cross-site requests: a web page cannot send JSON to another origin unless the server allows
@@ -273,7 +273,7 @@ async def _parsed(server: Server, http: Http, parse: Callable[[bytes, Settings, 
         server.read -= size
 
 
-async def _whole(server: Server, http: Http, answer: Answer, began: float) -> Response:
+async def _whole(server: ModelServer, http: Http, answer: Answer, began: float) -> Response:
     """Samples all completions and returns the whole answer. If the client disconnects, cancels the sampling and raises
     ClientDisconnect."""
     sampling = asyncio.ensure_future(_collect(server, answer, began))
@@ -295,12 +295,12 @@ async def _disconnected(http: Http) -> None:
         pass
 
 
-async def _collect(server: Server, answer: Answer, began: float) -> None:
+async def _collect(server: ModelServer, answer: Answer, began: float) -> None:
     async for _ in server.sample(answer, began):
         pass
 
 
-async def _events(server: Server, answer: Answer, began: float) -> AsyncGenerator[str, None]:
+async def _events(server: ModelServer, answer: Answer, began: float) -> AsyncGenerator[str, None]:
     """Yields the events of a streamed answer. The response closes this generator when the client disconnects."""
     try:
         async with contextlib.aclosing(server.sample(answer, began)) as parts:

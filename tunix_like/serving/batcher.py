@@ -37,7 +37,7 @@ the first prefill after a call, or if no completion is running."""
 _LOG = logging.getLogger(__name__)
 
 
-class Part(NamedTuple):
+class NewTokens(NamedTuple):
     """New tokens of completion `sample` of a job.
 
     Attributes:
@@ -69,7 +69,7 @@ class Batcher:
         After a completion is cancelled, at most one more part of it is delivered.
     """
 
-    def __init__(self, runner: Runner, deliver: Callable[[Sequence[tuple[Job, Part]]], object]):
+    def __init__(self, runner: Runner, deliver: Callable[[Sequence[tuple[Job, NewTokens]]], object]):
         self.runner = runner
         self.deliver = deliver
         self._rows: list[_Running | None] = [None] * runner.rows
@@ -258,7 +258,7 @@ class Batcher:
                     if job in self._waiting:
                         self._waiting.remove(job)
 
-    def _parts(self, sampled: Sampled) -> list[tuple[Job, Part]]:
+    def _parts(self, sampled: Sampled) -> list[tuple[Job, NewTokens]]:
         """Returns the new tokens of each running completion, and frees the rows of those that have ended. A completion
         with a log-probability that is not finite ends with an error: the model has computed no valid logits for it."""
         parts = []
@@ -284,7 +284,7 @@ class Batcher:
                 self._free(row)
             if tokens or reason is not None:
                 tops = sampled.tops_of(row, len(tokens), job.sampling.top)
-                parts.append((job, Part(sample, tokens, logprobs, reason, stop_id, tops)))
+                parts.append((job, NewTokens(sample, tokens, logprobs, reason, stop_id, tops)))
         if broken:
             _LOG.error("%d completions end with an error: the model computed logits that are NaN or infinite", broken)
         return parts
@@ -301,5 +301,5 @@ class Batcher:
             ended |= dict.fromkeys(_Running(job, sample) for sample in range(job.started, job.count))
         self._rows = [None] * self.runner.rows
         self._keep = np.ones(self.runner.rows, bool)
-        self.deliver([(job, Part(sample, [], [], "error")) for job, sample in ended])
+        self.deliver([(job, NewTokens(sample, [], [], "error")) for job, sample in ended])
         self._lost = True

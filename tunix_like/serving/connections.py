@@ -28,14 +28,14 @@ def http_config(app: ASGIApp, most: int | None = None, **options: Any) -> uvicor
     """Returns the configuration of a server of `app` with at most `most` connections; None: as many as the limit of
     open files allows. One more connection closes the one that has waited longest for the headers of a request."""
 
-    class Connection(_Connection):
+    class LimitedConnection(_Connection):
         limit = most_connections() if most is None else most
         waiting: dict[_Connection, None] = {}  # noqa: RUF012 (of this server); the oldest first
 
     # The messages below the level `error` are of single requests, which anybody could repeat to fill the disk.
     return uvicorn.Config(
         app,
-        http=Connection,
+        http=LimitedConnection,
         ws="none",
         lifespan="off",
         log_level="error",

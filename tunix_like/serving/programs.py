@@ -46,7 +46,7 @@ SHORTEST_CHUNK = 128
 hardly takes less time, because it reads all weights."""
 
 
-class State(NamedTuple):
+class SamplingState(NamedTuple):
     """The prompts and completions of the rows; `limits` is the maximum number of tokens of each completion."""
 
     prompts: Prompts
@@ -138,7 +138,7 @@ def _columns(cache: list[Kept]) -> int:
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "count", "width"))
-def empty_state(graphdef: Any, params: Any, count: int, width: int) -> State:
+def empty_state(graphdef: Any, params: Any, count: int, width: int) -> SamplingState:
     """Allocates the arrays of `count` rows without completions, and caches for `width` tokens."""
     tokens = jax.ShapeDtypeStruct((count, width), jnp.int32)
     lengths = jax.ShapeDtypeStruct((count,), jnp.int32)
@@ -149,10 +149,10 @@ def empty_state(graphdef: Any, params: Any, count: int, width: int) -> State:
     prompts = prompts._replace(lengths=jnp.ones(count, jnp.int32))
     rows = empty_rows(prompts, 1, MOST_STEPS, width, KEY_WORDS)
     sampling = RowSampling(jnp.zeros(count), jnp.ones(count), jnp.ones(count, jnp.int32))
-    return State(prompts, rows, jnp.zeros(count, jnp.int32), sampling)
+    return SamplingState(prompts, rows, jnp.zeros(count, jnp.int32), sampling)
 
 
-def start(state: State, fresh: Prompts, starts: Starts) -> State:
+def start(state: SamplingState, fresh: Prompts, starts: Starts) -> SamplingState:
     """Copies prompts of `fresh` to rows, and starts a completion in each of these rows. Donates the arrays of `state`.
 
     Several rows can use the same prompt of `fresh`. The random numbers of a completion depend only on its seed,
@@ -186,7 +186,7 @@ def _place(cache: list[Kept], fresh: list[Kept], take: Bool[Array, "A"], source:
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
-def _begin(state: State, fresh: Prompts, starts: Starts) -> State:
+def _begin(state: SamplingState, fresh: Prompts, starts: Starts) -> SamplingState:
     """Does the work of `start` except for the caches, whose lists are empty."""
     take = starts.take
     rows = state.rows
@@ -208,7 +208,7 @@ def _begin(state: State, fresh: Prompts, starts: Starts) -> State:
     )
     sampling = [jnp.where(take, new, old) for old, new in zip(state.sampling, starts.sampling, strict=True)]
     limits = jnp.where(take, starts.limits, state.limits)
-    return State(Prompts(lengths, hidden, []), rows, limits, RowSampling(*sampling))
+    return SamplingState(Prompts(lengths, hidden, []), rows, limits, RowSampling(*sampling))
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "eos_ids"), donate_argnames=("state",))
@@ -216,12 +216,12 @@ def advance(
     graphdef: Any,
     params: Any,
     head: Float[Array, "D V"],
-    state: State,
+    state: SamplingState,
     keep: Bool[Array, "A"],
     until: Int[Array, "2"],
     eos_ids: tuple[int, ...],
     top: Bool[Array, "A"],
-) -> tuple[State, tuple[Int[Array, "K A N"], Float[Array, "K A N"]]]:
+) -> tuple[SamplingState, tuple[Int[Array, "K A N"], Float[Array, "K A N"]]]:
     """Samples tokens of all running completions, each with its own sampling parameters.
 
     Args:
@@ -282,7 +282,7 @@ def advance(
     return state._replace(rows=rows), tops
 
 
-def resized(state: State, prompt_width: int, width: int) -> State:
+def resized(state: SamplingState, prompt_width: int, width: int) -> SamplingState:
     """Changes the caches of prompts to `prompt_width` columns, and the caches of completions to `width` columns. All
     running completions and their prompts must fit."""
     prompts = state.prompts

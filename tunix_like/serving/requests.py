@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments import messages_api, responses_api
 from tunix_like.environments.chat_messages import RequestError, checked_messages, checked_tools, wrong
 from tunix_like.errors import UserError
 from tunix_like.serving.programs import MOST_TOP
 from tunix_like.serving.runner import Job, JobSampling
+from tunix_like.text.tokenizer import Tokenizer
 
 MOST_COMPLETIONS = 128
 """Maximum number of completions of one request: number of prompts times the parameter `n`."""
@@ -77,7 +77,7 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class ParsedRequest:
     """A parsed and valid request.
 
     Attributes:
@@ -267,7 +267,7 @@ def _request_error(error: ValidationError) -> RequestError:
     return wrong(name, reason) if name else RequestError(f"the body of the request: {reason}")
 
 
-def completion_request(body: bytes, settings: Settings, tokenizer: Tokenizer) -> Request:
+def completion_request(body: bytes, settings: Settings, tokenizer: Tokenizer) -> ParsedRequest:
     """Parses a request of `/v1/completions`. Raises RequestError if the request is not valid."""
     fields = _parsed(_Completion, body, settings)
     prompts = []
@@ -284,7 +284,7 @@ def completion_request(body: bytes, settings: Settings, tokenizer: Tokenizer) ->
     return _with_text(fields, jobs, fields.logprobs is not None)
 
 
-def chat_request(body: bytes, settings: Settings, tokenizer: Tokenizer) -> Request:
+def chat_request(body: bytes, settings: Settings, tokenizer: Tokenizer) -> ParsedRequest:
     """Parses a request of `/v1/chat/completions`. Raises RequestError if the request is not valid."""
     fields = _parsed(_Chat, body, settings)
     messages = checked_messages(fields.messages)
@@ -299,7 +299,7 @@ def chat_request(body: bytes, settings: Settings, tokenizer: Tokenizer) -> Reque
     return dataclasses.replace(_with_text(fields, jobs, fields.logprobs), tools=bool(tools))
 
 
-def responses_request(body: bytes, settings: Settings, tokenizer: Tokenizer) -> Request:
+def responses_request(body: bytes, settings: Settings, tokenizer: Tokenizer) -> ParsedRequest:
     """Parses a request of `/v1/responses`. Raises RequestError if the request is not valid."""
     fields = _parsed(_Responses, body, settings)
     fields.reasoning.check_rest("reasoning.")
@@ -320,15 +320,15 @@ def responses_request(body: bytes, settings: Settings, tokenizer: Tokenizer) -> 
         "tool_choice": fields.tool_choice,
         "tools": fields.tools or [],
     }
-    return Request(jobs, stream=fields.stream, tools=bool(tools), echo=echo)
+    return ParsedRequest(jobs, stream=fields.stream, tools=bool(tools), echo=echo)
 
 
-def messages_request(body: bytes, settings: Settings, tokenizer: Tokenizer) -> Request:
+def messages_request(body: bytes, settings: Settings, tokenizer: Tokenizer) -> ParsedRequest:
     """Parses a request of `/v1/messages`. Raises RequestError if the request is not valid."""
     fields = _parsed(_Messages, body, settings)
     tokens, tools = _messages_tokens(fields, tokenizer, settings.longest)
     jobs = _jobs(fields, settings, [tokens], 0)
-    return Request(jobs, stops=fields.stop_sequences, stream=fields.stream, tools=tools)
+    return ParsedRequest(jobs, stops=fields.stop_sequences, stream=fields.stream, tools=tools)
 
 
 def count_request(body: bytes, settings: Settings, tokenizer: Tokenizer) -> int:
@@ -349,19 +349,19 @@ def _messages_tokens(fields: _MessagesPrompt, tokenizer: Tokenizer, most: int) -
     return _chat_tokens(tokenizer, messages, tools, fields.chat_template_kwargs, most), bool(tools)
 
 
-def generate_request(body: bytes, settings: Settings, _: Tokenizer) -> Request:
+def generate_request(body: bytes, settings: Settings, _: Tokenizer) -> ParsedRequest:
     """Parses a request of `/inference/v1/generate`. Raises RequestError if the request is not valid."""
     fields = _parsed(_Generate, body, settings)
     sampling = fields.sampling_params
     prompt = _checked_tokens("token_ids", fields.token_ids, settings)
     sampling.check_rest("sampling_params.")
     jobs = _jobs(sampling, settings, [prompt], 0, "sampling_params.max_tokens")
-    return Request(jobs, logprobs=sampling.logprobs is not None, token_ids=fields.return_token_ids)
+    return ParsedRequest(jobs, logprobs=sampling.logprobs is not None, token_ids=fields.return_token_ids)
 
 
-def _with_text(fields: _Body, jobs: Sequence[Job], logprobs: bool) -> Request:
+def _with_text(fields: _Body, jobs: Sequence[Job], logprobs: bool) -> ParsedRequest:
     fields.stream_options.check_rest("stream_options.")
-    return Request(
+    return ParsedRequest(
         jobs,
         stops=fields.stop,
         stream=fields.stream,

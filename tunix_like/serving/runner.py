@@ -120,7 +120,7 @@ class Runner:
       prefixes: recent prompts, padding included at most a quarter of the tokens of the prompts of a device's rows.
     """
 
-    state: programs.State
+    state: programs.SamplingState
 
     def __init__(self, weights: Weights, rows: int, longest: int):
         self.graphdef = weights.graphdef

@@ -9,12 +9,12 @@ from collections.abc import AsyncGenerator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.chat_messages import RequestError
 from tunix_like.serving.answers import Answer, Choice
-from tunix_like.serving.batcher import Batcher, Part
+from tunix_like.serving.batcher import Batcher, NewTokens
 from tunix_like.serving.requests import Settings
 from tunix_like.serving.runner import Job, Runner
+from tunix_like.text.tokenizer import Tokenizer
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Upper bounds of the buckets of a histogram, in seconds."""
@@ -53,7 +53,7 @@ class Metrics:
         return self.registry.get_sample_value(f"tunix_like_{name}") or 0.0
 
 
-class Server:
+class ModelServer:
     """A model that answers requests: its settings, the thread that samples, and the requests that it samples for.
 
     Attributes:
@@ -69,7 +69,7 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.read = 0
         self.large = asyncio.Lock()
-        self.queues: dict[Job, asyncio.Queue[tuple[Job, Part]]] = {}
+        self.queues: dict[Job, asyncio.Queue[tuple[Job, NewTokens]]] = {}
 
     def open(self, warm_up: bool = False) -> None:
         """Starts the thread that samples (`Batcher.start`). This method must be called in the event loop."""
@@ -89,14 +89,14 @@ class Server:
         mean = self.metrics.value("request_seconds_sum") / max(self.metrics.value("request_seconds_count"), 1)
         return max(1, min(60, math.ceil(mean * self.batcher.waiting / self.batcher.runner.rows)))
 
-    def _from_thread(self, parts: Sequence[tuple[Job, Part]]) -> None:
+    def _from_thread(self, parts: Sequence[tuple[Job, NewTokens]]) -> None:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(self._deliver, parts)
         except RuntimeError:  # the loop has ended, so there are no requests
             return
 
-    def _deliver(self, parts: Sequence[tuple[Job, Part]]) -> None:
+    def _deliver(self, parts: Sequence[tuple[Job, NewTokens]]) -> None:
         self.metrics.generated_tokens.inc(sum(len(part.tokens) for _, part in parts))
         for job, part in parts:
             if (queue := self.queues.get(job)) is not None:
@@ -111,7 +111,7 @@ class Server:
         """
         jobs = answer.request.jobs
         left = set(answer.choices)
-        queue: asyncio.Queue[tuple[Job, Part]] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[Job, NewTokens]] = asyncio.Queue()
         self.queues |= dict.fromkeys(jobs, queue)
         self.metrics.prompt_tokens.inc(sum(len(job.prompt) for job in jobs))
         self.batcher.submit(jobs)

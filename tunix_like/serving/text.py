@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tunix_like.environments.chat_messages import THOUGHT, parsed_calls
-from tunix_like.runtime.tool_calls import LLAMA_TAG
+from tunix_like.text.tool_calls import LLAMA_TAG
 
 _STARTS_OF_CALLS = ("<tool_call>", LLAMA_TAG)
 

@@ -9,12 +9,12 @@ from typing import Any
 from tunix_like.config.schema import RolloutConfig
 from tunix_like.data.source import chat_answer, is_conversation
 from tunix_like.data.stream import SCANNED_ROWS
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.bridge import check_tools
 from tunix_like.environments.history import Demonstration, Demonstrations
 from tunix_like.errors import UserError
 from tunix_like.runtime import progress
-from tunix_like.runtime.conversations import chat_tools
+from tunix_like.text.conversations import chat_tools
+from tunix_like.text.tokenizer import Tokenizer
 
 
 class Answers:

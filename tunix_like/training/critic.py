@@ -19,7 +19,6 @@ from tunix_like.config.schema import (
     RLTrainingConfig,
     RolloutConfig,
 )
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, check_type
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.counts import parameter_count
@@ -27,6 +26,7 @@ from tunix_like.models.decoder import Decoder, add_scalar_head, check_decoder
 from tunix_like.models.loading import check_fit
 from tunix_like.models.lora import add_lora, fingerprint, part_params, without_adapters
 from tunix_like.models.sharding import check_divides, without_shared
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.training.arguments import likelihood_options
 from tunix_like.training.sizes import critic_work
 from tunix_like.training.trainer import ModelInTraining, Trainer

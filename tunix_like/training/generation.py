@@ -13,12 +13,12 @@ from jax.sharding import Mesh
 from tunix_like.config.argument_names import hint
 from tunix_like.config.schema import RolloutConfig
 from tunix_like.data.stream import Prompt, render
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.loading import check_fit
 from tunix_like.rollout.requests import collect
 from tunix_like.rollout.rollouts import completion_texts
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.training.engine import make_engine
 from tunix_like.types import Completions, Engine, Request, SamplingParams
 

@@ -13,11 +13,11 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from tunix_like.config.schema import RolloutConfig, TeacherConfig
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import EngineLost
 from tunix_like.models.config import DecoderConfig
 from tunix_like.rollout.engines.server import Server, Unavailable, WrongAnswer
 from tunix_like.runtime.processes import by_first
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.training.teacher import Scores, Teacher
 from tunix_like.types import GroupBatch
 

@@ -24,13 +24,13 @@ from tunix_like.config.schema import RLTrainingConfig, RolloutConfig, SFTConfig
 from tunix_like.data.shared import warn_text_prompts
 from tunix_like.data.source import MappedRows, with_prompt
 from tunix_like.data.stream import Prompt, check_prompts
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.history import Demonstration
 from tunix_like.errors import UserError, check_type
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.storage.checkpoints import Checkpoints
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.training import loop
 from tunix_like.training.answers import Answers, with_tools
 from tunix_like.training.arguments import likelihood_options

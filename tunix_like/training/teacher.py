@@ -14,14 +14,14 @@ from jaxtyping import Bool, Float
 
 from tunix_like.config.schema import SELF, RolloutConfig, TeacherConfig
 from tunix_like.data.stream import SCANNED_ROWS, render, usable
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, check_type
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import check_decoder
 from tunix_like.models.lora import fingerprint
 from tunix_like.models.sharding import check_divides
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
-from tunix_like.runtime.untrusted import Filled, fill
+from tunix_like.text.tokenizer import Tokenizer
+from tunix_like.text.untrusted import Filled, fill
 from tunix_like.training.forward import with_prompts
 from tunix_like.training.memory import TeacherWork
 from tunix_like.training.train_step import TeacherSpec

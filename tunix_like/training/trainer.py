@@ -23,7 +23,6 @@ from tunix_like.config.load import as_dict
 from tunix_like.config.schema import OptimizerConfig, RLTrainingConfig, RolloutConfig
 from tunix_like.data.curriculum import Curriculum, CurriculumBatches
 from tunix_like.data.stream import Prompt, Resumable, SharedBatches, prompt_batches
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, check_type, nearest
 from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.loading import check_fit, save_description
@@ -36,6 +35,7 @@ from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.loggers import check_loggers, open_metrics
 from tunix_like.storage.metrics import Best, MetricsLog
 from tunix_like.storage.mirror import local_folder
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.training.fingerprints import INPUTS, fingerprints
 from tunix_like.training.forward import ForwardOptions
 from tunix_like.training.memory import ALONE, Companions

@@ -25,7 +25,7 @@ EXIT_SECONDS = 1.0
 
 
 @dataclasses.dataclass
-class Call:
+class RunningCall:
     """A call that a process executes.
 
     Attributes:
@@ -60,7 +60,7 @@ class Supervisor:
         self.section = section
         self.timeout_seconds = timeout_seconds
         self.memory_gb = memory_gb
-        self.calls: dict[Worker, Call] = {}
+        self.calls: dict[Worker, RunningCall] = {}
         self._looked = self._measured = 0.0
 
     def load(self, process: Process, tag: Any = None) -> None:
@@ -75,9 +75,9 @@ class Supervisor:
 
     def _begin(self, worker: Worker, tag: Any, what: str, seconds: float, limit: str) -> None:
         now = time.perf_counter()
-        self.calls[worker] = Call(tag, what, limit, now, now + seconds)
+        self.calls[worker] = RunningCall(tag, what, limit, now, now + seconds)
 
-    def look(self) -> list[tuple[Worker, Call, dict[str, Any] | Failure]]:
+    def look(self) -> list[tuple[Worker, RunningCall, dict[str, Any] | Failure]]:
         """Returns the calls that have ended, each with the answer or the failure. After a failure, the process must be
         killed."""
         now = time.perf_counter()
@@ -93,7 +93,7 @@ class Supervisor:
         self._measured = now if measure else self._measured
         return ended
 
-    def _look_at(self, worker: Worker, call: Call, now: float, measure: bool) -> dict[str, Any] | Failure | None:
+    def _look_at(self, worker: Worker, call: RunningCall, now: float, measure: bool) -> dict[str, Any] | Failure | None:
         ended = worker.ended  # read before the socket, so that an answer written just before the end is not missed
         try:
             answer = worker.receive()
@@ -117,7 +117,7 @@ class Supervisor:
         """Returns whether a process exceeds the memory limit."""
         return worker.pid is not None and memory_of(worker.pid) > self.memory_gb * 1e9
 
-    def too_large(self, call: Call) -> Failure:
+    def too_large(self, call: RunningCall) -> Failure:
         limit = f"{self.section}.memory_gb={self.memory_gb:g} GB"
         return Failure("error", f"it used more than {limit} in {call.what} and was stopped.")
 

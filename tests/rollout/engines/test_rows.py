@@ -6,7 +6,7 @@ import pytest
 
 from tunix_like import UserError
 from tunix_like.rollout.engines.rows import RowStates
-from tunix_like.rollout.engines.server import Answer
+from tunix_like.rollout.engines.server import SampledTokens
 from tunix_like.types import Reply, Request
 
 
@@ -34,7 +34,7 @@ def test_restarted_row_continues_from_its_prompt():
     for token in (1, 2, 3):
         (index,) = rows.to_send()
         contexts.append(rows.rows[index].context)
-        samples += rows.take({index: Answer([token, 0], [-1.0, -2.0], True, [], [])})
+        samples += rows.take({index: SampledTokens([token, 0], [-1.0, -2.0], True, [], [])})
     assert contexts == [[9, 8, 7, 7], [9, 8, 7, 7, 1, 0, 4], [9, 8, 5, 6]]
     (sample,) = samples
     assert sample.tokens.tolist() == [7, 7, 1, 0, 4, 2, 0, 5, 6, 3, 0]

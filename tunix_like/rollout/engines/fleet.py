@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from tunix_like.errors import EngineLost
-from tunix_like.rollout.engines.server import Answer, Server, Unavailable, WrongAnswer
+from tunix_like.rollout.engines.server import SampledTokens, Server, Unavailable, WrongAnswer
 
 logger = logging.getLogger("tunix_like")
 
@@ -78,7 +78,7 @@ class Fleet:
             await asyncio.wait(waiting, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         self._raise_error()
 
-    async def sample(self, group: int, tokens: Sequence[int], parameters: Mapping[str, Any]) -> Answer:
+    async def sample(self, group: int, tokens: Sequence[int], parameters: Mapping[str, Any]) -> SampledTokens:
         """Samples the tokens that follow `tokens`, with the current weights.
 
         Args:

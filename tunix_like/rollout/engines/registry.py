@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, TypeVar
 from jax.sharding import Mesh
 
 from tunix_like.config.schema import RolloutConfig
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError, check_type, nearest
 from tunix_like.models.decoder import Decoder
 from tunix_like.runtime.user_code import check_arguments, check_new_name, load_function
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Engine
 
 _F = TypeVar("_F", bound=Callable[..., Engine])

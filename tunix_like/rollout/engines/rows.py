@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tunix_like.rollout.engines.server import Answer
+from tunix_like.rollout.engines.server import SampledTokens
 from tunix_like.rollout.requests import opening_of
 from tunix_like.types import Request, Responder, Sample, Turn
 
@@ -111,7 +111,7 @@ class RowStates:
         self.running += len(unsent)
         return unsent
 
-    def take(self, answers: Mapping[int, Answer]) -> list[Sample]:
+    def take(self, answers: Mapping[int, SampledTokens]) -> list[Sample]:
         """Appends the answers of servers to the completions, and sends the new turns to the `Responder`. Then appends
         the replies of the `Responder` that are ready. Returns the completions that are now finished.
 

@@ -48,7 +48,7 @@ class WrongAnswer(Exception):
     """The answer of the server does not fit the request; the error message says why."""
 
 
-class Answer(NamedTuple):
+class SampledTokens(NamedTuple):
     """The tokens that a server sampled.
 
     Attributes:
@@ -247,7 +247,7 @@ class Server:
         except Unavailable:
             return False
 
-    async def sample(self, tokens: Sequence[int], parameters: Mapping[str, Any]) -> Answer:
+    async def sample(self, tokens: Sequence[int], parameters: Mapping[str, Any]) -> SampledTokens:
         """Samples the tokens that follow `tokens`.
 
         Args:
@@ -356,9 +356,9 @@ def _beginning(content: bytes) -> str:
     return content[:300].decode(errors="replace").replace("\n", " ")
 
 
-def _read(content: Any, parameters: Mapping[str, Any]) -> Answer:
-    """Converts the JSON answer of the route `/inference/v1/generate` to an `Answer`. Raises WrongAnswer if a part of
-    the answer is missing, or contradicts another part or the sampling parameters of the request (`parameters`)."""
+def _read(content: Any, parameters: Mapping[str, Any]) -> SampledTokens:
+    """Reads the sampled tokens in the JSON answer of the route `/inference/v1/generate`. Raises WrongAnswer if a part
+    of the answer is missing, or contradicts another part or the sampling parameters of the request (`parameters`)."""
     try:
         (choice,) = content["choices"]
         tokens = choice["token_ids"]
@@ -386,4 +386,4 @@ def _read(content: Any, parameters: Mapping[str, Any]) -> Answer:
         raise WrongAnswer(
             f"its answer has the finish reason {reason!r}, which does not fit its last token {tokens[-1]}"
         )
-    return Answer(tokens, logprobs, reason == "stop", versions, top)
+    return SampledTokens(tokens, logprobs, reason == "stop", versions, top)

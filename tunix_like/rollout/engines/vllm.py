@@ -21,7 +21,6 @@ from flax import nnx
 from jaxtyping import Array
 
 from tunix_like.config.schema import RolloutConfig
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import save_model
@@ -32,9 +31,10 @@ from tunix_like.rollout.engines.fleet import Fleet
 from tunix_like.rollout.engines.probe import Probe
 from tunix_like.rollout.engines.registry import EngineSetup
 from tunix_like.rollout.engines.rows import RowStates
-from tunix_like.rollout.engines.server import Answer, Server
+from tunix_like.rollout.engines.server import SampledTokens, Server
 from tunix_like.runtime import progress
 from tunix_like.runtime.processes import by_first, is_first
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Request, Responder, Sample, SamplingParams
 
 logger = logging.getLogger("tunix_like")
@@ -143,7 +143,7 @@ class VLLMEngine:
         if params != self._version:
             raise ValueError(f"The servers have the weights {self._version}, not {params}.")
         rows = RowStates(requests, self.rollout.max_tokens_to_generate, responder)
-        answers: queue.SimpleQueue[tuple[int, Answer | BaseException]] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[tuple[int, SampledTokens | BaseException]] = queue.SimpleQueue()
         tasks: set[Any] = set()
         try:
             with progress.task("sampling", len(rows.rows)) as advance:
@@ -152,7 +152,7 @@ class VLLMEngine:
                         if is_first():
                             self._send(index, rows, sampling, answers, tasks)
                     wait = functools.partial(_collect, answers, rows.wanted, not rows.has_replies)
-                    samples = rows.take({int(i): Answer(*answer) for i, answer in by_first(wait)})
+                    samples = rows.take({int(i): SampledTokens(*answer) for i, answer in by_first(wait)})
                     advance(len(samples))
                     yield from samples
         finally:

@@ -11,7 +11,7 @@ import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
-from tunix_like.rewards.units import keeps_value
+from tunix_like.tasks.units import keeps_value
 
 LONGEST = 200
 """Maximum number of characters of a number. Longer texts are not parsed, to limit the time for long completions."""

@@ -8,8 +8,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
+from tunix_like.text.tokenizer import Tokenizer
 
 _UNKNOWN = 2
 _CONTROL = 3

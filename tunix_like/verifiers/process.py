@@ -28,7 +28,7 @@ class VerifiersProcess(Process):
     """A process that runs an environment of the package `verifiers`.
 
     Args:
-      settings: settings of the environment (see `verifiers_worker.load`).
+      settings: settings of the environment (see `program.load`).
 
     Attributes:
       first: the first message from the process.
@@ -42,7 +42,7 @@ class VerifiersProcess(Process):
             raise UserError(
                 "data.name=verifiers needs the package verifiers; install it with pip install 'tunix-like[envs]'."
             )
-        super().__init__("tunix_like.workers.verifiers_worker", settings, None, SECONDS_TO_END, _MOST)
+        super().__init__("tunix_like.verifiers.program", settings, None, SECONDS_TO_END, _MOST)
         late = f"it was not loaded within {SECONDS_TO_START:g} s; set data.train_size if its tasks are not limited"
         try:
             self.first = self.next(SECONDS_TO_START) or {"kind": "unusable", "reason": late}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunix_like.data.source import HIDDEN_COLUMN, DataSource, MappedRows, Record, RowRange, take
 from tunix_like.errors import UserError
-from tunix_like.workers.verifiers_process import VerifiersProcess
+from tunix_like.verifiers.process import VerifiersProcess
 
 if TYPE_CHECKING:
     from tunix_like.config.schema import DataConfig

@@ -8,9 +8,9 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from tests.parameters import others_slow
 from tests.tiny_model import backend_in
-from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.errors import UserError
-from tunix_like.runtime.untrusted import fill
+from tunix_like.text.tokenizer import Tokenizer
+from tunix_like.text.untrusted import fill
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"

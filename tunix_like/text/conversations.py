@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tunix_like.errors import UserError
-from tunix_like.runtime.tool_calls import arguments_of
+from tunix_like.text.tool_calls import arguments_of
 
 _RESULTS = ("tool", "function", "ipython", "observation")
 ROLES = ("system", "developer", "user", "assistant", *_RESULTS)

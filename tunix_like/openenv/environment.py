@@ -11,7 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from tunix_like.environments.deadline import patience
-from tunix_like.environments.openenv_session import (
+from tunix_like.environments.protocol import EnvStepResult, checked_number, checked_step, show
+from tunix_like.environments.tools import ToolCalls, ToolResult
+from tunix_like.errors import EnvironmentMisconfigured, UserError
+from tunix_like.openenv.session import (
     InvalidAction,
     ServerFull,
     Session,
@@ -20,10 +23,7 @@ from tunix_like.environments.openenv_session import (
     schemas_of_server,
     tools_of_server,
 )
-from tunix_like.environments.protocol import EnvStepResult, checked_number, checked_step, show
-from tunix_like.environments.tools import ToolCalls, ToolResult
-from tunix_like.errors import EnvironmentMisconfigured, UserError
-from tunix_like.runtime.tool_calls import ToolCall, without_thinking
+from tunix_like.text.tool_calls import ToolCall, without_thinking
 
 RELEASE_SECONDS = 3.0
 """Maximum time in seconds to wait for a free session of the server. The server can count a session for a short time

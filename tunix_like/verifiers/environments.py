@@ -11,26 +11,24 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tunix_like.data.verifiers import TASK_COLUMN
+from tunix_like.config.schema import Config
+from tunix_like.environments.agent_calls import FULL, Call, answer_of, count_of, refusal_of
 from tunix_like.environments.chat_messages import RequestError
+from tunix_like.environments.kinds import MOST_WAITING, check_waiting
 from tunix_like.environments.outcomes import Outcome
-from tunix_like.environments.verifiers_calls import Call, answer_of, count_of, refusal_of
 from tunix_like.errors import UserError
+from tunix_like.verifiers.player import VerifiersPlayer
+from tunix_like.verifiers.process import SECONDS_TO_END, VerifiersProcess
+from tunix_like.verifiers.tasks import TASK_COLUMN, settings_of
 from tunix_like.workers.failures import LONGEST_REASON, Failure
 from tunix_like.workers.messages import Lost
-from tunix_like.workers.verifiers_process import SECONDS_TO_END, VerifiersProcess
-from tunix_like.workers.verifiers_worker import COUNT
-
-if TYPE_CHECKING:
-    from tunix_like.environments.verifiers_player import VerifiersPlayer
+from tunix_like.workers.routes import COUNT
 
 UNATTENDED_SECONDS = 1.0
 """If `outcomes` is not called for longer, for example during a compilation, this time does not count towards the time
 limits, because messages are read only in `outcomes`."""
-
-FULL = "the limit of tokens or turns of this trajectory is reached"
 
 
 @dataclasses.dataclass
@@ -61,7 +59,7 @@ class VerifiersEnvironments:
     observation has only the new messages of a request. The attribute `calls` has the whole request.
 
     Args:
-      settings: settings of the environment (see `verifiers_worker.load`).
+      settings: settings of the environment (see `program.load`).
       timeout_seconds: maximum time from the start of an episode to its first request, and from an answer to the next
         request or to the end of the episode.
       workers: maximum number of running episodes that have not sent their first request yet.
@@ -89,8 +87,6 @@ class VerifiersEnvironments:
         return f"in one process, {self.timeout_seconds:g} s a step"
 
     def make_player(self, *given: Any) -> VerifiersPlayer:
-        from tunix_like.environments.verifiers_player import VerifiersPlayer
-
         player = VerifiersPlayer(self, *given)
         self.count = lambda call: len(player.tokens(call))
         return player
@@ -332,6 +328,14 @@ class VerifiersEnvironments:
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._process is not None:
             self._process.send(message)
+
+
+def make(config: Config) -> VerifiersEnvironments:
+    """Makes the environments of `data.path`, which run in one process."""
+    section = config.environment
+    check_waiting(section)
+    workers = MOST_WAITING if section.workers is None else section.workers
+    return VerifiersEnvironments(settings_of(config.data), section.timeout_seconds, workers)
 
 
 def _failed(number: int, kind: Any, reason: str) -> Outcome:

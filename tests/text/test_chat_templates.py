@@ -10,14 +10,14 @@ import jinja2.ext
 import jinja2.sandbox
 import pytest
 
-from tests.data.test_tokenizer import CHATML, CHATS, bpe
+from tests.text.test_tokenizer import CHATML, CHATS, bpe
 from tunix_like import UserError
 from tunix_like.config.schema import DataConfig
 from tunix_like.data.source import PromptFormat
 from tunix_like.data.stream import check_prompts, render
-from tunix_like.data.tokenizer import Tokenizer
-from tunix_like.runtime import chat_templates
-from tunix_like.runtime.untrusted import fill
+from tunix_like.text import chat_templates
+from tunix_like.text.tokenizer import Tokenizer
+from tunix_like.text.untrusted import fill
 
 pytestmark = pytest.mark.slow
 

@@ -12,29 +12,38 @@ the model no longer sees the earlier tokens of the completion, but the prompt an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from tunix_like.config.schema import EnvironmentConfig
-from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.environments.agent_calls import Call
 from tunix_like.environments.history import NEXT, Continuation, History, common_beginning, rendered
-from tunix_like.environments.outcomes import Outcome
+from tunix_like.environments.outcomes import Environments, Outcome
 from tunix_like.environments.trajectories import Player, Trajectories
-from tunix_like.environments.verifiers_calls import Call
 from tunix_like.errors import UserError
+from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Message, Problem, Turn
 
-if TYPE_CHECKING:
-    from tunix_like.environments.verifiers import VerifiersEnvironments
+
+class Harness(Environments, Protocol):
+    """What this module needs of `VerifiersEnvironments`, which describes these members."""
+
+    settings: Mapping[str, Any]
+    calls: dict[int, Call]
+    tokens: dict[int, tuple[int, int]]
+
+    def step(self, number: int, completion: str, reason: str = "stop") -> None: ...
+
+    def cancel(self, number: int) -> None: ...
 
 
 class VerifiersPlayer(Player):
     """Passes turns of the policy to environments of the package `verifiers`, as `Player` does to other environments."""
 
-    environments: VerifiersEnvironments
+    environments: Harness
 
     def __init__(
         self,
-        environments: VerifiersEnvironments,
+        environments: Harness,
         config: EnvironmentConfig,
         tokenizer: Tokenizer,
         eos_ids: Sequence[int],
@@ -97,7 +106,7 @@ class VerifiersTrajectories(Trajectories):
     """The trajectories of one rollout with environments of the package `verifiers`."""
 
     player: VerifiersPlayer
-    _environments: VerifiersEnvironments
+    _environments: Harness
 
     def submit(self, turns: Sequence[Turn]) -> None:
         """Sends turns of the policy to the environments, as answers to their chat requests. After a truncated turn,

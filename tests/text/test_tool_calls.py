@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunix_like.runtime.tool_calls import MOST_CALLS, ToolCall, tool_calls
+from tunix_like.text.tool_calls import MOST_CALLS, ToolCall, tool_calls
 
 ADD = '{"name": "add", "arguments": {"a": 1}}'
 LLAMA = '{"name": "add", "parameters": {"a": 1}}'
