@@ -117,7 +117,7 @@ class BuildWithExamples(build_py):
 
 setup(
     name="tunix-like",
-    version="0.2.0",
+    version="0.3.0",
     description="Reinforcement-learning post-training of language models in JAX and Flax NNX",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
