@@ -34,8 +34,8 @@ from tunix_like.compile import programs
 from tunix_like.compile.report import Target, compile_program
 from tunix_like.config.load import load
 from tunix_like.models.counts import parameter_count
+from tunix_like.planning.sizes import this_device
 from tunix_like.runtime.accelerators import KINDS, Accelerator, known_name
-from tunix_like.training.sizes import this_device
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 

@@ -12,7 +12,7 @@ prepare()
 from tunix_like.compile.programs import Plan, decode_program, make_plan, update_program  # noqa: E402
 from tunix_like.config.load import load  # noqa: E402 (after `prepare`, which has to run before jax is imported)
 from tunix_like.models.sharding import scope  # noqa: E402
-from tunix_like.training.sizes import Device  # noqa: E402
+from tunix_like.planning.sizes import Device  # noqa: E402
 
 
 def plan_of(work: Work, prompts: int) -> Plan:

@@ -26,13 +26,13 @@ from benchmarks.worker import Gate, peak_memory_mb, serve
 from tunix_like.config.schema import OptimizerConfig, RLTrainingConfig, RolloutConfig, SFTConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import default_dtype
+from tunix_like.planning import sizes
+from tunix_like.planning.memory import Phase, rollout_phase, update_phases
 from tunix_like.rollout.logits import SamplingParams
 from tunix_like.rollout.requests import collect, samples_of
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.text.tokenizer import Tokenizer
-from tunix_like.training import sizes
 from tunix_like.training.learners import GRPOConfig, GRPOLearner
-from tunix_like.training.memory import Phase, rollout_phase, update_phases
 from tunix_like.types import Completions, Request, Sample
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")

@@ -29,12 +29,12 @@ from tunix_like.algorithms.objective import build_objective
 from tunix_like.config.schema import OptimizerConfig
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.training.forward import ForwardOptions
+from tunix_like.planning.sizes import micro_batch_size
+from tunix_like.step.forward import ForwardOptions
+from tunix_like.step.optimizer import build_optimizer, init_optimizer
+from tunix_like.step.packing import choose_layout, pack
+from tunix_like.step.train_step import StepSpec, TrainState, jit_train_step, step_inputs
 from tunix_like.training.learners import GRPOConfig
-from tunix_like.training.optimizer import build_optimizer, init_optimizer
-from tunix_like.training.packing import choose_layout, pack
-from tunix_like.training.sizes import micro_batch_size
-from tunix_like.training.train_step import StepSpec, TrainState, jit_train_step, step_inputs
 from tunix_like.types import GroupBatch
 
 AIM = 0.65

@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from tunix_like.rewards import register_reward_fn as register_reward_fn
     from tunix_like.runs.recipe import run as run
     from tunix_like.runs.trained import load_model as load_model
+    from tunix_like.session.callbacks import Callback as Callback
+    from tunix_like.session.callbacks import EarlyStopping as EarlyStopping
+    from tunix_like.session.callbacks import RateProbe as RateProbe
+    from tunix_like.session.callbacks import RunControl as RunControl
+    from tunix_like.session.display import LiveCurves as LiveCurves
     from tunix_like.text.tokenizer import Tokenizer as Tokenizer
-    from tunix_like.training.callbacks import Callback as Callback
-    from tunix_like.training.callbacks import EarlyStopping as EarlyStopping
-    from tunix_like.training.callbacks import RateProbe as RateProbe
-    from tunix_like.training.callbacks import RunControl as RunControl
-    from tunix_like.training.display import LiveCurves as LiveCurves
     from tunix_like.training.generation import generate as generate
     from tunix_like.training.learner import Learner as Learner
     from tunix_like.training.learners import LEARNERS as LEARNERS
@@ -105,8 +105,8 @@ _NAMES_OF_MODULE = {
     "tunix_like.environments.registry": "register_environment",
     "tunix_like.runs.recipe": "run",
     "tunix_like.runs.trained": "load_model",
-    "tunix_like.training.callbacks": "Callback EarlyStopping RateProbe RunControl",
-    "tunix_like.training.display": "LiveCurves",
+    "tunix_like.session.callbacks": "Callback EarlyStopping RateProbe RunControl",
+    "tunix_like.session.display": "LiveCurves",
     "tunix_like.training.generation": "generate",
     "tunix_like.training.learner": "Learner",
     "tunix_like.training.learners": (

@@ -16,7 +16,7 @@ from tests.models.published_configs import GEMMA3, LLAMA32, QWEN3, QWEN3_1_7B, Q
 from tests.process import ROOT, python
 from tunix_like.cli import main as cli
 from tunix_like.data import reverse_text
-from tunix_like.training import sizes
+from tunix_like.planning import sizes
 
 pytestmark = pytest.mark.slow
 

@@ -24,9 +24,9 @@ from tunix_like.config.schema import OptimizerConfig
 from tunix_like.errors import UserError
 from tunix_like.models.counts import parameter_count
 from tunix_like.models.sharding import place_params
+from tunix_like.planning.sizes import Device
 from tunix_like.runtime.accelerators import KINDS
-from tunix_like.training.optimizer import build_optimizer, init_optimizer, state_shapes
-from tunix_like.training.sizes import Device
+from tunix_like.step.optimizer import build_optimizer, init_optimizer, state_shapes
 
 pytestmark = pytest.mark.slow
 

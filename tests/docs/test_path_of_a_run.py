@@ -46,7 +46,7 @@ def test_the_documented_functions_are_the_calls_from_the_command_to_the_gradient
         [
             (file, name)
             for file, name in calls
-            if file != DECORATORS and (file != "training/train_step.py" or name not in NESTED)
+            if file != DECORATORS and (file != "step/train_step.py" or name not in NESTED)
         ]
         for calls in json.loads(ended.stdout.splitlines()[-1])
     ]

@@ -42,15 +42,15 @@ from tunix_like.models.sharding import (
     scope,
     shardings_of,
 )
+from tunix_like.planning.bounds import decode_bytes
+from tunix_like.planning.sizes import COLLECTIVE_SECONDS, Device, Planner, SamplingLayout, decode_seconds
 from tunix_like.rollout import decoding, sampler, schedule
 from tunix_like.runtime.accelerators import KINDS, Accelerator
-from tunix_like.training.bounds import decode_bytes
+from tunix_like.step.forward import ForwardOptions, place_packed
+from tunix_like.step.packing import Layout, pack
+from tunix_like.step.train_step import StepSpec, TrainState, gradient, step_inputs
 from tunix_like.training.engine import make_engine
-from tunix_like.training.forward import ForwardOptions, place_packed
-from tunix_like.training.packing import Layout, pack
 from tunix_like.training.sft import _Likelihood
-from tunix_like.training.sizes import COLLECTIVE_SECONDS, Device, Planner, SamplingLayout, decode_seconds
-from tunix_like.training.train_step import StepSpec, TrainState, gradient, step_inputs
 from tunix_like.types import GroupBatch, SamplingParams
 
 pytestmark = pytest.mark.slow

@@ -17,8 +17,8 @@ from tunix_like.config.schema import MeshConfig
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.sharding import build_mesh, count_slices, layout_mesh
+from tunix_like.planning.sizes import Device, Planner
 from tunix_like.runtime.accelerators import KINDS
-from tunix_like.training.sizes import Device, Planner
 
 
 @dataclasses.dataclass(frozen=True)

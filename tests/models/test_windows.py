@@ -17,8 +17,8 @@ from tunix_like.models.fields import YarnScaling
 from tunix_like.rollout import schedule
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.rollout.shapes import pad_tokens
-from tunix_like.training.forward import ForwardOptions, batch_logprobs
-from tunix_like.training.packing import choose_layout, pack
+from tunix_like.step.forward import ForwardOptions, batch_logprobs
+from tunix_like.step.packing import choose_layout, pack
 from tunix_like.types import GroupBatch, SamplingParams
 
 CONFIG = DecoderConfig(

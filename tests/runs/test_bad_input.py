@@ -175,7 +175,7 @@ def place(tmp_path_factory):
 def forbid_sampling_and_training(monkeypatch):
     """Forbids sampling and training steps, which would be compiled."""
     monkeypatch.setattr(Sampler, "generate", lambda *_, **__: pytest.fail("sampled"))
-    monkeypatch.setattr("tunix_like.training.train_step.train_step", lambda *_, **__: pytest.fail("compiled a step"))
+    monkeypatch.setattr("tunix_like.step.train_step.train_step", lambda *_, **__: pytest.fail("compiled a step"))
 
 
 def listing(folder):

@@ -137,7 +137,7 @@ told["nan"] = fetch(place_replicated(np.array([1, np.nan], np.float32), mesh), m
 told["own nan"] = fetch(jax.numpy.array([1, np.nan]), mesh).tolist()
 refused("no mesh", lambda: check_divides(None, None))
 
-from tunix_like.training import sizes
+from tunix_like.planning import sizes
 from tunix_like.rollout.rollouts import score_completions
 from tunix_like.types import Problem
 

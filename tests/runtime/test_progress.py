@@ -23,7 +23,7 @@ from tunix_like import RolloutConfig, load_model
 from tunix_like.data import reverse_text
 from tunix_like.runtime import console, progress
 from tunix_like.runtime import profile as speed
-from tunix_like.training import display
+from tunix_like.session import display
 from tunix_like.training.engine import make_engine
 from tunix_like.types import Request, SamplingParams
 

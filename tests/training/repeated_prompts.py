@@ -20,9 +20,9 @@ from tunix_like.algorithms.objective import build_objective
 from tunix_like.config.schema import LOSS_AGG_MODES, AlgorithmConfig
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
-from tunix_like.training.forward import ForwardOptions
-from tunix_like.training.packing import Layout, pack
-from tunix_like.training.train_step import StepInputs, StepSpec, TrainState, step_inputs, train_step
+from tunix_like.step.forward import ForwardOptions
+from tunix_like.step.packing import Layout, pack
+from tunix_like.step.train_step import StepInputs, StepSpec, TrainState, step_inputs, train_step
 from tunix_like.types import GroupBatch
 
 PROMPTS, SIZE, WIDTH, STEPS, VOCABULARY = 3, 4, 6, 5, 19

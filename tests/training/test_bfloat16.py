@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tunix_like.models.log_probabilities import token_logprobs
-from tunix_like.training.packing import Layout, pack
-from tunix_like.training.train_step import step_inputs
+from tunix_like.step.packing import Layout, pack
+from tunix_like.step.train_step import step_inputs
 from tunix_like.types import GroupBatch
 
 from .repeated_prompts import (

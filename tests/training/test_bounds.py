@@ -19,9 +19,7 @@ from tunix_like.models.decoder import Decoder
 from tunix_like.models.fields import DeltaRule, Experts
 from tunix_like.models.quantized_base import quantize_base
 from tunix_like.models.sharding import place_params
-from tunix_like.rollout.decoding import cast_params
-from tunix_like.runtime.accelerators import KINDS
-from tunix_like.training.bounds import (
+from tunix_like.planning.bounds import (
     TYPICAL,
     bound_seconds,
     decode_bytes,
@@ -30,6 +28,8 @@ from tunix_like.training.bounds import (
     update_bytes,
     weight_bytes,
 )
+from tunix_like.rollout.decoding import cast_params
+from tunix_like.runtime.accelerators import KINDS
 
 PROMPTS, GROUP, WIDTH, STEPS = 4, 2, 5, 6
 

@@ -18,8 +18,8 @@ from tunix_like.rollout.collection import training_batch
 from tunix_like.rollout.episodes import Episode
 from tunix_like.rollout.rollouts import Rollout, Task
 from tunix_like.rollout.samples import pick_samples
-from tunix_like.training import diagnosis, display
-from tunix_like.training.diagnosis import REPEAT_AFTER, SignalWatch, diagnose, has_signal
+from tunix_like.session import diagnosis, display
+from tunix_like.session.diagnosis import REPEAT_AFTER, SignalWatch, diagnose, has_signal
 from tunix_like.types import Completions, Problem
 
 LIMIT = 20

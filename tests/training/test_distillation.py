@@ -34,11 +34,11 @@ from tunix_like.config.load import load
 from tunix_like.config.schema import MeshConfig
 from tunix_like.data import reverse_text
 from tunix_like.models.sharding import build_mesh
+from tunix_like.step.train_step import StepSpec, TeacherInputs, TeacherSpec, TrainState, train_step
 from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.training.companions import make_reference
 from tunix_like.training.teacher import check_tokenizers, taught_prompt
-from tunix_like.training.train_step import StepSpec, TeacherInputs, TeacherSpec, TrainState, train_step
 from tunix_like.types import GroupBatch, Problem
 
 from .repeated_prompts import (

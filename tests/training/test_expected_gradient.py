@@ -21,8 +21,8 @@ from tests.parameters import others_slow
 from tunix_like.algorithms.distillation import teacher_advantages
 from tunix_like.algorithms.losses import kl_estimate
 from tunix_like.config.schema import TeacherConfig
-from tunix_like.training.packing import Layout, pack
-from tunix_like.training.train_step import StepInputs, step_inputs
+from tunix_like.step.packing import Layout, pack
+from tunix_like.step.train_step import StepInputs, step_inputs
 from tunix_like.types import GroupBatch
 
 from .repeated_prompts import PLAIN, difference, keep_gradient, make_model, make_objective, plain_step

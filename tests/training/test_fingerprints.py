@@ -21,8 +21,8 @@ from tests.training.small_learner import (
 )
 from tunix_like import RLTrainingConfig, RolloutConfig, SFTConfig, SFTTrainer, UserError
 from tunix_like.rewards import pooled, resolve, verl_compatible
-from tunix_like.training import fingerprints
-from tunix_like.training.fingerprints import of_code, of_rows
+from tunix_like.session import fingerprints
+from tunix_like.session.fingerprints import of_code, of_rows
 
 HELPERS = """
 import re
@@ -69,7 +69,7 @@ def written(folder, edit=("", ""), file="rewards.py"):
         assert name != file or edit[0] in text
         (folder / name).write_text(text.replace(*edit) if name == file and edit[0] else text)
     code = (
-        "from tunix_like.rewards import resolve; from tunix_like.training.fingerprints import of_code; "
+        "from tunix_like.rewards import resolve; from tunix_like.session.fingerprints import of_code; "
         "print(of_code(resolve('rewards.py:reward')))"
     )
     return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True).stdout

@@ -13,10 +13,10 @@ import pytest
 
 from tunix_like.models.decoder import Decoder
 from tunix_like.rollout import decoding
-from tunix_like.training import forward, packing
-from tunix_like.training.forward import batch_logprobs, chunk_logprobs, chunk_of, prompt_states
-from tunix_like.training.packing import Layout, pack
-from tunix_like.training.train_step import StepSpec, chunk_loss, step_inputs
+from tunix_like.step import forward, packing
+from tunix_like.step.forward import batch_logprobs, chunk_logprobs, chunk_of, prompt_states
+from tunix_like.step.packing import Layout, pack
+from tunix_like.step.train_step import StepSpec, chunk_loss, step_inputs
 from tunix_like.types import GroupBatch
 
 from .repeated_prompts import (

@@ -13,9 +13,9 @@ from tunix_like.cli import main as cli
 from tunix_like.data import reverse_text
 from tunix_like.errors import EngineLost, SamplerDrifted
 from tunix_like.rollout.sampler import Sampler
+from tunix_like.session import guards
+from tunix_like.session.guards import GapWatch, SkippedUpdate, SkipWatch
 from tunix_like.storage.metrics import rows
-from tunix_like.training import guards
-from tunix_like.training.guards import GapWatch, SkippedUpdate, SkipWatch
 
 from .repeated_prompts import BATCH
 

@@ -26,7 +26,7 @@ from tunix_like import (
 from tunix_like.rollout.requests import collect as collect_samples
 from tunix_like.rollout.requests import samples_of
 from tunix_like.rollout.rollouts import with_width
-from tunix_like.training.train_step import jit_train_step
+from tunix_like.step.train_step import jit_train_step
 
 from .small_learner import (
     ROWS,
@@ -88,8 +88,8 @@ def test_maxima_of_several_updates_are_not_averaged(monkeypatch):
 
         return update
 
-    monkeypatch.setattr("tunix_like.training.train_step.jit_train_step", recorded)
-    monkeypatch.setattr("tunix_like.training.train_step._SHARED", OrderedDict())
+    monkeypatch.setattr("tunix_like.step.train_step.jit_train_step", recorded)
+    monkeypatch.setattr("tunix_like.step.train_step._SHARED", OrderedDict())
     algo = GRPOConfig(num_generations=4, num_iterations=2)
     last = make(algo, learner=GRPOLearner, reward=varied, max_steps=1).train(ROWS, batch_size=4)
     first, second = updates

@@ -21,8 +21,8 @@ from tunix_like.config.schema import MeshConfig, RLTrainingConfig, SFTConfig
 from tunix_like.models.lora import check_base, fingerprint, join_params, split_params
 from tunix_like.models.sharding import build_mesh, place_params
 from tunix_like.runs.trained import open_trained
+from tunix_like.step.forward import batch_logprobs
 from tunix_like.storage.checkpoints import Checkpoints
-from tunix_like.training.forward import batch_logprobs
 from tunix_like.training.sft import SFTTrainer
 
 from .repeated_prompts import (

@@ -40,12 +40,8 @@ from tunix_like.models.fields import DeltaRule, Experts
 from tunix_like.models.lora import add_lora, split_params
 from tunix_like.models.quantized_base import quantize_base
 from tunix_like.models.sharding import build_mesh, place_params, place_slots, prompt_parts
-from tunix_like.rollout import decoding
-from tunix_like.rollout.shapes import slot_shape
-from tunix_like.training import sizes
-from tunix_like.training.forward import ForwardOptions
-from tunix_like.training.learners import GRPOConfig, GRPOLearner
-from tunix_like.training.memory import (
+from tunix_like.planning import sizes
+from tunix_like.planning.memory import (
     Companions,
     TeacherWork,
     Work,
@@ -53,9 +49,13 @@ from tunix_like.training.memory import (
     rollout_phase,
     update_phases,
 )
-from tunix_like.training.optimizer import build_optimizer
-from tunix_like.training.packing import choose_layout, pack
-from tunix_like.training.train_step import StepInputs, StepSpec, TeacherInputs, TeacherSpec, TrainState, jit_train_step
+from tunix_like.rollout import decoding
+from tunix_like.rollout.shapes import slot_shape
+from tunix_like.step.forward import ForwardOptions
+from tunix_like.step.optimizer import build_optimizer
+from tunix_like.step.packing import choose_layout, pack
+from tunix_like.step.train_step import StepInputs, StepSpec, TeacherInputs, TeacherSpec, TrainState, jit_train_step
+from tunix_like.training.learners import GRPOConfig, GRPOLearner
 from tunix_like.types import GroupBatch, SamplingParams
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 
 from tunix_like.config.schema import OptimizerConfig
 from tunix_like.errors import UserError
-from tunix_like.training.optimizer import build_optimizer, build_schedule
+from tunix_like.step.optimizer import build_optimizer, build_schedule
 
 
 def rates(config: OptimizerConfig, total: int | None, updates: list[int]) -> np.ndarray:

@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 
-from tunix_like.training.packing import ROWS_PER_BIN, Layout, Packed, choose_layout, pack
+from tunix_like.step.packing import ROWS_PER_BIN, Layout, Packed, choose_layout, pack
 
 PLACES = ("sample", "start", "length")
 

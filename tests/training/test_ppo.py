@@ -35,9 +35,9 @@ from tunix_like.config.load import load
 from tunix_like.config.schema import MeshConfig
 from tunix_like.models.counts import share_of
 from tunix_like.models.sharding import build_mesh
+from tunix_like.planning.sizes import described_companions
+from tunix_like.step.train_step import StepSpec, TrainState, train_step
 from tunix_like.storage.metrics import rows as metric_rows
-from tunix_like.training.sizes import described_companions
-from tunix_like.training.train_step import StepSpec, TrainState, train_step
 
 from .repeated_prompts import (
     BATCH,

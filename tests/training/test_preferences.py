@@ -34,11 +34,11 @@ from tunix_like.data.source import with_prompt
 from tunix_like.data.stream import render
 from tunix_like.models.lora import add_lora
 from tunix_like.models.sharding import build_mesh
+from tunix_like.step import train_step
+from tunix_like.step.forward import CHUNKS, SETS, ForwardOptions
+from tunix_like.step.train_step import StepPrograms, StepSpec, TrainState, step_inputs
 from tunix_like.storage.metrics import rows as metric_rows
-from tunix_like.training import train_step
-from tunix_like.training.forward import CHUNKS, SETS, ForwardOptions
 from tunix_like.training.sft import _Likelihood
-from tunix_like.training.train_step import StepPrograms, StepSpec, TrainState, step_inputs
 from tunix_like.training.updates import pack_update
 from tunix_like.types import GroupBatch
 

@@ -22,8 +22,8 @@ from tunix_like.rollout.requests import collect
 from tunix_like.rollout.rollouts import with_length
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.rollout.shapes import pad_tokens
-from tunix_like.training.forward import ForwardOptions, batch_logprobs
-from tunix_like.training.packing import choose_layout, pack, with_experts
+from tunix_like.step.forward import ForwardOptions, batch_logprobs
+from tunix_like.step.packing import choose_layout, pack, with_experts
 from tunix_like.types import GroupBatch, Reply, Request, SamplingParams
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from tunix_like.algorithms.losses import TokenInputs
 from tunix_like.config.schema import LOSS_AGG_MODES
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.fields import DeltaRule
-from tunix_like.training.forward import batch_logprobs
+from tunix_like.step.forward import batch_logprobs
 from tunix_like.types import GroupBatch
 
 from .repeated_prompts import (

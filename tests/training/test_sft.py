@@ -35,13 +35,13 @@ from tunix_like.errors import NotSaved
 from tunix_like.runs import recipe
 from tunix_like.runs.build import Parts
 from tunix_like.runtime import processes
+from tunix_like.step.forward import ForwardOptions
+from tunix_like.step.packing import Layout, pack
+from tunix_like.step.train_step import StepSpec, gradient, step_inputs
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.metrics import rows as metric_rows
-from tunix_like.training.forward import ForwardOptions
 from tunix_like.training.loop import Stopped
-from tunix_like.training.packing import Layout, pack
 from tunix_like.training.sft import _Likelihood
-from tunix_like.training.train_step import StepSpec, gradient, step_inputs
 
 TEXTS = ["ab", "cde", "efgh", "gh", "bad", "dc", "feed", "hg"]
 ROWS = [reverse_text.record(text) for text in TEXTS]

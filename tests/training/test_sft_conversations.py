@@ -25,7 +25,7 @@ from tunix_like import (
 from tunix_like.cli.main import main
 from tunix_like.data.stream import render
 from tunix_like.environments.arguments import make_player
-from tunix_like.training import train_step
+from tunix_like.step import train_step
 from tunix_like.types import Problem, Turn
 
 WIDE = {"max_position_embeddings": 1024}

@@ -12,15 +12,15 @@ from tunix_like.config.schema import LoraConfig, MeshConfig, OptimizerConfig
 from tunix_like.models.layer_stack import segments_of
 from tunix_like.models.lora import add_lora, split_params
 from tunix_like.models.sharding import build_mesh, place_params, scope, shardings_of
-from tunix_like.training import arguments
-from tunix_like.training.optimizer import (
+from tunix_like.step.optimizer import (
     build_optimizer,
     init_optimizer,
     stack_moments,
     state_shapes,
     unstack_moments,
 )
-from tunix_like.training.train_step import StepSpec, TrainState, jit_train_step
+from tunix_like.step.train_step import StepSpec, TrainState, jit_train_step
+from tunix_like.training import arguments
 
 from .repeated_prompts import PLAIN, WHOLE, data_of, make_model, make_objective
 from .small_learner import ROWS, make

@@ -16,8 +16,8 @@ from tunix_like.algorithms.losses import TokenInputs
 from tunix_like.algorithms.objective import build_objective
 from tunix_like.algorithms.off_policy import DEFAULT_UPPER
 from tunix_like.config.schema import LOSS_AGG_MODES, AlgorithmConfig
-from tunix_like.training import packing
-from tunix_like.training.packing import Layout
+from tunix_like.step import packing
+from tunix_like.step.packing import Layout
 
 from .repeated_prompts import (
     BATCH,

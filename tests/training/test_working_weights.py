@@ -18,9 +18,9 @@ from tunix_like.models.fields import DeltaRule, Experts, YarnScaling
 from tunix_like.models.layer_stack import Segment, segments_of, stack_layers, unstack_layers
 from tunix_like.models.log_probabilities import token_logprobs
 from tunix_like.models.lora import add_lora, split_params
-from tunix_like.training.forward import batch_logprobs
-from tunix_like.training.train_step import StepSpec, gradient
-from tunix_like.training.working_weights import working_weights
+from tunix_like.step.forward import batch_logprobs
+from tunix_like.step.train_step import StepSpec, gradient
+from tunix_like.step.working_weights import working_weights
 
 from .repeated_prompts import BATCH, LAYOUTS, PLAIN, VOCABULARY, WHOLE, data_of, make_model, make_objective, packed_as
 

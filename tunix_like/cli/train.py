@@ -22,8 +22,8 @@ def train(arguments: argparse.Namespace) -> None:
     from tunix_like.runs.folder import check_place, run_folder
     from tunix_like.runtime import processes
     from tunix_like.runtime.object_storage import is_remote, names_below
+    from tunix_like.session.display import StepLines
     from tunix_like.storage.mirror import local_folder
-    from tunix_like.training.display import StepLines
 
     parts = build.assemble(config, abstract=arguments.dry_run)
     place = run_folder(config, arguments.config, str(parts.config.algorithm.advantage_estimator))
@@ -78,9 +78,9 @@ def sft(arguments: argparse.Namespace) -> None:
     from tunix_like.runs import build, recipe
     from tunix_like.runs.folder import claim, run_folder
     from tunix_like.runtime import processes
+    from tunix_like.session.display import StepLines
     from tunix_like.storage.mirror import local_folder
     from tunix_like.storage.run_lock import owned
-    from tunix_like.training.display import StepLines
 
     parts = build.assemble(config)
     place = run_folder(config, arguments.config, "sft")

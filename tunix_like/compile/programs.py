@@ -47,26 +47,26 @@ from tunix_like.models.sharding import (
     slot_shapes,
     token_parts,
 )
-from tunix_like.rollout import decoding
-from tunix_like.rollout.logits import SamplingParams
-from tunix_like.rollout.sampler import jit_place
-from tunix_like.rollout.shapes import slot_shape
-from tunix_like.runs.build import check_batches, check_config, chosen_tokenizer, named_model, updates_per_batch
-from tunix_like.training.arguments import forward_options, likelihood_options
-from tunix_like.training.bounds import decode_bytes, held_bytes, prefill_bytes, update_bytes, weight_bytes
-from tunix_like.training.critic import new_critic
-from tunix_like.training.forward import CHUNKS, SETS, batch_logprobs, packed_shapes
-from tunix_like.training.memory import Phase
-from tunix_like.training.optimizer import build_optimizer, moment_segments, state_shapes
-from tunix_like.training.packing import Packed, choose_layout, pack
-from tunix_like.training.sizes import (
+from tunix_like.planning.bounds import decode_bytes, held_bytes, prefill_bytes, update_bytes, weight_bytes
+from tunix_like.planning.memory import Phase
+from tunix_like.planning.sizes import (
     Device,
     MemoryEstimate,
     device_memory,
     estimate_memory,
     prefilled_prompts,
 )
-from tunix_like.training.train_step import StepInputs, StepSpec, TeacherInputs, TeacherSpec, TrainState, jit_train_step
+from tunix_like.rollout import decoding
+from tunix_like.rollout.logits import SamplingParams
+from tunix_like.rollout.sampler import jit_place
+from tunix_like.rollout.shapes import slot_shape
+from tunix_like.runs.build import check_batches, check_config, chosen_tokenizer, named_model, updates_per_batch
+from tunix_like.step.forward import CHUNKS, SETS, batch_logprobs, packed_shapes
+from tunix_like.step.optimizer import build_optimizer, moment_segments, state_shapes
+from tunix_like.step.packing import Packed, choose_layout, pack
+from tunix_like.step.train_step import StepInputs, StepSpec, TeacherInputs, TeacherSpec, TrainState, jit_train_step
+from tunix_like.training.arguments import forward_options, likelihood_options
+from tunix_like.training.critic import new_critic
 from tunix_like.types import GroupBatch
 
 logger = logging.getLogger("tunix_like")
@@ -355,7 +355,7 @@ def _block_trips(plan: Plan) -> Trips:
 
 
 def _packed(plan: Plan, most: int) -> Packed:
-    """Packs the completions of the first `most` prompts of a step (`training/packing.py`)."""
+    """Packs the completions of the first `most` prompts of a step (`step/packing.py`)."""
     prompts, group = plan.group
     layout = choose_layout(group, most, plan.widths, plan.estimate.micro_batch, prompt_parts(plan.mesh))
     first = np.zeros((prompts, group), bool)

@@ -25,12 +25,12 @@ from tunix_like.compile.programs import Plan, Program, make_plan, programs_of
 from tunix_like.config.schema import Config
 from tunix_like.errors import NotSaved, UserError, one_line
 from tunix_like.models.sharding import scope
+from tunix_like.planning.bounds import PEAK, TYPICAL, bound_seconds
+from tunix_like.planning.memory import amount
+from tunix_like.planning.sizes import Device
 from tunix_like.runs.describe import describe_devices, describe_model
 from tunix_like.runtime import console
 from tunix_like.runtime.accelerators import KINDS, Accelerator
-from tunix_like.training.bounds import PEAK, TYPICAL, bound_seconds
-from tunix_like.training.memory import amount
-from tunix_like.training.sizes import Device
 
 FAR = 1.25
 """Programs are not compiled if the estimated memory of weights, gradients and optimizer state exceeds this multiple of

@@ -21,15 +21,15 @@ from tunix_like.config.schema import Config
 from tunix_like.errors import UserError
 from tunix_like.models.lora import split_params
 from tunix_like.models.sharding import fetch, place_replicated, scope
+from tunix_like.planning.sizes import Planner
 from tunix_like.runs.build import check_config, updates_per_batch
 from tunix_like.runs.trained import Trained, open_trained
 from tunix_like.runtime import console, progress
+from tunix_like.session.guards import FOLDER, SkippedUpdate, read_skipped
+from tunix_like.step.forward import place_packed
+from tunix_like.step.train_step import StepSpec, gradient, loss_weights, step_inputs
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.training.arguments import forward_options
-from tunix_like.training.forward import place_packed
-from tunix_like.training.guards import FOLDER, SkippedUpdate, read_skipped
-from tunix_like.training.sizes import Planner
-from tunix_like.training.train_step import StepSpec, gradient, loss_weights, step_inputs
 from tunix_like.training.updates import pack_update
 from tunix_like.types import GroupBatch
 

@@ -48,20 +48,20 @@ from tunix_like.models.opening import (
     with_steps,
 )
 from tunix_like.models.sharding import build_mesh, check_batch, check_experts, check_lengths, check_model
+from tunix_like.planning.sizes import described_companions
 from tunix_like.rollout.engines.registry import check_engine, find_engine
 from tunix_like.rollout.rollouts import WeightedReward
 from tunix_like.runs.reward_functions import reward_entries, reward_functions
 from tunix_like.runtime.profile import check_profile_steps
+from tunix_like.session.callbacks import named_callbacks
+from tunix_like.step.optimizer import build_schedule
 from tunix_like.storage.loggers import check_loggers
 from tunix_like.text.tokenizer import Tokenizer
-from tunix_like.training.callbacks import named_callbacks
 from tunix_like.training.critic import check_critic, new_critic, resolve_critic
 from tunix_like.training.engine import check_routing_replay, check_staleness, make_engine, training_devices
 from tunix_like.training.learner import Learner
 from tunix_like.training.learners import LEARNERS, find_learner
-from tunix_like.training.optimizer import build_schedule
 from tunix_like.training.preferences import PAIR_LEARNER_CLASSES, DPOLearner, check_columns
-from tunix_like.training.sizes import described_companions
 from tunix_like.training.teacher import (
     check_positions,
     check_scorer,

@@ -17,13 +17,13 @@ from tunix_like.config.sources import ESTIMATOR_KEYS
 from tunix_like.errors import UserError
 from tunix_like.models.counts import adapter_count, parameter_count
 from tunix_like.models.decoder import Decoder
+from tunix_like.planning.sizes import MemoryEstimate, estimate_memory
 from tunix_like.rewards.pool import PooledFunction
 from tunix_like.rewards.services import WaitingFunction
 from tunix_like.rollout.collection import EXTRA_BATCHES
 from tunix_like.rollout.engines.registry import find_engine
 from tunix_like.rollout.rollouts import WeightedReward
 from tunix_like.runs.build import Parts, updates_per_batch
-from tunix_like.training.sizes import MemoryEstimate, estimate_memory
 
 
 def describe(parts: Parts) -> list[tuple[str, str]]:

@@ -23,11 +23,11 @@ from tunix_like.rollout.engines.registry import EngineSetup, engine_of, find_eng
 from tunix_like.runs.build import Parts, assemble
 from tunix_like.runs.folder import claim, run_folder
 from tunix_like.runtime import console, processes
+from tunix_like.session.callbacks import Callback, check_callbacks
+from tunix_like.session.display import displayed
 from tunix_like.storage.mirror import local_folder
 from tunix_like.storage.run_lock import owned
 from tunix_like.training.answers import Answers
-from tunix_like.training.callbacks import Callback, check_callbacks
-from tunix_like.training.display import displayed
 from tunix_like.training.learner import Learner
 from tunix_like.training.preferences import DPOLearner, check_pairs
 from tunix_like.training.preferences import with_prompts as pairs_with_prompts

@@ -19,7 +19,7 @@ from tunix_like.config.schema import (
 )
 from tunix_like.errors import UserError, check_type
 from tunix_like.rollout.engines.registry import MEMBERS
-from tunix_like.training.forward import ForwardOptions
+from tunix_like.step.forward import ForwardOptions
 from tunix_like.types import Engine
 
 _TYPES: dict[str, tuple[Any, str]] = {

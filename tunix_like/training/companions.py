@@ -13,7 +13,7 @@ from tunix_like.errors import UserError, one_line
 from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.lora import without_adapters
 from tunix_like.models.sharding import check_divides, fetch, place_params, without_shared
-from tunix_like.training.sizes import teacher_work
+from tunix_like.planning.sizes import teacher_work
 from tunix_like.training.teacher import Teacher, check_positions, check_scorer, check_served
 from tunix_like.training.trainer import Trainer
 

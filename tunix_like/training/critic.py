@@ -26,9 +26,9 @@ from tunix_like.models.decoder import Decoder, add_scalar_head, check_decoder
 from tunix_like.models.loading import check_fit
 from tunix_like.models.lora import add_lora, fingerprint, part_params, without_adapters
 from tunix_like.models.sharding import check_divides, without_shared
+from tunix_like.planning.sizes import critic_work
 from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.training.arguments import likelihood_options
-from tunix_like.training.sizes import critic_work
 from tunix_like.training.trainer import ModelInTraining, Trainer
 
 

@@ -17,11 +17,11 @@ from tunix_like.algorithms.losses import find_policy_loss
 from tunix_like.config.schema import AlgorithmConfig, RLTrainingConfig, RolloutConfig
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
+from tunix_like.planning.memory import ALONE, Companions
+from tunix_like.planning.sizes import Planner
 from tunix_like.rollout.rollouts import Task
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.text.tokenizer import Tokenizer
-from tunix_like.training.memory import ALONE, Companions
-from tunix_like.training.sizes import Planner
 from tunix_like.types import Engine, Request, Responder, Sample, SamplingParams
 
 logger = logging.getLogger("tunix_like")

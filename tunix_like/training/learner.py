@@ -41,6 +41,7 @@ from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluation, Evaluator, chec
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import check_fit
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
+from tunix_like.planning.memory import Companions
 from tunix_like.rewards import close_pools
 from tunix_like.rollout.collection import Collector, training_batch
 from tunix_like.rollout.engines.registry import check_engine
@@ -49,6 +50,9 @@ from tunix_like.rollout.rollouts import Rollout, Task, WeightedReward, warn_cut,
 from tunix_like.rollout.samples import pick_samples
 from tunix_like.runtime import progress
 from tunix_like.runtime.profile import Clock, Compilations, Profile
+from tunix_like.session.callbacks import Callback
+from tunix_like.session.diagnosis import SignalWatch
+from tunix_like.session.guards import remove_files_after
 from tunix_like.training import loop
 from tunix_like.training.arguments import (
     check_arguments,
@@ -59,14 +63,10 @@ from tunix_like.training.arguments import (
     rollout_identity,
     source_settings,
 )
-from tunix_like.training.callbacks import Callback
 from tunix_like.training.companions import Reference, make_reference, make_teacher
 from tunix_like.training.critic import Critic, resolve_critic
-from tunix_like.training.diagnosis import SignalWatch
 from tunix_like.training.engine import CheckedEngine, check_routing_replay, check_staleness, make_engine
 from tunix_like.training.generation import complete, sampling_of, with_rollout
-from tunix_like.training.guards import remove_files_after
-from tunix_like.training.memory import Companions
 from tunix_like.training.rollouts_ahead import RolloutsAhead
 from tunix_like.training.step_metrics import advantage_metrics, speed_metrics, user_metrics
 from tunix_like.training.teacher import Teacher, check_reference, resolve_teacher

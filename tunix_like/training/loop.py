@@ -23,12 +23,12 @@ from tunix_like.models.lora import check_base
 from tunix_like.rewards.registry import labels_of
 from tunix_like.runtime import output, progress, trace
 from tunix_like.runtime.processes import by_first, gather
+from tunix_like.session.callbacks import Callback, Callbacks
+from tunix_like.session.display import shown
+from tunix_like.session.fingerprints import INPUTS
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.metrics import MetricsLog
 from tunix_like.storage.run_lock import owned
-from tunix_like.training.callbacks import Callback, Callbacks
-from tunix_like.training.display import shown
-from tunix_like.training.fingerprints import INPUTS
 from tunix_like.training.trainer import Trainer
 
 logger = logging.getLogger("tunix_like")

@@ -26,21 +26,21 @@ from tunix_like.errors import UserError, check_type, nearest
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.lora import fingerprint
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
+from tunix_like.planning.memory import Companions
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.runtime import progress, trace
 from tunix_like.runtime.profile import Profile
+from tunix_like.session.callbacks import Callback
+from tunix_like.session.guards import SkipWatch
+from tunix_like.step.forward import place_packed
+from tunix_like.step.optimizer import updates_done
+from tunix_like.step.packing import Packed
+from tunix_like.step.train_step import step_inputs
 from tunix_like.training import loop
 from tunix_like.training.answers import Answers, with_tools
 from tunix_like.training.arguments import likelihood_options
-from tunix_like.training.callbacks import Callback
 from tunix_like.training.companions import Reference, make_reference
-from tunix_like.training.forward import place_packed
-from tunix_like.training.guards import SkipWatch
-from tunix_like.training.memory import Companions
-from tunix_like.training.optimizer import updates_done
-from tunix_like.training.packing import Packed
 from tunix_like.training.teacher import check_reference
-from tunix_like.training.train_step import step_inputs
 from tunix_like.training.trainer import Trainer, check_batch_size
 from tunix_like.training.updates import pack_update
 from tunix_like.types import GroupBatch

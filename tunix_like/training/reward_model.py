@@ -21,11 +21,11 @@ from tunix_like.errors import UserError
 from tunix_like.models.loading import default_dtype
 from tunix_like.models.opening import load_config, load_model
 from tunix_like.models.sharding import fetch, place_replicated, prompt_parts, scope
+from tunix_like.planning.sizes import micro_batch_size
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
+from tunix_like.step.forward import batch_logprobs, place_packed
+from tunix_like.step.packing import choose_layout, pack
 from tunix_like.training.arguments import likelihood_options
-from tunix_like.training.forward import batch_logprobs, place_packed
-from tunix_like.training.packing import choose_layout, pack
-from tunix_like.training.sizes import micro_batch_size
 from tunix_like.types import GroupBatch
 
 PREFIX = "model:"

@@ -29,16 +29,16 @@ from tunix_like.errors import UserError, check_type
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
+from tunix_like.session.callbacks import Callback
+from tunix_like.session.guards import SkipWatch
+from tunix_like.step.forward import place_packed
+from tunix_like.step.optimizer import updates_done
+from tunix_like.step.train_step import step_inputs
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.training import loop
 from tunix_like.training.answers import Answers, with_tools
 from tunix_like.training.arguments import likelihood_options
-from tunix_like.training.callbacks import Callback
-from tunix_like.training.forward import place_packed
-from tunix_like.training.guards import SkipWatch
-from tunix_like.training.optimizer import updates_done
-from tunix_like.training.train_step import step_inputs
 from tunix_like.training.trainer import Trainer
 from tunix_like.training.updates import pack_update
 from tunix_like.types import GroupBatch

@@ -19,12 +19,12 @@ from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import check_decoder
 from tunix_like.models.lora import fingerprint
 from tunix_like.models.sharding import check_divides
+from tunix_like.planning.memory import TeacherWork
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
+from tunix_like.step.forward import with_prompts
+from tunix_like.step.train_step import TeacherSpec
 from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.text.untrusted import Filled, fill
-from tunix_like.training.forward import with_prompts
-from tunix_like.training.memory import TeacherWork
-from tunix_like.training.train_step import TeacherSpec
 from tunix_like.types import GroupBatch, Problem
 
 _PROMPT = "{prompt}"

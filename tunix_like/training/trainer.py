@@ -28,18 +28,14 @@ from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.loading import check_fit, save_description
 from tunix_like.models.lora import fingerprint, join_params, save_adapter_config, split_params
 from tunix_like.models.sharding import check_divides, check_experts, check_lengths, place_params, shardings_of
+from tunix_like.planning.memory import ALONE, Companions
+from tunix_like.planning.sizes import Planner
 from tunix_like.rollout.rollouts import WeightedReward
 from tunix_like.rollout.samples import Samples
 from tunix_like.runtime.processes import by_first, is_first
-from tunix_like.storage.checkpoints import Checkpoints
-from tunix_like.storage.loggers import check_loggers, open_metrics
-from tunix_like.storage.metrics import Best, MetricsLog
-from tunix_like.storage.mirror import local_folder
-from tunix_like.text.tokenizer import Tokenizer
-from tunix_like.training.fingerprints import INPUTS, fingerprints
-from tunix_like.training.forward import ForwardOptions
-from tunix_like.training.memory import ALONE, Companions
-from tunix_like.training.optimizer import (
+from tunix_like.session.fingerprints import INPUTS, fingerprints
+from tunix_like.step.forward import ForwardOptions
+from tunix_like.step.optimizer import (
     build_optimizer,
     build_schedule,
     init_optimizer,
@@ -47,8 +43,7 @@ from tunix_like.training.optimizer import (
     stack_moments,
     unstack_moments,
 )
-from tunix_like.training.sizes import Planner
-from tunix_like.training.train_step import (
+from tunix_like.step.train_step import (
     ProgramCache,
     StepObjective,
     StepPrograms,
@@ -57,6 +52,11 @@ from tunix_like.training.train_step import (
     TrainState,
     step_programs,
 )
+from tunix_like.storage.checkpoints import Checkpoints
+from tunix_like.storage.loggers import check_loggers, open_metrics
+from tunix_like.storage.metrics import Best, MetricsLog
+from tunix_like.storage.mirror import local_folder
+from tunix_like.text.tokenizer import Tokenizer
 
 
 class _Stream(NamedTuple):

@@ -19,16 +19,16 @@ from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError
 from tunix_like.models.counts import update_operations
 from tunix_like.models.sharding import fetch, place_replicated, prompt_parts
+from tunix_like.planning.sizes import Planner
+from tunix_like.session.guards import GapWatch, SkippedUpdate, SkipWatch, save_skipped
+from tunix_like.step.forward import place_packed
+from tunix_like.step.optimizer import updates_done
+from tunix_like.step.packing import Packed, choose_layout, pack, token_places, with_experts
+from tunix_like.step.train_step import MAXIMA, TeacherInputs, step_inputs
 from tunix_like.training.companions import Reference
 from tunix_like.training.critic import Critic
-from tunix_like.training.forward import place_packed
-from tunix_like.training.guards import GapWatch, SkippedUpdate, SkipWatch, save_skipped
-from tunix_like.training.optimizer import updates_done
-from tunix_like.training.packing import Packed, choose_layout, pack, token_places, with_experts
-from tunix_like.training.sizes import Planner
 from tunix_like.training.step_metrics import expert_metrics
 from tunix_like.training.teacher import Teacher
-from tunix_like.training.train_step import MAXIMA, TeacherInputs, step_inputs
 from tunix_like.training.trainer import Trainer
 from tunix_like.types import GroupBatch, Problem
 

@@ -14,7 +14,7 @@ import numpy as np
 from tunix_like.config.schema import RLTrainingConfig
 from tunix_like.rollout.samples import Samples
 from tunix_like.runtime import console, progress
-from tunix_like.training.callbacks import Callback, RunControl, check_callbacks, named_callbacks
+from tunix_like.session.callbacks import Callback, RunControl, check_callbacks, named_callbacks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

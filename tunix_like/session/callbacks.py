@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
+from tunix_like.config.schema import RLTrainingConfig
 from tunix_like.errors import CallbackFailed, UserError, check_type, nearest
 from tunix_like.rollout.samples import Samples
 from tunix_like.runtime import console
 from tunix_like.runtime.processes import all_or_none, is_first
 from tunix_like.runtime.user_code import check_arguments, describe_error, is_place, load_function
 
-if TYPE_CHECKING:
-    from tunix_like.training.trainer import Trainer
-
 logger = logging.getLogger("tunix_like")
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """What this package reads of a trainer. Its attributes are those of `training.trainer.Trainer`."""
+
+    name: ClassVar[str]
+    step_key: ClassVar[str]
+    done: int
+    total: int | None
+    training: RLTrainingConfig
+    schedule: Callable[[Any], Any] | None
 
 
 class RunControl:
@@ -30,7 +40,7 @@ class RunControl:
       asked: what callbacks asked for since the last step, with the reason.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Watched) -> None:
         self.trainer = trainer
         self.asked: dict[str, str] = {}
 
@@ -90,7 +100,7 @@ class Callback:
 class Callbacks:
     """The callbacks of one call of `loop.run`."""
 
-    def __init__(self, trainer: Trainer, callbacks: Sequence[Callback]) -> None:
+    def __init__(self, trainer: Watched, callbacks: Sequence[Callback]) -> None:
         self._run = RunControl(trainer)
         self._callbacks = callbacks
         self._asked: dict[str, str] = {}

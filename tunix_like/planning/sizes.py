@@ -38,12 +38,8 @@ from tunix_like.models.sharding import (
     prompt_parts,
     sequence_parts,
 )
-from tunix_like.rollout.engines.registry import find_engine
-from tunix_like.rollout.shapes import slot_shape
-from tunix_like.runtime.accelerators import Accelerator, find_kind
-from tunix_like.runtime.processes import gather
-from tunix_like.training.bounds import decode_bytes
-from tunix_like.training.memory import (
+from tunix_like.planning.bounds import decode_bytes
+from tunix_like.planning.memory import (
     ALONE,
     Companions,
     CriticWork,
@@ -54,6 +50,10 @@ from tunix_like.training.memory import (
     rollout_phase,
     update_phases,
 )
+from tunix_like.rollout.engines.registry import find_engine
+from tunix_like.rollout.shapes import slot_shape
+from tunix_like.runtime.accelerators import Accelerator, find_kind
+from tunix_like.runtime.processes import gather
 
 if TYPE_CHECKING:
     from tunix_like.models.config import Adapters, DecoderConfig

@@ -1,6 +1,6 @@
 """Estimates the peak memory of each phase of a run, by component, from shapes.
 
-The estimate counts the arrays that the programs of `training/train_step.py` and `rollout/decoding.py` hold at their
+The estimate counts the arrays that the programs of `step/train_step.py` and `rollout/decoding.py` hold at their
 peak, for sequences of full length. The constants below were measured from XLA's buffer assignment (`memory_analysis()`
 of both compiled programs, CPU backend, jax 0.10.2), by varying one dimension at a time. `tests/training/test_memory.py`
 compares the estimates with the buffer assignment. `sizes.py` chooses the batch sizes with these estimates.
@@ -20,7 +20,7 @@ from tunix_like.models.counts import Share, layer_count, memory_bytes
 from tunix_like.models.delta_rule import CHUNK
 from tunix_like.models.layer_stack import longest_period
 from tunix_like.rollout.shapes import FIRST_CACHE, prefill_piece
-from tunix_like.training.packing import Layout, choose_layout
+from tunix_like.step.packing import Layout, choose_layout
 
 KEPT_PER_TOKEN = {"inner": 5, "hidden": 6, "query": 5, "key": 3}
 """Number of vectors per token that a layer saves for its backward pass, for each of four widths: the width of the MLP,

@@ -15,8 +15,8 @@ from tunix_like.models.decoder import Decoder, Kept
 from tunix_like.models.divergence import Outputs, token_divergence
 from tunix_like.models.log_probabilities import token_logprobs, token_score_norms
 from tunix_like.models.sharding import place_prompts, place_replicated, prompt_shapes, replicated_shapes
-from tunix_like.training.packing import Packed
-from tunix_like.training.working_weights import working_weights
+from tunix_like.step.packing import Packed
+from tunix_like.step.working_weights import working_weights
 from tunix_like.types import GroupBatch
 
 if TYPE_CHECKING:

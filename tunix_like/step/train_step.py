@@ -24,7 +24,7 @@ from tunix_like.algorithms.losses import Rows, TokenInputs, Tokens
 from tunix_like.algorithms.off_policy import finish_metrics
 from tunix_like.models.layer_stack import Segment, with_single_layers, with_stacked_layers
 from tunix_like.models.lora import join_params
-from tunix_like.training.forward import (
+from tunix_like.step.forward import (
     CHUNKS,
     SETS,
     Chunk,
@@ -40,8 +40,8 @@ from tunix_like.training.forward import (
     set_experts,
     with_prompts,
 )
-from tunix_like.training.packing import Packed
-from tunix_like.training.working_weights import constrain_working, gradients_of, working_weights
+from tunix_like.step.packing import Packed
+from tunix_like.step.working_weights import constrain_working, gradients_of, working_weights
 from tunix_like.types import ById, GroupBatch
 
 if TYPE_CHECKING:
