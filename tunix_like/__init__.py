@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tunix_like.algorithms.advantages import register_advantage_estimator as register_advantage_estimator
     from tunix_like.algorithms.losses import register_policy_loss_fn as register_policy_loss_fn
     from tunix_like.algorithms.mixtures import fit_weight as fit_weight
+    from tunix_like.algorithms.turns import turn_advantages as turn_advantages
     from tunix_like.config.schema import AlgorithmConfig as AlgorithmConfig
     from tunix_like.config.schema import CriticConfig as CriticConfig
     from tunix_like.config.schema import EnvironmentConfig as EnvironmentConfig
@@ -118,6 +119,7 @@ _NAMES_OF_MODULE = {
         "ReinforcePPLearner"
     ),
     "tunix_like.algorithms.losses": "register_policy_loss_fn",
+    "tunix_like.algorithms.turns": "turn_advantages",
     "tunix_like.algorithms.mixtures": "fit_weight",
     "tunix_like.training.preferences": "DPOLearner RewardModelLearner",
     "tunix_like.training.reward_model": "RewardModel",
