@@ -25,7 +25,7 @@ from tunix_like.models import attention_blocked, attention_kernels
 from tunix_like.models.attention import attention, group_attention, resolve_attention
 from tunix_like.models.attention_parts import Causal, Lengths, Positions, part_of
 from tunix_like.models.config import DecoderConfig
-from tunix_like.models.decoder import Decoder
+from tunix_like.models.decoder import Bins, Decoder
 from tunix_like.models.loading import load_model
 from tunix_like.models.sharding import build_mesh, place_prompts, scope
 from tunix_like.runs import build as runs
@@ -296,7 +296,8 @@ def everything(graphdef, params):
     bins = BINS.reshape(P, G, T)
     offsets = offsets_of(BINS).reshape(P, G, T)
     bin_tokens = jnp.asarray(rng.integers(0, 11, (P, G, T)))
-    hidden = model.completion_hidden(first, cache, lengths, bin_tokens, jnp.asarray(offsets), jnp.asarray(bins))
+    packed = Bins(bin_tokens, jnp.asarray(offsets), jnp.asarray(bins))
+    hidden = model.completion_hidden(first, cache, lengths, packed)
     hidden = jnp.where(bins[..., None] >= 0, hidden, 0.0)
     return jnp.sin(logits).mean() + jnp.sin(whole).mean() + (hidden**3).mean(), (logits, whole, hidden)
 

@@ -104,7 +104,7 @@ def test_tables_have_all_fields_that_transformers_reads(name):
     about_code = {field for field in declared if field.endswith("_plan")}
     about_code |= {"attribute_map", "base_config_key", "sub_configs_defaults", "extra_config_files", "extra_files"}
     family = FAMILIES[name]
-    assert declared - about_code <= families._KNOWN | family.fields | family.fixed.keys()
+    assert declared - about_code <= families._KNOWN | family.hf | family.fixed.keys()
     assert {"vocab_size", "rms_norm_eps"} <= declared
 
 

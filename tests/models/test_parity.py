@@ -18,7 +18,7 @@ from tests.parameters import others_slow
 from tests.rollout.arrays import sample_groups
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
-from tunix_like.models.decoder import Decoder
+from tunix_like.models.decoder import Bins, Decoder
 from tunix_like.models.layers import rope_frequencies, rope_tables
 from tunix_like.models.loading import load_model, save_model
 from tunix_like.models.log_probabilities import token_logprobs
@@ -430,7 +430,8 @@ def test_gradients_agree_with_autograd(reference):
     def loss(params):
         model = nnx.merge(graphdef, params)
         first, cache, _ = model.prefill(jnp.asarray(TOKENS[:2, :24]), jnp.asarray(lengths))
-        hidden = model.completion_hidden(first, cache, *map(jnp.asarray, (lengths, tokens, offsets, segments)))
+        bins = Bins(*map(jnp.asarray, (tokens, offsets, segments)))
+        hidden = model.completion_hidden(first, cache, jnp.asarray(lengths), bins)
         lanes, cap = hidden.reshape(len(hidden), -1, hidden.shape[-1]), model.config.logits_cap
         found, _ = token_logprobs(lanes, model.head(), jnp.asarray(tokens).reshape(len(tokens), -1), 1.0, 100, cap=cap)
         return (found * weights.reshape(found.shape)).sum()

@@ -27,7 +27,7 @@ from tunix_like.config.schema import MeshConfig
 from tunix_like.data.maze import tokenizer
 from tunix_like.models import quantization
 from tunix_like.models.config import DecoderConfig
-from tunix_like.models.decoder import Decoder
+from tunix_like.models.decoder import Bins, Decoder
 from tunix_like.models.fields import DeltaRule, Experts, YarnScaling
 from tunix_like.models.lora import join_params, split_params
 from tunix_like.models.quantized_base import quantize_base
@@ -370,7 +370,7 @@ def test_quantised_products_count_the_rows_of_one_device(monkeypatch, shape, pro
         decoder = nnx.merge(graphdef, join_params(trained, frozen))
         first, cache, _ = decoder.prefill(tokens[:, 0], lengths)
         offsets, segments = (jnp.broadcast_to(x, tokens.shape) for x in (jnp.arange(tokens.shape[2]), 0))
-        return decoder.completion_hidden(first, cache, lengths, tokens, offsets, segments).sum()
+        return decoder.completion_hidden(first, cache, lengths, Bins(tokens, offsets, segments)).sum()
 
     with scope(mesh):
         inputs = place_prompts((np.ones((prompts, 3, 4), np.int32), np.full(prompts, 4)), mesh, axis=0)

@@ -20,7 +20,7 @@ from tests.parameters import others_slow
 from tests.rollout.arrays import sample_groups
 from tunix_like.config.schema import RolloutConfig
 from tunix_like.models.config import DecoderConfig
-from tunix_like.models.decoder import Decoder
+from tunix_like.models.decoder import Decoder, EarlierTokens
 from tunix_like.rollout import decoding, sampler, schedule
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.rollout.shapes import length_bucket, pad_tokens, slot_shape
@@ -139,9 +139,8 @@ def test_cached_decode_equals_the_full_forward_pass(endless, room):
             distance = ((column - jnp.arange(room)) % room)[None, None]
             positions = jnp.broadcast_to(lengths[:, None] + step, (3, SIZE))
             columns = jnp.where(distance <= step, positions[..., None] - distance, -1)
-            hidden, cache, _ = model.decode(
-                tokens[:, :, step], positions, lengths, prompt_cache, cache, column, columns
-            )
+            earlier = EarlierTokens(lengths, prompt_cache, cache, column, columns)
+            hidden, cache, _ = model.decode(tokens[:, :, step], positions, earlier)
             return cache, hidden
 
         _, hidden = jax.lax.scan(one, empty, jnp.arange(steps - 1))

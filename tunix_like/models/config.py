@@ -6,22 +6,12 @@ The fields of each model family are in `families.py`. This module does not impor
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tunix_like.errors import UserError
-from tunix_like.models.families import (
-    FAMILIES,
-    NOT_COPIED,
-    family_fields,
-    family_of,
-    head_fields,
-    numbers,
-    scalar_head,
-    text_fields,
-)
+from tunix_like.models.families import NOT_COPIED, family_of, numbers, scalar_head, text_fields, written
 from tunix_like.models.fields import (
     HF_NAMES,
     LAYER_NAMES,
@@ -35,6 +25,7 @@ from tunix_like.models.fields import (
     checked,
     spelt,
 )
+from tunix_like.models.hf_fields import PER_LAYER
 from tunix_like.runtime.input_files import read_object
 
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
@@ -197,7 +188,7 @@ class DecoderConfig:
         for window in self.windows:
             if window is not None:
                 checked("sliding_window", window)
-        for name, plain in (("windows", None), ("rotary", True), ("expert_layers", True), ("recurrent_layers", False)):
+        for name, plain in PER_LAYER.items():
             entries = getattr(self, name)[: self.num_layers]
             if entries and len(entries) < self.num_layers:
                 raise UserError(f"{name} has {len(entries)} entries for {self.num_layers} layers.")
@@ -302,54 +293,20 @@ class DecoderConfig:
         """Returns the fields of a `config.json` with which transformers loads this decoder, without `torch_dtype`.
         Fields of `source` that do not define the model are kept, and so are ids that are None. Raises UserError if no
         Hugging Face family has this combination of options."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        changed = {
+            field.name: values[field.name] for field in dataclasses.fields(self) if values[field.name] != field.default
+        }
         source = self.source or {}
-        family = self._family(source.get("model_type"))
+        family = family_of(changed, source.get("model_type"))
+        whole = {name: values[name] or (plain,) * self.num_layers for name, plain in PER_LAYER.items()}
         result = {name: value for name, value in source.items() if name not in NOT_COPIED}
-        result |= {"model_type": family} | head_fields(family, self.scalar_head)
-        result |= {hf: getattr(self, name) for name, hf in (HF_NAMES | FAMILIES[family].names).items()}
-        layers = range(self.num_layers)
-        result |= family_fields(
-            family,
-            windows=tuple(map(self.window, layers)),
-            rotary=tuple(self.rope(layer) is not None for layer in layers),
-            experts=self.experts,
-            with_experts=tuple(map(self.has_experts, layers)),
-            recurrent=(self.delta_rule, tuple(map(self.is_recurrent, layers))),
-            options={name: getattr(self, name) for name in (*OPTION_NAMES, *LAYER_NAMES)} | self._written(),
-            rope=(self.rope_theta, self.rope_scaling),
-            local_theta=self.rope_theta if self.local_rope_theta is None else self.local_rope_theta,
-            query_scaling=self.query_scaling,
-            no_window=source.get("sliding_window") or self.max_positions,
-        )
-        if self.rotary_width is not None:
-            share = self.rotary_width / self.head_dim
-            exact = int(self.head_dim * share) == self.rotary_width  # what readers compute
-            result["partial_rotary_factor"] = share if exact else math.nextafter(share, 1.0)
+        result |= written(family, values | whole)
         eos = None if not eos_ids else eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)
         for name, value in (("eos_token_id", eos), ("bos_token_id", bos_id), ("pad_token_id", pad_id)):
             # Written even if null: transformers replaces an absent id by a default of the family.
             result[name] = result.get(name) if value is None else value
         return result
-
-    def _written(self) -> dict[str, float]:
-        """Returns the values of HF fields that are not those of the fields of the same meaning here, such as
-        `query_pre_attn_scalar`, a whole number as int, because transformers expects one."""
-        value = self.head_dim if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar
-        return {
-            "query_pre_attn_scalar": int(value) if value == int(value) else value,
-            "full_head_dim": self.full_head_dim or self.head_dim,
-            "layer_input_width": self.layer_input_width or 0,
-            "layer_input_vocab": self.layer_input_vocab or self.vocab_size,
-        }
-
-    def _family(self, preferred: str | None) -> str:
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        changed = {name: value for name in defaults if (value := getattr(self, name)) != defaults[name]}
-        switches = {name: value for name, value in changed.items() if name in (*SWITCHES, "activation")}
-        options = {*OPTION_NAMES, *LAYER_NAMES, "rope_scaling", "query_scaling", "local_rope_theta"}
-        options |= {"windows", "rotary", "experts", "expert_layers"}
-        options |= {"rotary_width", "delta_rule", "recurrent_layers"}
-        return family_of(switches, {name: changed[name] for name in changed if name in options}, preferred)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,15 +1,17 @@
 """Defines the decoder of all model families. It maps tokens to logits, and processes a prompt once for all completions.
 
 Modules have the attribute names of Hugging Face, and the names of weights follow from the attribute names. The same
-layers run in several ways. `__call__` is a plain forward pass. `prefill` processes prompts. After `prefill`, `decode`
-and `extend` process new tokens of completions for sampling, and `completion_hidden` processes completions for training.
+layers run in several passes, which share one loop over the layers (`_run`) and differ in its `Context`. `__call__` is
+a plain forward pass. `prefill` processes prompts. After `prefill`, `decode` and `extend` process new tokens of
+completions for sampling, and `completion_hidden` processes completions for training.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,81 @@ from tunix_like.models.sharding import constrain_slots, gather_after, gather_lay
 
 Kept = KeyValue | Memory
 """What later tokens need of a layer: keys and values, or the memory of a recurrent layer."""
+
+
+class EarlierTokens(NamedTuple):
+    """The tokens before the new ones of completions, which all completions of a prompt begin with.
+
+    Attributes:
+      prompt_lengths: number of tokens of each prompt.
+      prompt_cache: what `prefill` returned, which all completions of a prompt share.
+      cache: keys `[R K h U]` and values `[R K U h]` per layer, as in the result of `prefill`: R completions, K key
+        heads of width h, U columns. A recurrent layer has a `Memory` of R rows. It is read from the second token of a
+        completion on.
+      column: index of the first column to which keys and values are written; there is one column per new token, the
+        same for all completions.
+      columns: for each column of the cache, the position of the token in this column. A completion attends to the
+        columns with a position of at least 0, except those before the window of a layer.
+    """
+
+    prompt_lengths: Int[Array, "P"]
+    prompt_cache: list[Kept]
+    cache: list[Kept]
+    column: Int[Array, ""]
+    columns: Int[Array, "P G U"]
+
+
+class Bins(NamedTuple):
+    """Tokens of completions for training. The first axis runs over lanes: a lane has one prompt and `b` bins. A bin of
+    length `T` contains one or several completions of this prompt, one after another.
+
+    Attributes:
+      offsets: position of each token relative to the end of its prompt, from 0.
+      segments: for each token of a bin, the number of the completion (or part of a completion) to which the token
+        belongs; -1 for padding. Within the bin, a token sees only earlier tokens with the same number, and itself.
+    """
+
+    tokens: Int[Array, "A b T"]
+    offsets: Int[Array, "A b T"]
+    segments: Int[Array, "A b T"]
+
+
+class Place(NamedTuple):
+    """A layer in a pass.
+
+    Attributes:
+      layer: its index; with stacked layers, that of the first layer of the stack.
+      earlier: its entry of `Context.earlier`.
+      source: what `attend` returned to keep in the layer whose keys and values this layer uses; None if it has its own.
+    """
+
+    layer: int
+    earlier: Any
+    source: Any
+
+
+def _gathered(x: Array, weights: Any) -> tuple[Array, Any]:
+    return x, gather_layer(weights)
+
+
+class Context(NamedTuple):
+    """How the tokens of a pass see other tokens. Compiled programs contain only the results of its functions.
+
+    Attributes:
+      positions: position of each token of the pass.
+      attend: `attend(place, q, k, v, sinks) -> (out, kept)`, the attention of a layer (`layers.Attend`).
+      past: `past(place)`, what the tokens continue in a recurrent layer.
+      earlier: what the pass has of earlier tokens, one entry per layer, or per stack of layers (on its first axis).
+      final: whether no later tokens need what a layer keeps. It is then kept only if another layer uses it.
+      gather: `gather(x, weights)`, applied to the input and the weights of a layer on a mesh.
+    """
+
+    positions: Int[Array, "..."]
+    attend: Callable[[Place, Array, Any, Any, Array | None], tuple[Array, Any]]
+    past: Callable[[Place], Past]
+    earlier: Sequence[Any] | None = None
+    final: bool = False
+    gather: Callable[[Array, Any], tuple[Array, Any]] = _gathered
 
 
 class Decoder(nnx.Module):
@@ -122,29 +199,85 @@ class Decoder(nnx.Module):
         """Runs all layers with causal attention; returns the hidden states, what later tokens need of every layer, and
         the selected experts. `offsets` are the positions, and -1 at padding. The real tokens of a sequence must be
         contiguous, because windows count columns of `tokens` instead of positions."""
-        ropes = self._ropes(positions)
 
-        def run(
-            layer: Layer, x: Array, given: Any, index: int, source: Any
-        ) -> tuple[Array, tuple[Kept | None, Chosen]]:
-            chosen, own_input = given
-            if self.config.is_recurrent(index):
-                x, memory, chosen = layer.recur(x, Past(self._no_memory(len(tokens)), offsets), chosen)
-                return x, (memory, chosen)
+        def attend(place: Place, q: Array, k: Any, v: Any, sinks: Array | None) -> tuple[Array, KeyValue | None]:
+            keys: KeyValue = place.source if k is None else laid_out(k, v)
+            part = Part(*keys, Causal(segments, self.config.window(place.layer)))
+            out = attention(q, part, self.attention, self.config.attention_cap, sinks)
+            # What is kept is transposed separately, because XLA fuses the other transposition into attention.
+            return out, None if k is None else laid_out(k, v)
 
-            def attend(q: Array, k: Array | None, v: Array | None, sinks: Array | None) -> Array:
-                keys: KeyValue = source[0] if k is None or v is None else laid_out(k, v)
-                return attention(q, Part(*keys, Causal(segments, self.config.window(index))), *self._attention, sinks)
+        def past(place: Place) -> Past:
+            return Past(self._no_memory(len(tokens)), offsets)
 
-            x, (k, v), chosen = layer(x, ropes[index], attend, chosen, own_input)
-            return x, (None if k is None or v is None else laid_out(k, v), chosen)
+        return self._run(tokens, Context(positions, attend, past), remat, experts)
 
+    def _run(
+        self,
+        tokens: Int[Array, "*B"],
+        context: Context,
+        remat: bool = False,
+        experts: Integer[Array, "*B l k"] | None = None,
+    ) -> tuple[Float[Array, "*B D"], list[Any], Chosen]:
+        """Runs all layers on `tokens`.
+
+        Args:
+          remat: whether each layer is recomputed in the backward pass.
+          experts: the experts to use in each of the `l` layers that have experts; None: those of the router.
+
+        Returns:
+          the hidden states; what is kept (`Context.attend`, or the memory of a recurrent layer) of each layer that does
+          not use the keys of another one, or of each stack of such layers; and the selected experts `[*B l k]` (None
+          without experts, or if layers are stacked).
+        """
+        ropes = self._ropes(context.positions)
         x = self.embed_tokens(tokens)
-        inputs = list(zip(self._by_layer(experts), self._own_inputs(tokens, x), strict=True))
-        x, made = self._run_layers(run, x, inputs, remat)
-        kept, chosen = zip(*made, strict=True)
-        cache = [each for each in kept if each is not None]
-        return x, cache, None if self.segments is not None else self._recorded(chosen)
+        earlier = context.earlier or [None] * len(self._slots)
+        inputs = list(zip(earlier, self._by_layer(experts), self._own_inputs(tokens, x), strict=True))
+        sources = [self.config.kv_source(index) for index in range(self.config.num_layers)]
+        owners = {source for index, source in enumerate(sources) if not context.final or source != index}
+        keeping = {layers[0] for layers in self._slots if not owners.isdisjoint(layers)}
+
+        def run(index: int, graph: Any, x: Array, weights: Any, given: Any, source: Any) -> tuple[Array, Any]:
+            x, weights = context.gather(x, weights)
+            layer = nnx.merge(graph, weights)
+            earlier, chosen, own_input = given
+            place = Place(index, earlier, source)
+            if self.config.is_recurrent(index):
+                x, keys, chosen = layer.recur(x, context.past(place), chosen)
+            else:
+                attend = functools.partial(context.attend, place)
+                x, keys, chosen = layer(x, ropes[index], attend, chosen, own_input)
+            return x, (keys if index in keeping else None, None if context.final else chosen)
+
+        kept: list[Any] = []
+        selected: list[Chosen] = []
+        for segment in self.segments or [Segment(index, 1, 1) for index in range(self.config.num_layers)]:
+            slots = slice(len(kept), len(kept) + segment.period)
+            graphs, weights = zip(*(_split(layer) for layer in self.layers[slots]), strict=True)
+            lent = [self._lent(index, kept) for index in range(segment.start, segment.start + segment.period)]
+
+            def pattern(
+                x: Array, given: Any, segment: Segment = segment, graphs: Any = graphs, lent: Any = lent
+            ) -> tuple[Array, Any]:
+                made = []
+                for offset, (graph, weights, one) in enumerate(zip(graphs, *given, strict=True)):
+                    layer: Callable[..., Any] = functools.partial(run, segment.start + offset, graph)
+                    # `prevent_cse` keeps the compiler from merging the recomputation with the forward pass. A loop over
+                    # a single layer does not need it. In a loop over several layers without it, the compiler would
+                    # recompute all layers before their backward passes.
+                    looped = self.segments is not None and segment.repeats > 1 and segment.period == 1
+                    layer = jax.checkpoint(layer, prevent_cse=not looped) if remat else layer
+                    x, output = layer(x, weights, one, lent[offset])
+                    made.append(output)
+                return x, made
+
+            given = weights, tuple(inputs[slots])
+            x, made = pattern(x, given) if self.segments is None else jax.lax.scan(pattern, x, given)
+            kept += [keys for keys, _ in made]
+            selected += [chosen for _, chosen in made]
+        recorded = None if self.segments is not None else self._recorded(selected)
+        return x, [each for each in kept if each is not None], recorded
 
     def _recorded(self, chosen: Iterable[Chosen]) -> Chosen:
         """Returns the selected experts of all layers, `[... l k]`: those of layers with experts."""
@@ -193,62 +326,10 @@ class Decoder(nnx.Module):
         by_layer = jnp.moveaxis(both * 2**-0.5, -2, 0)
         return [by_layer[layers[0]] if self.segments is None else by_layer[np.array(layers)] for layers in slots]
 
-    def _run_layers(
-        self,
-        run: Callable[[Layer, Array, Any, int, Any], tuple[Array, Any]],
-        x: Array,
-        inputs: list[Any],
-        remat: bool,
-    ) -> tuple[Array, list[Any]]:
-        """Applies `run(layer, x, input, index, source) -> (x, output)` to all layers, in order.
-
-        `x` is the hidden state, and `index` is the index of the layer (with stacked layers, of the first layer of the
-        stack). `source` is the output of the layer whose keys and values this layer uses; None if it has its own.
-
-        Args:
-          inputs: one input per layer. If layers are stacked (`layer_stack.py`), one input per stack of layers; the
-            first axis of such an input runs over the layers of the stack.
-          remat: whether each layer is recomputed in the backward pass.
-
-        Returns:
-          the `x` that the last layer returns, and the outputs, one per layer or one per stack of layers.
-        """
-        outputs: list[Any] = []
-        for segment in self.segments or [Segment(index, 1, 1) for index in range(self.config.num_layers)]:
-            slots = slice(len(outputs), len(outputs) + segment.period)
-            graphs, weights = zip(*(_split(layer) for layer in self.layers[slots]), strict=True)
-            sources = [self._source(index, outputs) for index in range(segment.start, segment.start + segment.period)]
-
-            def pattern(
-                x: Array, given: Any, segment: Segment = segment, graphs: Any = graphs, sources: Any = sources
-            ) -> tuple[Array, Any]:
-                made = []
-                for offset, (graph, weights, one) in enumerate(zip(graphs, *given, strict=True)):
-
-                    def layer(
-                        x: Array, weights: Any, one: Any, source: Any, graph: Any = graph, offset: int = offset
-                    ) -> Any:
-                        whole = nnx.merge(graph, gather_layer(weights))
-                        return run(whole, x, one, segment.start + offset, source)
-
-                    # `prevent_cse` keeps the compiler from merging the recomputation with the forward pass. A loop over
-                    # a single layer does not need it. In a loop over several layers without it, the compiler would
-                    # recompute all layers before their backward passes.
-                    looped = self.segments is not None and segment.repeats > 1 and segment.period == 1
-                    layer = jax.checkpoint(layer, prevent_cse=not looped) if remat else layer
-                    x, output = layer(x, weights, one, sources[offset])
-                    made.append(output)
-                return x, made
-
-            given = weights, tuple(inputs[slots])
-            x, made = pattern(x, given) if self.segments is None else jax.lax.scan(pattern, x, given)
-            outputs += made
-        return x, outputs
-
-    def _source(self, index: int, outputs: list[Any]) -> Any:
-        """Returns the output of the layer whose keys and values layer `index` uses; None if it has its own."""
+    def _lent(self, index: int, kept: list[Any]) -> Any:
+        """Returns what is kept of the layer whose keys and values layer `index` uses; None if it has its own."""
         source = self.config.kv_source(index)
-        return None if source == index else self._of_layer(outputs, source)
+        return None if source == index else self._of_layer(kept, source)
 
     def _no_memory(self, rows: int) -> Memory:
         rule = self.config.delta_rule
@@ -264,10 +345,6 @@ class Decoder(nnx.Module):
             if kind is not None and kind not in tables:
                 tables[kind] = rotation(self.config, *kind, positions)
         return [tables[kind] for kind in kinds]
-
-    @property
-    def _attention(self) -> tuple[str, float | None]:
-        return self.attention, self.config.attention_cap
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Computes logits (float32) from normalised hidden states."""
@@ -362,7 +439,8 @@ class Decoder(nnx.Module):
             # They are the tokens of a completion whose prompt has no tokens.
             no_prompt = jnp.zeros(count, jnp.int32)
             ending = jnp.clip(place, 0, piece - 1)[:, None]
-            hidden, cache, chosen = self.extend(own, positions, no_prompt, nothing, cache, begin, earlier, last=ending)
+            before = EarlierTokens(no_prompt, nothing, cache, begin, earlier)
+            hidden, cache, chosen = self.extend(own, positions, before, last=ending)
             return (jnp.where(ends[:, None], hidden[:, 0], last), cache), chosen
 
         start = jnp.zeros((count, config.hidden_size), self.dtype), cache
@@ -390,101 +468,51 @@ class Decoder(nnx.Module):
         return constrain_slots(cache, None if mesh.empty else mesh)
 
     def decode(
-        self,
-        tokens: Int[Array, "P G"],
-        positions: Int[Array, "P G"],
-        prompt_lengths: Int[Array, "P"],
-        prompt_cache: list[Kept],
-        cache: list[Kept],
-        column: Int[Array, ""],
-        columns: Int[Array, "P G U"],
+        self, tokens: Int[Array, "P G"], positions: Int[Array, "P G"], earlier: EarlierTokens
     ) -> tuple[Float[Array, "P G D"], list[Kept], Chosen]:
         """Runs one decoding step, which processes one new token of every completion.
 
         Args:
           positions: position of each token in its sequence, which begins with the prompt. The result of a completion
             with position -1 is undefined.
-          prompt_lengths: number of tokens of each prompt.
-          prompt_cache: what `prefill` returned, which all completions of a prompt share.
-          cache: keys `[R K h U]` and values `[R K U h]` per layer, as in the result of `prefill`: R completions, K key
-            heads of width h, U columns. A recurrent layer has a `Memory` of R rows. It is read from the second token of
-            a completion on.
-          column: index of the column to which the keys and values of the new token are written; the same for all
-            completions.
-          columns: for each column of the cache, the position of the token in this column. The entry at index `column`
-            is the position of the new token. A completion attends to the columns with a position of at least 0, except
-            those before the window of a layer.
+          earlier: the entry of `columns` at index `column` is the position of the new token.
 
         Returns:
           normalised hidden states that predict the next token, the cache, which contains the new token at `column`, and
           the selected experts `[P G l k]` of the tokens (None without experts).
         """
-        ropes = self._ropes(positions[:, :, None])
-        x = self.embed_tokens(tokens[:, :, None])
-        filled: list[Kept] = []
-        routes: list[Chosen] = []
-        offsets = jnp.where(positions >= 0, 0, -1)[..., None]
-        first = positions == prompt_lengths[:, None]
-        own_inputs = self._own_inputs(tokens[:, :, None], x)
-        for index, (layer, own_input) in enumerate(zip(self.layers, own_inputs, strict=True)):
-            x, layer = _after(x, layer)
-            source = self.config.kv_source(index)
-            prompt: Any = prompt_cache[source]
-            own: Any = (filled if source < index else cache)[source]
-            if isinstance(prompt, Memory) and isinstance(own, Memory):
-                x, memory, chosen = layer.recur(x, Past(_memory_before(prompt, own, first), to_rows(offsets)))
-                filled.append(memory)
-                routes.append(chosen)
-                continue
-            window = self.config.window(index)
-            starts = None if window is None else jnp.maximum(positions - window + 1, 0)
-            of_prompt = Part(prompt[0], prompt[1], Lengths(prompt_lengths, starts))
-            seen = Positions(to_rows(columns), None if starts is None else starts.reshape(-1, 1))
+        positions = positions[..., None]
 
-            def attend(
-                q: Array,
-                k: Array | None,
-                v: Array | None,
-                sinks: Array | None,
-                prompt: Part = of_prompt,
-                own: Any = own,
-                seen: Positions = seen,
-            ) -> Array:
-                if k is not None and v is not None:
-                    # Without the barrier, XLA computes the keys of a TPU in the layout of their column in the cache,
-                    # whose last axis of one element is padded to 128.
-                    k, v = laid_out(to_rows(jax.lax.optimization_barrier(k)), to_rows(v))
-                    write = jax.lax.dynamic_update_slice_in_dim
-                    own = write(own[0], k, column, axis=3), write(own[1], v, column, axis=2)
-                    filled.append(own)
-                parts = prompt, Part(own[0], own[1], seen)
-                if self.decoding is not None:
-                    return decoding_attention(q, *parts, self.decoding, self.config.attention_cap, sinks)
-                return group_attention(q, *parts, kind="plain", cap=self.config.attention_cap, sinks=sinks)
+        def attend(place: Place, q: Array, k: Any, v: Any, sinks: Array | None) -> tuple[Array, KeyValue]:
+            cap = self.config.attention_cap
+            if k is None:
+                cache = place.source
+            else:
+                # Without the barrier, XLA computes the keys of a TPU in the layout of their column in the cache, whose
+                # last axis of one element is padded to 128.
+                keys = laid_out(to_rows(jax.lax.optimization_barrier(k)), to_rows(v))
+                cache = _written(place.earlier[1], keys, earlier.column)
+            parts = self._earlier_parts(place, cache, positions, earlier)
+            if self.decoding is not None:
+                return decoding_attention(q, *parts, self.decoding, cap, sinks), cache
+            return group_attention(q, *parts, kind="plain", cap=cap, sinks=sinks), cache
 
-            x, _, chosen = layer(x, ropes[index], attend, None, own_input)
-            routes.append(chosen)
-        recorded = self._recorded(routes)
-        return self.norm(x[:, :, 0]), filled, None if recorded is None else recorded[:, :, 0]
+        x, cache, chosen = self._continue(tokens[..., None], positions, earlier, attend)
+        return self.norm(x[:, :, 0]), cache, None if chosen is None else chosen[:, :, 0]
 
     def extend(
         self,
         tokens: Int[Array, "P G N"],
         positions: Int[Array, "P G N"],
-        prompt_lengths: Int[Array, "P"],
-        prompt_cache: list[Kept],
-        cache: list[Kept],
-        column: Int[Array, ""],
-        columns: Int[Array, "P G U"],
+        earlier: EarlierTokens,
         last: Int[Array, "P G"] | None = None,
     ) -> tuple[Float[Array, "P G D"], list[Kept], Chosen]:
         """Runs the model on several new tokens of every completion, given the keys and values of the earlier tokens.
 
-        Args: (others as in `decode`)
+        Args:
           tokens: padded on the left, or with `last` on either side; `positions` is -1 there.
-          column: index of the first column to which keys and values are written; there is one column per new token.
-          columns: for each column of the cache, the position of the earlier token in this column; -1 for a column
-            without an earlier token.
+          earlier: unlike in `decode`, `columns` has only the positions of earlier tokens, and -1 for each column
+            without one.
           last: index of the last new token of each completion; None: that of the last column.
 
         Returns:
@@ -493,123 +521,98 @@ class Decoder(nnx.Module):
           without new tokens.
         """
         segments = to_rows(jnp.where(positions >= 0, 0, -1))
-        ropes = self._ropes(positions)
-        x = self.embed_tokens(tokens)
-        filled: list[Kept] = []
-        routes: list[Chosen] = []
-        real = positions >= 0
-        offsets = jnp.where(real, jnp.cumsum(real, axis=2) - 1, -1)
-        first = (positions == prompt_lengths[:, None, None]).any(axis=2)
-        blocks: dict[int, KeyValue] = {}
-        for index, (layer, own_input) in enumerate(zip(self.layers, self._own_inputs(tokens, x), strict=True)):
-            x, layer = _after(x, layer)
-            source = self.config.kv_source(index)
-            prompt: Any = prompt_cache[source]
-            own: Any = (filled if source < index else cache)[source]
-            if isinstance(prompt, Memory) and isinstance(own, Memory):
-                x, memory, chosen = layer.recur(x, Past(_memory_before(prompt, own, first), to_rows(offsets)))
-                filled.append(memory)
-                routes.append(chosen)
-                continue
-            window = self.config.window(index)
-            starts = None if window is None else jnp.maximum(positions - window + 1, 0)
-            by_prompt = None if starts is None else starts.reshape(len(starts), -1)
-            of_prompt = Part(prompt[0], prompt[1], Lengths(prompt_lengths, by_prompt))
-            earlier = Positions(to_rows(columns), None if starts is None else to_rows(starts))
 
-            def attend(
-                q: Array,
-                k: Array | None,
-                v: Array | None,
-                sinks: Array | None,
-                of_prompt: Part = of_prompt,
-                kept: Any = own,
-                source: int = source,
-                earlier: Positions = earlier,
-                window: Any = window,
-            ) -> Array:
-                if k is not None and v is not None:
-                    keys, values = blocks[source] = laid_out(to_rows(k), to_rows(v))
-                    write = jax.lax.dynamic_update_slice_in_dim
-                    kept = write(kept[0], keys, column, 3), write(kept[1], values, column, 2)
-                    filled.append(kept)
-                # Attention reads the updated cache, so the update needs no copy. The mask `earlier` hides the new
-                # columns.
-                own = Part(kept[0], kept[1], earlier)
-                block = Part(*blocks[source], Causal(segments, window))
-                cap = self.config.attention_cap
-                return group_attention(q, of_prompt, own, block, kind="auto", cap=cap, sinks=sinks)
+        def attend(place: Place, q: Array, k: Any, v: Any, sinks: Array | None) -> tuple[Array, Any]:
+            new: KeyValue
+            if k is None:
+                cache, new = place.source
+            else:
+                new = laid_out(to_rows(k), to_rows(v))
+                cache = _written(place.earlier[1], new, earlier.column)
+            # Attention reads the updated cache, so the update needs no copy. The mask of the earlier tokens hides the
+            # new columns.
+            parts = self._earlier_parts(place, cache, positions, earlier)
+            block = Part(*new, Causal(segments, self.config.window(place.layer)))
+            cap = self.config.attention_cap
+            return group_attention(q, *parts, block, kind="auto", cap=cap, sinks=sinks), (cache, new)
 
-            x, _, chosen = layer(x, ropes[index], attend, None, own_input)
-            routes.append(chosen)
+        x, kept, chosen = self._continue(tokens, positions, earlier, attend)
         ends = x[:, :, -1] if last is None else jnp.take_along_axis(x, last[..., None, None], axis=2)[:, :, 0]
-        return self.norm(ends), filled, self._recorded(routes)
+        return self.norm(ends), [layer if isinstance(layer, Memory) else layer[0] for layer in kept], chosen
+
+    def _continue(
+        self, tokens: Int[Array, "P G N"], positions: Int[Array, "P G N"], earlier: EarlierTokens, attend: Any
+    ) -> tuple[Float[Array, "P G N D"], list[Any], Chosen]:
+        """Runs all layers on new tokens of completions. `attend` is that of the `Context`, in which `Place.earlier` has
+        the entries of `prompt_cache` and `cache` for the layer."""
+        real = positions >= 0
+        offsets = to_rows(jnp.where(real, jnp.cumsum(real, axis=2) - 1, -1))
+        first = (positions == earlier.prompt_lengths[:, None, None]).any(axis=2)
+
+        def past(place: Place) -> Past:
+            prompt, own = place.earlier
+            return Past(_memory_before(prompt, own, first), offsets)
+
+        sources = [self.config.kv_source(index) for index in range(self.config.num_layers)]
+        caches = [(earlier.prompt_cache[source], earlier.cache[source]) for source in sources]
+        return self._run(tokens, Context(positions, attend, past, caches, gather=gather_after))
+
+    def _earlier_parts(
+        self, place: Place, cache: KeyValue, positions: Int[Array, "P G N"], earlier: EarlierTokens
+    ) -> tuple[Part, Part]:
+        """Returns the keys and values of the prompts and those of `cache`, with the masks for new tokens."""
+        window = self.config.window(place.layer)
+        starts = None if window is None else jnp.maximum(positions - window + 1, 0)
+        by_prompt = None if starts is None else starts.reshape(len(starts), -1)
+        seen = Positions(to_rows(earlier.columns), None if starts is None else to_rows(starts))
+        prompt, _ = place.earlier
+        return Part(prompt[0], prompt[1], Lengths(earlier.prompt_lengths, by_prompt)), Part(*cache, seen)
 
     def completion_hidden(
         self,
         first: Float[Array, "A D"],
         prompt_cache: list[Kept],
         prompt_lengths: Int[Array, "A"],
-        tokens: Int[Array, "A b T"],
-        offsets: Int[Array, "A b T"],
-        segments: Int[Array, "A b T"],
+        bins: Bins,
         remat: bool = False,
         experts: Integer[Array, "A b T l k"] | None = None,
     ) -> Float[Array, "A b T D"]:
         """Computes the normalised hidden states that predict each token of completions, given the results of `prefill`.
 
-        The first axis runs over lanes: a lane has one prompt and `b` bins. A bin of length `T` contains one or several
-        completions of this prompt, one after another. Gradients flow into `first` and `prompt_cache`, so a prompt is
-        computed only once, even if its completions are split over several calls.
+        Gradients flow into `first` and `prompt_cache`, so a prompt is computed only once, even if its completions are
+        split over several calls.
 
         Args:
           first, prompt_cache: the results of `prefill`; `first` is the hidden state that predicts the first token of
             every completion.
-          offsets: position of each token relative to the end of its prompt, from 0.
-          segments: for each token of a bin, the number of the completion (or part of a completion) to which the token
-            belongs; -1 for padding. Within the bin, a token sees only earlier tokens with the same number, and itself.
           remat: whether each layer is recomputed in the backward pass.
           experts: the experts to use in each of the `l` layers that have experts; None: those of the router.
         """
-        positions = prompt_lengths[:, None, None] + offsets
-        ropes = self._ropes(positions)
+        positions = prompt_lengths[:, None, None] + bins.offsets
+        in_sequence = to_rows(jnp.where(bins.segments >= 0, bins.offsets, -1))
 
-        in_sequence = to_rows(jnp.where(segments >= 0, offsets, -1))
-        config = self.config
-        slots = self._slots
-        sources = {
-            config.kv_source(index) for index in range(config.num_layers - config.shared_kv_layers, config.num_layers)
-        }
-        read_later = {layers[0] for layers in slots if sources & set(layers)}
-
-        def run(layer: Layer, x: Array, given: Any, index: int, source: Any) -> tuple[Array, Any]:
-            prompt, chosen, own_input = given
+        def attend(place: Place, q: Array, k: Any, v: Any, sinks: Array | None) -> tuple[Array, KeyValue | None]:
+            prompt: KeyValue | None = place.earlier
             if prompt is None:
-                prompt = self._of_layer(prompt_cache, config.kv_source(index))
-            if isinstance(prompt, Memory):
-                before = Memory(*(jnp.repeat(part, tokens.shape[1], axis=0) for part in prompt))
-                return layer.recur(x, Past(before, in_sequence), chosen)[0], None
-            window = self.config.window(index)
+                prompt = self._of_layer(prompt_cache, self.config.kv_source(place.layer))
+            window = self.config.window(place.layer)
             starts = None if window is None else positions.reshape(len(positions), -1) - window + 1
+            of_prompt = Part(prompt[0], prompt[1], Lengths(prompt_lengths, starts))
+            keys: KeyValue = place.source if k is None else laid_out(to_rows(k), to_rows(v))
+            own = Part(*keys, Causal(to_rows(bins.segments), window))
+            cap = self.config.attention_cap
+            out = group_attention(q, of_prompt, own, kind=self.attention, cap=cap, sinks=sinks)
+            return out, None if k is None else laid_out(to_rows(k), to_rows(v))
 
-            def attend(q: Array, k: Array | None, v: Array | None, sinks: Array | None) -> Array:
-                keys: KeyValue = source if k is None or v is None else laid_out(to_rows(k), to_rows(v))
-                of_prompt = Part(prompt[0], prompt[1], Lengths(prompt_lengths, starts))
-                kind, cap = self._attention
-                own = Part(*keys, Causal(to_rows(segments), window))
-                return group_attention(q, of_prompt, own, kind=kind, cap=cap, sinks=sinks)
+        def past(place: Place) -> Past:
+            return Past(
+                Memory(*(jnp.repeat(part, bins.tokens.shape[1], axis=0) for part in place.earlier)), in_sequence
+            )
 
-            x, (k, v), _ = layer(x, ropes[index], attend, chosen, own_input)
-            if k is None or v is None or index not in read_later:
-                return x, None
-            return x, laid_out(to_rows(k), to_rows(v))
-
-        x = self.embed_tokens(tokens)
-        prompts = [*prompt_cache, *[None] * (len(slots) - len(prompt_cache))]
-        inputs = list(zip(prompts, self._by_layer(experts), self._own_inputs(tokens, x), strict=True))
-        x, _ = self._run_layers(run, x, inputs, remat)
+        prompts = [*prompt_cache, *[None] * (len(self._slots) - len(prompt_cache))]
+        x, _, _ = self._run(bins.tokens, Context(positions, attend, past, prompts, final=True), remat, experts)
         before = jnp.concatenate([jnp.zeros_like(x[:, :, :1]), self.norm(x[:, :, :-1])], axis=2)
-        return jnp.where((offsets == 0)[..., None], first[:, None, None].astype(x.dtype), before)
+        return jnp.where((bins.offsets == 0)[..., None], first[:, None, None].astype(x.dtype), before)
 
 
 def _split(layer: Layer) -> tuple[Any, dict[Any, Any]]:
@@ -617,11 +620,10 @@ def _split(layer: Layer) -> tuple[Any, dict[Any, Any]]:
     return graph, nnx.to_pure_dict(state)
 
 
-def _after(x: Array, layer: Layer) -> tuple[Array, Layer]:
-    """Returns the input of a layer, and the layer, whose parameters are gathered after the input (`gather_after`)."""
-    graph, weights = _split(layer)
-    x, weights = gather_after(x, weights)
-    return x, nnx.merge(graph, weights)
+def _written(cache: KeyValue, keys: KeyValue, column: Int[Array, ""]) -> KeyValue:
+    """Writes new keys and values (`laid_out`) to the columns of the cache from `column` on."""
+    write = jax.lax.dynamic_update_slice_in_dim
+    return write(cache[0], keys[0], column, axis=3), write(cache[1], keys[1], column, axis=2)
 
 
 def _memory_before(prompt: Memory, own: Memory, first: Bool[Array, "P G"]) -> Memory:

@@ -1,12 +1,10 @@
-"""Reads the fields of a Hugging Face config.json that are equal in all families: names, types and ranges of single
-values, the scaling of rotary frequencies, and windows, rotary positions and experts per layer. This module does not
-import jax."""
+"""The values of a decoder config: their names in a Hugging Face config.json, their types and ranges, and the records of
+the scaling of rotary frequencies, of experts and of recurrent layers. This module does not import jax."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunix_like.config.keys import LARGEST_FLOAT, number_problem, shortened
@@ -78,10 +76,6 @@ DELTA_NAMES = {
 SHARED = ("gated", "beside")
 
 ROPE_FIELDS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
-PARTIAL_ROPE_FIELDS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
-EXPERT_FIELDS = frozenset({*EXPERT_NAMES.values(), "num_local_experts", "decoder_sparse_step", "mlp_only_layers"})
-_SAME = {"num_experts": ("num_local_experts",), "num_experts_per_tok": ("experts_per_token", "top_k_experts")}
-"""Other names of HF fields of experts."""
 
 LARGEST = 2**24
 MOST = {"num_layers": 1000, "rope_theta": LARGEST_FLOAT, "local_rope_theta": LARGEST_FLOAT}
@@ -256,120 +250,6 @@ class ProportionalScaling:
 
 
 Scaling = LinearScaling | RopeScaling | YarnScaling | ProportionalScaling
-_KINDS: dict[str, type[Scaling] | None] = {
-    "default": None,
-    "proportional": ProportionalScaling,
-    "linear": LinearScaling,
-    "llama3": RopeScaling,
-    "yarn": YarnScaling,
-}
-
-
-def read_rope(fields: Mapping[str, Any], only_known: bool, query_scaling: bool = False) -> dict[str, Any]:
-    """Reads `rope_theta` and `rope_scaling` from the older HF fields of the same names, or from the newer field
-    `rope_parameters`. The result has no entry for an absent value.
-
-    `only_known` is whether an entry of the mapping that transformers does not read for its `rope_type` is an error.
-
-    In a family with `query_scaling`, the mapping must have this number, and may have a copy of
-    `max_position_embeddings`, which has no effect.
-    """
-    old, new = fields.get("rope_scaling"), fields.get("rope_parameters")
-    if old and new and old != new:
-        raise UserError("rope_scaling and rope_parameters are both given and differ; keep one of them.")
-    rope = new or old or {}
-    if not isinstance(rope, Mapping):
-        raise UserError(f"rope_scaling / rope_parameters must be a mapping, not {rope!r}.")
-    thetas = [mapping["rope_theta"] for mapping in (fields, rope) if mapping.get("rope_theta") is not None]
-    if len(thetas) == 2 and thetas[0] != thetas[1]:
-        raise UserError(f"rope_theta is given twice, as {thetas[0]!r} and {thetas[1]!r}; keep one of them.")
-    result: dict[str, Any] = {"rope_theta": checked("rope_theta", thetas[0])} if thetas else {}
-
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise UserError(
-            f"rope_scaling / rope_parameters: rope_type {kind!r} is not supported; only "
-            f"{', '.join(map(repr, _KINDS))} are."
-        )
-    scaling = _KINDS[kind]
-    accepted = () if scaling is None else dataclasses.fields(scaling)
-    wanted = {field.name: ROPE_NAMES[field.name] for field in accepted}
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *wanted.values()}
-    if query_scaling:
-        known |= {QUERY_SCALING, "max_position_embeddings"}
-    unknown = sorted(map(str, set(rope) - known)) if only_known else []  # a key from YAML may be no str
-    partial = "partial_rotary_factor"
-    if unknown or (partial not in wanted.values() and rope.get(partial, 1) != 1):
-        raise UserError(
-            f"rope_scaling / rope_parameters: field(s) not supported with rope_type {kind!r}: "
-            f"{', '.join(map(repr, unknown)) or 'partial_rotary_factor'}."
-        )
-    # transformers counts an mscale of 0 as absent
-    given = {
-        name: rope[hf]
-        for name, hf in wanted.items()
-        if rope.get(hf) is not None and not (name in ("mscale", "mscale_all_dim") and rope[hf] == 0)
-    }
-    missing = [
-        wanted[field.name] for field in accepted if field.default is dataclasses.MISSING and field.name not in given
-    ]
-    if query_scaling and rope.get(QUERY_SCALING) is None:
-        missing.append(QUERY_SCALING)
-    if missing:
-        raise UserError(f"required field(s) missing for rope_type {kind!r}: {', '.join(missing)}.")
-    if query_scaling and rope[QUERY_SCALING] != 0:
-        result["query_scaling"] = checked("query_scaling", rope[QUERY_SCALING])
-    if scaling is not None:
-        result["rope_scaling"] = scaling(**{name: checked(name, value) for name, value in given.items()})
-    return result
-
-
-def read_partial_rope(fields: Mapping[str, Any], only_known: bool) -> dict[str, Any]:
-    """Reads the rotary fields of a family in which only the first `rotary_width` entries of a head are rotated: a share
-    `partial_rotary_factor` of the head, by default a quarter. Fields of multimodal positions have no effect on text."""
-    key = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
-    rope = fields.get(key) or {}
-    if not isinstance(rope, Mapping):
-        raise UserError(f"{key} must be a mapping, not {rope!r}.")
-    plain = {name: value for name, value in rope.items() if name not in PARTIAL_ROPE_FIELDS}
-    share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor", 0.25))
-    width = checked("head_dim", fields.get("head_dim")) * checked("partial_rotary_factor", share)
-    return read_rope({**fields, key: plain}, only_known) | {"rotary_width": int(width)}
-
-
-def read_two_ropes(fields: Mapping[str, Any], only_known: bool) -> dict[str, Any]:
-    """Reads the rotary fields of a family in which layers with a window have their own theta.
-
-    Older HF folders have this theta in `rope_local_base_freq` (Gemma 3) or nowhere (OLMo 3). Newer folders have it in
-    `rope_parameters`, which then has one entry per kind of layer.
-
-    Returns:
-      `rope_theta` and `rope_scaling` of the layers without a window, and `local_rope_theta`, the theta of the layers
-        with a window. An absent value has no entry.
-    """
-    both = fields.get("rope_parameters") or {}
-    if not isinstance(both, Mapping) or set(both) - {"full_attention", "sliding_attention"}:
-        raise UserError(f"rope_parameters must have only full_attention and sliding_attention, not {both!r}.")
-    rest = {name: value for name, value in fields.items() if name != "rope_parameters"}
-    result = read_rope(rest | {"rope_parameters": both.get("full_attention")}, only_known)
-    theta = fields.get("rope_local_base_freq")
-    local = read_rope({"rope_theta": theta, "rope_parameters": both.get("sliding_attention")}, only_known)
-    if "rope_scaling" in local:
-        raise UserError("rope_parameters: a scaling of sliding_attention layers is not supported.")
-    scaling = result.get("rope_scaling")
-    if isinstance(scaling, YarnScaling) and not scaling.truncate:
-        raise UserError("truncate = false is not supported; transformers does not read it in this family.")
-    return result | ({"local_rope_theta": local["rope_theta"]} if local else {})
-
-
-def rope_fields(theta: float, scaling: Scaling | None) -> dict[str, Any]:
-    """Returns the rotary fields of config.json in the older form, which all readers support, including transformers
-    5."""
-    if scaling is None:
-        return {"rope_theta": theta}
-    kind = next(name for name, scaling_type in _KINDS.items() if scaling_type is type(scaling))
-    numbers = {ROPE_NAMES[name]: value for name, value in dataclasses.asdict(scaling).items() if value is not None}
-    return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **numbers}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -443,133 +323,3 @@ class DeltaRule:
     def channels(self) -> int:
         """Number of channels of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
-
-
-def recurrent_of(fields: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Reads the fields `delta_rule` and `recurrent_layers` of `DecoderConfig` from the fields of a config.json.
-
-    In `layer_types`, recurrent layers are 'linear_attention'. Without this field, every `full_attention_interval`-th
-    layer (by default every fourth) has attention.
-    """
-    if missing := [hf for hf in DELTA_NAMES.values() if fields.get(hf) is None]:
-        raise UserError(f"required field(s) missing: {', '.join(missing)}.")
-    rule = DeltaRule(**{ours: checked(ours, fields[hf], DELTA_NAMES) for ours, hf in DELTA_NAMES.items()})
-    if kinds := fields.get("layer_types"):
-        layers = tuple(kind == "linear_attention" for kind in _per_layer("layer_types", kinds, count))
-    else:
-        interval = checked("full_attention_interval", fields.get("full_attention_interval") or 4)
-        layers = tuple(bool((layer + 1) % interval) for layer in range(count))
-    if all(layers):
-        raise UserError("every layer is recurrent ('linear_attention'); at least one must have 'full_attention'.")
-    return {"delta_rule": rule, "recurrent_layers": layers}
-
-
-def windows_of(fields: Mapping[str, Any], count: int, pattern: int) -> tuple[int | None, ...]:
-    """Returns the window of every layer, in positions; None for a layer without a window.
-
-    In config.json, the field `layer_types` defines which layers have a window. Without this field, every n-th layer has
-    no window, and all other layers have a window; n is the field `sliding_window_pattern`, or else `pattern`. With
-    `pattern` 0, these fields are not read, and all layers have the same window.
-    """
-    size = fields.get("sliding_window")
-    if not pattern:
-        return (None if size is None else checked("sliding_window", size),) * count
-    period = fields.get("sliding_window_pattern") or fields.get("_sliding_window_pattern") or pattern
-    slides = [bool((layer + 1) % checked("sliding_window_pattern", period)) for layer in range(count)]
-    if kinds := fields.get("layer_types"):
-        slides = [kind == "sliding_attention" for kind in _per_layer("layer_types", kinds, count)]
-    if any(slides) and size is None:
-        raise UserError("required field(s) missing: sliding_window, because some layers use 'sliding_attention'.")
-    return tuple(checked("sliding_window", size) if slide else None for slide in slides)
-
-
-def rotary_of(fields: Mapping[str, Any], count: int) -> tuple[bool, ...]:
-    """Returns which layers have rotary positions.
-
-    Contrary to its name, the field `no_rope_layers` of config.json has a 1 for each layer with rotary positions, and a
-    0 for each other layer. Without this field, every `no_rope_layer_interval`-th layer (by default every fourth) has no
-    rotary positions.
-    """
-    kinds = fields.get("no_rope_layers")
-    if kinds is None:
-        interval = checked("no_rope_layer_interval", fields.get("no_rope_layer_interval") or 4)
-        return tuple(bool((layer + 1) % interval) for layer in range(count))
-    kinds = _per_layer("no_rope_layers", kinds, count)
-    if any(kind not in (0, 1) for kind in kinds):
-        raise UserError(f"no_rope_layers must contain only 0 and 1, not {kinds!r}.")
-    return tuple(bool(kind) for kind in kinds)
-
-
-def nope_fields(rotary: Sequence[bool]) -> dict[str, Any]:
-    return {"no_rope_layers": [int(rotates) for rotates in rotary]}
-
-
-def experts_of(fields: Mapping[str, Any], count: int, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the fields `experts` and `expert_layers` of `DecoderConfig` from the fields of a config.json. `fixed` has
-    the fields of `Experts` that all models of the family share.
-
-    Every `decoder_sparse_step`-th layer has experts, except the layers in `mlp_only_layers`. The number of experts is
-    in the field `num_experts`, or in `num_local_experts` if transformers 5 wrote the config.json.
-    """
-    values = {hf: fields.get(hf) for hf in EXPERT_NAMES.values()}
-    for name, others in _SAME.items():
-        given = {key: fields[key] for key in (name, *others) if fields.get(key) is not None}
-        if len(set(given.values())) > 1:
-            raise UserError(f"{' and '.join(given)} are both given and differ; keep one of them.")
-        values[name] = next(iter(given.values()), None)
-    if values["num_experts"] is None:
-        raise UserError("required field(s) missing: num_experts.")
-    read = {ours: checked(ours, values[hf], EXPERT_NAMES) for ours, hf in EXPERT_NAMES.items() if ours not in fixed}
-    experts = Experts(**read, **fixed)
-    dense = fields.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < count for layer in dense):
-        raise UserError(f"mlp_only_layers must be a list of layer numbers from 0 to {count - 1}, not {dense!r}.")
-    step = checked("decoder_sparse_step", fields.get("decoder_sparse_step") or 1)
-    layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(count))
-    return {"experts": experts, "expert_layers": layers}
-
-
-def layer_kinds_of(fields: Mapping[str, Any], windows: Sequence[int | None]) -> dict[str, Any]:
-    """Reads the fields of `LAYER_NAMES`, and `windows`, whose last entry is None in transformers.
-
-    Width and number of the key heads of layers without a window are in `global_head_dim` and, for `attention_k_eq_v`,
-    `num_global_key_value_heads`; or since transformers 5.24 in `per_layer_config`, which has an entry for each of these
-    layers.
-    """
-    if windows[-1] is not None:
-        if fields.get("layer_types"):
-            raise UserError("layer_types: the last layer must be 'full_attention'; transformers would make it so.")
-        windows = (*windows[:-1], None)
-    given = {ours: fields[hf] for ours, hf in LAYER_NAMES.items() if fields.get(hf) is not None}
-    if (per_layer := fields.get("per_layer_config")) is not None:
-        if given.keys() & {"full_head_dim", "full_kv_heads"}:
-            raise UserError("per_layer_config and global_head_dim (or num_global_key_value_heads): keep one of them.")
-        full = {str(layer) for layer, window in enumerate(windows) if window is None}
-        if not isinstance(per_layer, Mapping):
-            raise UserError(f"per_layer_config must be a mapping, not {per_layer!r}.")
-        entries = list(per_layer.values())
-        one = entries[0] if entries and isinstance(entries[0], Mapping) else {}
-        # without an entry, all layers have the width and the number of the others
-        if {str(key) for key in per_layer} not in (full, set()) or any(entry != one for entry in entries):
-            raise UserError("per_layer_config must have equal mappings for all 'full_attention' layers and no others.")
-        if unknown := sorted(map(str, one.keys() - {"head_dim", "num_key_value_heads"})):
-            raise UserError(f"per_layer_config: {', '.join(unknown)} is not supported.")
-        given |= {"full_head_dim": one.get("head_dim", fields["head_dim"])}
-        given |= {"full_kv_heads": one["num_key_value_heads"]} if "num_key_value_heads" in one else {}
-    elif "full_head_dim" not in given:
-        raise UserError("required field(s) missing: global_head_dim, or per_layer_config.")
-    elif not given.get("keys_as_values"):
-        given.pop("full_kv_heads", None)  # as in transformers
-    absent = {name for name in ("shared_kv_layers", "layer_input_width") if given.get(name) == 0}
-    if given.get("layer_input_width", 0) == 0:
-        absent.add("layer_input_vocab")
-    elif "layer_input_vocab" not in given:
-        raise UserError("required field(s) missing: vocab_size_per_layer_input.")
-    kept = {name: checked(name, value) for name, value in given.items() if name not in absent}
-    return kept | {"windows": tuple(windows)}
-
-
-def _per_layer(name: str, value: Any, count: int) -> list[Any]:
-    if not isinstance(value, list) or len(value) != count:
-        raise UserError(f"{name} must be a list with one entry for each of the {count} layers, not {value!r}.")
-    return value

@@ -27,8 +27,6 @@ from tunix_like.models.sharding import per_device, split_tokens, splits_over_exp
 Gating = Callable[[Array, Array], Array]
 """`gating(gate, up)`: the product of a gated MLP before its last projection."""
 KeyValue = tuple[Array, Array]
-OwnKeyValue = tuple[Array | None, Array | None]
-"""Keys and values of a layer; None if it uses those of another layer (`DecoderConfig.shared_kv_layers`)."""
 Tables = tuple[Array, Array]
 
 
@@ -42,9 +40,10 @@ class Rotation(NamedTuple):
 Chosen = Array | None
 """Indices of the selected experts of each token, `[... k]`; None: those that the router selects."""
 
-Attend = Callable[[Array, Any, Any, Array | None], Array]
-"""`attend(q [... H h], k [... K h], v [... K h], sinks [H] or None) -> [... H h]`: attention with the caller's mask and
-cache. `k` and `v` are None if the caller has those of another layer."""
+Attend = Callable[[Array, Any, Any, Array | None], tuple[Array, Any]]
+"""`attend(q [... H h], k [... K h], v [... K h], sinks [H] or None) -> (out [... H h], kept)`: attention with the
+caller's mask and cache, and what the caller keeps of the (rotated) keys and values. `k` and `v` are None in a layer
+that uses those of another layer (`DecoderConfig.shared_kv_layers`)."""
 
 
 def rope_tables(head_dim: int, theta: float, scaling: Scaling | None, positions: Int[Array, "..."]) -> Tables:
@@ -248,7 +247,7 @@ class Attention(nnx.Module):
         # Attention divides scores by sqrt(head_dim). This factor changes the divisor to sqrt(query_pre_attn_scalar).
         self.query_scale = (head / (config.query_pre_attn_scalar or head)) ** 0.5
 
-    def __call__(self, x: Float[Array, "... D"], rope: Rotation | None, attend: Attend) -> tuple[Array, OwnKeyValue]:
+    def __call__(self, x: Float[Array, "... D"], rope: Rotation | None, attend: Attend) -> tuple[Array, Any]:
         heads = (*x.shape[:-1], -1, self.head_dim)
         q = self.q_proj(x)
         gate = None
@@ -270,10 +269,10 @@ class Attention(nnx.Module):
         if self.query_scale != 1:
             q = q * self.query_scale
         sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
-        out = attend(q, k, v, sinks)
+        out, kept = attend(q, k, v, sinks)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1)), (k, v)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1)), kept
 
 
 class Convolution(nnx.Module):
@@ -619,19 +618,19 @@ class Layer(nnx.Module):
         attend: Attend,
         chosen: Chosen = None,
         own_input: Any = None,
-    ) -> tuple[Array, OwnKeyValue, Chosen]:
-        """Returns the output of the layer, its (rotated) keys and values, and the selected experts of each token. These
-        are `chosen`, or selected by the router; None without experts. `own_input [... p]` is the part of the layer in
-        the second embedding of each token (`DecoderConfig.layer_input_width`)."""
+    ) -> tuple[Array, Any, Chosen]:
+        """Returns the output of the layer, what `attend` keeps, and the selected experts of each token. These are
+        `chosen`, or selected by the router; None without experts. `own_input [... p]` is the part of the layer in the
+        second embedding of each token (`DecoderConfig.layer_input_width`)."""
         assert self.self_attn is not None
-        mixed, key_value = self.self_attn(normed(self.input_layernorm, x), rope, attend)
+        mixed, kept = self.self_attn(normed(self.input_layernorm, x), rope, attend)
         x, chosen = self._finish(x, mixed, chosen)
         if self.per_layer_input_gate is not None and self.per_layer_projection is not None:
             own = self.per_layer_projection(self.gating(self.per_layer_input_gate(x), own_input))
             x = x + normed(self.post_per_layer_input_norm, own)
         if self.layer_scalar is not None:
             x = x * jax.lax.stop_gradient(self.layer_scalar[...][0]).astype(x.dtype)
-        return x, key_value, chosen
+        return x, kept, chosen
 
     def recur(
         self, x: Float[Array, "... D"], past: Past, chosen: Chosen = None

@@ -116,7 +116,7 @@ class RowsOfExpert(_PartOfWhole):
             yield within, part[(slice(self.expert, self.expert + 1), of_file, columns)][0]
 
 
-class Packed(NamedTuple):
+class PackedExpert(NamedTuple):
     """The matrix `[outputs, inputs]` of one expert, as `OfExpert`, that is packed in MXFP4 (Open Compute Project,
     Microscaling Formats 1.0): 32 inputs of an output have one exponent in `scales` `[E, O, I / 32]`, and two of them
     one byte in `codes` `[E, O, I / 32, 16]`, the first in the low bits. The columns of gate and up, which alternate in
@@ -197,7 +197,7 @@ class GGUFTensor(NamedTuple):
             yield within, (values[(slice(None), *index[1:])] - np.float32(self.less))
 
 
-Tensor = Stored | OfExpert | RowsOfExpert | Packed | GGUFTensor
+Tensor = Stored | OfExpert | RowsOfExpert | PackedExpert | GGUFTensor
 
 
 def row_blocks(rows: slice, width: int) -> Iterator[tuple[slice, slice]]:

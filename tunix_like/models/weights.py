@@ -31,7 +31,7 @@ from tunix_like.models import gguf_files
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.quantization import LEAVES as QUANTIZED_LEAVES
 from tunix_like.models.quantization import quantize
-from tunix_like.models.stored_tensors import FLOATS, Index, OfExpert, Packed, RowsOfExpert, Stored, Tensor
+from tunix_like.models.stored_tensors import FLOATS, Index, OfExpert, PackedExpert, RowsOfExpert, Stored, Tensor
 from tunix_like.runtime import progress
 from tunix_like.runtime.atomic import write_atomically
 from tunix_like.runtime.input_files import path_below, read_object
@@ -115,12 +115,12 @@ def _all_names(abstract_params: Params, config: DecoderConfig, found: Container[
     return {name for path, leaf in leaves for name in _names(path, leaf, config, found)}
 
 
-def _source(path: tuple[Any, ...], leaf: Any, config: DecoderConfig, stored: Mapping[str, Any]) -> Source:
+def _source(path: tuple[Any, ...], leaf: Any, config: DecoderConfig, stored: Mapping[str, Any]) -> ParameterSource:
     tensors = [stored[name] for name in _names(path, leaf, config, stored)]
     kernel = path[-1] == "kernel"
     stacked = _EXPERTS in path
     if not stacked or not _is_fused(path, config, stored):
-        return Source(tensors, kernel, stacked)
+        return ParameterSource(tensors, kernel, stacked)
     if len(found := tensors[0].shape) < 2 or found[0] != leaf.shape[0]:
         raise UserError(
             f"{tensors[0].file}: tensor {tensors[0].name} has shape {found}, but config.json needs {leaf.shape[0]}"
@@ -128,12 +128,16 @@ def _source(path: tuple[Any, ...], leaf: Any, config: DecoderConfig, stored: Map
         )
     parts = len(_HALVES) if path[-2] in _HALVES else 1
     if not _alternate(config):
-        return Source([RowsOfExpert(tensors[0], i, _half(path), parts) for i in range(leaf.shape[0])], True, True)
+        return ParameterSource(
+            [RowsOfExpert(tensors[0], i, _half(path), parts) for i in range(leaf.shape[0])], True, True
+        )
     columns = slice(_half(path), None, parts)
     if len(tensors) == 1:
-        return Source([OfExpert(tensors[0], expert, columns) for expert in range(leaf.shape[0])], False, True)
+        return ParameterSource([OfExpert(tensors[0], expert, columns) for expert in range(leaf.shape[0])], False, True)
     codes, scales = tensors
-    return Source([Packed(codes, scales, expert, columns) for expert in range(leaf.shape[0])], True, True)
+    return ParameterSource(
+        [PackedExpert(codes, scales, expert, columns) for expert in range(leaf.shape[0])], True, True
+    )
 
 
 def _half(path: tuple[Any, ...]) -> int:
@@ -204,7 +208,7 @@ def check_weights(folder: str | Path, abstract_params: Params, config: DecoderCo
 
 def _compared(
     folder: Path, abstract_params: Params, config: DecoderConfig, stack: contextlib.ExitStack
-) -> tuple[list[tuple[tuple[Any, ...], Any, Source]], dict[str, Tensor]]:
+) -> tuple[list[tuple[tuple[Any, ...], Any, ParameterSource]], dict[str, Tensor]]:
     """Opens the weight files and checks their headers. Returns for every parameter its path in the tree, its abstract
     array and where it is stored; and all open tensors by name."""
     _check_head(abstract_params, config)
@@ -375,7 +379,7 @@ def _to_host(parts: list[tuple[tuple[Any, ...], Any, int | None]], alternate: bo
     return np.ascontiguousarray(arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-2))
 
 
-class Source(NamedTuple):
+class ParameterSource(NamedTuple):
     """Where a parameter is stored.
 
     Attributes:
@@ -388,7 +392,7 @@ class Source(NamedTuple):
     stacked: bool
 
 
-def place(source: Source, leaf: Any) -> jax.Array:
+def place(source: ParameterSource, leaf: Any) -> jax.Array:
     """Reads one parameter, with at most one shard on the host at a time. `leaf` has its shape, dtype and sharding;
     without a sharding, the default device is used."""
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -407,7 +411,7 @@ def place(source: Source, leaf: Any) -> jax.Array:
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
 
 
-def _read(source: Source, index: Index, dtype: Any) -> np.ndarray:
+def _read(source: ParameterSource, index: Index, dtype: Any) -> np.ndarray:
     out = np.empty([part.stop - part.start for part in index], dtype)
     pairs: Iterable[tuple[Tensor, np.ndarray]] = [(source.tensors[0], out)]
     if source.stacked:

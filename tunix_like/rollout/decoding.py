@@ -26,7 +26,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
 
-from tunix_like.models.decoder import Decoder, Kept, KeyValue, to_rows
+from tunix_like.models.decoder import Decoder, EarlierTokens, Kept, KeyValue, to_rows
 from tunix_like.models.delta_rule import Memory
 from tunix_like.models.quantization import LEAVES as QUANTIZED_LEAVES
 from tunix_like.models.sharding import constrain_slots, row_axes
@@ -303,9 +303,8 @@ def decode(model: Decoder, prompts: Prompts, rows: Rows, tokens: Int[Array, "A g
     """
     new = jnp.where(rows.live, prompts.lengths[:, None] + rows.cached, -1)
     positions = jax.lax.dynamic_update_slice_in_dim(rows.positions, new[..., None], rows.column, axis=2)
-    hidden, cache, experts = model.decode(
-        tokens, new, prompts.lengths, prompts.cache, rows.cache, rows.column, positions
-    )
+    earlier = EarlierTokens(prompts.lengths, prompts.cache, rows.cache, rows.column, positions)
+    hidden, cache, experts = model.decode(tokens, new, earlier)
     return rows._replace(
         column=(rows.column + 1) % rows.room,
         positions=positions,
@@ -442,9 +441,8 @@ def append(
     number = jnp.arange(width)[None, None] - (width - counts[..., None])
     real = number >= 0
     new = jnp.where(real, prompts.lengths[:, None, None] + rows.cached[..., None] + number, -1)
-    hidden, cache, experts = model.extend(
-        tokens, new, prompts.lengths, prompts.cache, rows.cache, rows.column, rows.positions
-    )
+    earlier = EarlierTokens(prompts.lengths, prompts.cache, rows.cache, rows.column, rows.positions)
+    hidden, cache, experts = model.extend(tokens, new, earlier)
     slots, samples = _row_index(rows)
     place = jnp.where(real, rows.age[..., None] + number, rows.tokens.shape[-1])  # padding is not written
     written = slots[..., None], samples[..., None], place

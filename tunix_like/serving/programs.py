@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from tunix_like.models.decoder import Kept
+from tunix_like.models.decoder import EarlierTokens, Kept
 from tunix_like.models.delta_rule import Memory
 from tunix_like.rollout.decoding import TOKENS, Prompts, Rows, decode, empty_rows, prefill, without_columns
 from tunix_like.rollout.logits import RowSampling, choose_each, in_blocks, most_likely, uniform_number
@@ -127,9 +127,8 @@ def continue_prompt(
     columns = jnp.broadcast_to(jnp.where(column < begin, column, -1), (count, 1, len(column)))
     # To `extend` they are the tokens of a completion whose prompt has no tokens.
     nothing = [(k[..., :1], v[:, :, :1]) for k, v in prompts.cache]
-    hidden, cache, _ = nnx.merge(graphdef, params).extend(
-        tokens[:, None], positions, jnp.zeros(count, jnp.int32), nothing, prompts.cache, begin, columns
-    )
+    earlier = EarlierTokens(jnp.zeros(count, jnp.int32), nothing, prompts.cache, begin, columns)
+    hidden, cache, _ = nnx.merge(graphdef, params).extend(tokens[:, None], positions, earlier)
     return Prompts(jnp.full(count, begin + width), hidden[:, 0], cache)
 
 

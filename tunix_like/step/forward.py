@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from tunix_like.models.decoder import Decoder, Kept
+from tunix_like.models.decoder import Bins, Decoder, Kept
 from tunix_like.models.divergence import Outputs, token_divergence
 from tunix_like.models.log_probabilities import token_logprobs, token_score_norms
 from tunix_like.models.sharding import place_prompts, place_replicated, prompt_shapes, replicated_shapes
@@ -224,19 +224,10 @@ def _chunk_hidden(
         cache = jax.tree.map(lambda x: pick(x, chunk.lane), states.cache)
         states = PromptStates(_picked(states.hidden, chunk.lane), cache)
     first = None if batch.segment_start is None else chunk.rows_of(batch.segment_start)
-    tokens, offsets, segments = _bins(chunk, chunk.rows_of(batch.completion_tokens), first)
+    bins = Bins(*_bins(chunk, chunk.rows_of(batch.completion_tokens), first))
     lengths = jnp.asarray(batch.prompt_lengths)[chunk.group]
-    hidden = model.completion_hidden(
-        states.hidden,
-        states.cache,
-        lengths,
-        tokens,
-        offsets,
-        segments,
-        remat=options.remat,
-        experts=chunk.experts,
-    )
-    return model, hidden.reshape(len(tokens), -1, hidden.shape[-1]), tokens
+    hidden = model.completion_hidden(states.hidden, states.cache, lengths, bins, options.remat, chunk.experts)
+    return model, hidden.reshape(len(hidden), -1, hidden.shape[-1]), bins.tokens
 
 
 def _outputs(model: Decoder, hidden: Float[Array, "A bT D"]) -> Outputs:
