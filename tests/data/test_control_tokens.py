@@ -20,10 +20,10 @@ from tunix_like.environments.arguments import make_player
 from tunix_like.environments.bridge import Bridge, with_observation
 from tunix_like.environments.history import Histories
 from tunix_like.environments.verifiers import VerifiersEnvironments
-from tunix_like.environments.verifiers_calls import Call
-from tunix_like.environments.verifiers_player import VerifiersPlayer
+from tunix_like.environments.agent_calls import Call
+from tunix_like.environments.agents import AgentPlayer
 from tunix_like.serving.requests import Settings, chat_request
-from tunix_like.workers.verifiers_worker import CHAT
+from tunix_like.workers.routes import CHAT
 
 # As the template of Qwen3-Coder: names and keys between `<` and `>`, and texts side by side.
 TAGS = (
@@ -181,7 +181,7 @@ def served_with_tools(tokenizer, text):
 
 
 def verifiers(tokenizer, text):
-    player = VerifiersPlayer(object.__new__(VerifiersEnvironments), EnvironmentConfig(), tokenizer, tokenizer.eos_ids)
+    player = AgentPlayer(object.__new__(VerifiersEnvironments), EnvironmentConfig(), tokenizer, RolloutConfig())
     body = {"messages": [user(text)], "tools": [schema(text)]}
     body["chat_template_kwargs"] = {"prefix": text, "messages": text, "add_generation_prompt": text}
     return player.tokens(Call.of(0, CHAT, body))

@@ -12,7 +12,8 @@ import types
 from typing import Any
 
 from tunix_like.workers import verifiers_worker
-from tunix_like.workers.verifiers_worker import KEY_VARIABLE, MODEL
+from tunix_like.workers.routes import MODEL
+from tunix_like.workers.verifiers_worker import KEY_VARIABLE
 
 SYSTEM, RESULT = "Be brief.", "5"
 SCHEMA = {"type": "object"}

@@ -20,10 +20,10 @@ from tunix_like.data.verifiers import record
 from tunix_like.environments.arguments import make_player
 from tunix_like.environments.chat_messages import RequestError
 from tunix_like.environments.verifiers import VerifiersEnvironments
-from tunix_like.environments.verifiers_calls import Call, answer_of, refusal_of
+from tunix_like.environments.agent_calls import Call, answer_of, refusal_of
 from tunix_like.types import Problem, Turn
 from tunix_like.workers import process, verifiers_process
-from tunix_like.workers.verifiers_worker import MESSAGES, RESPONSES
+from tunix_like.workers.routes import MESSAGES, RESPONSES
 
 QUESTION = "2 + 3?"
 
@@ -57,7 +57,7 @@ def test_a_tool_loop_keeps_the_sampled_tokens(program, protocol, stream, opened)
     prompt = render([system, user])
     task = {"protocol": protocol, "stream": stream, "tools": True, "turns": 3, "question": QUESTION}
     trajectories = player.start([Problem(0, "", prompt, {"task": task}, "")], 1, 4000)
-    assert [*trajectories.problems[0].tokens, *trajectories.opening(0)] == prompt
+    assert [*trajectories.problems[0].tokens, *trajectories.opening(0, 0)] == prompt
     turn = [*(tokenizer.encode(word, add_special_tokens=False)[0] for word in words), tokenizer.eos_ids[0]]
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
     content = "".join(words).partition("\n<tool_call>")[0]

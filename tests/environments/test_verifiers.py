@@ -34,14 +34,14 @@ from tunix_like.environments.chat_messages import RequestError
 from tunix_like.environments.kinds import environments_of, kind_of
 from tunix_like.environments.trajectories import Trajectories
 from tunix_like.environments.verifiers import VerifiersEnvironments
-from tunix_like.environments.verifiers_calls import Call, answer_of
+from tunix_like.environments.agent_calls import Call, answer_of
 from tunix_like.errors import UserError
 from tunix_like.models.loading import export_model
 from tunix_like.rollout.engines.vllm import VLLMEngine
 from tunix_like.types import Problem, Reply, Turn
 from tunix_like.workers import process, verifiers_process
 from tunix_like.workers.messages import Lost
-from tunix_like.workers.verifiers_worker import CHAT
+from tunix_like.workers.routes import CHAT
 
 EXAMPLE = ROOT / "examples" / "environments" / "verifiers_letters.yaml"
 ODD = Path(__file__).with_name("verifiers_odd.py")
@@ -156,7 +156,7 @@ def two_tries(task):
 def test_continued_conversation_keeps_the_sampled_tokens(opened):
     trajectories = opened(two_tries)
     (problem,) = trajectories.problems
-    assert [*problem.tokens, *trajectories.opening(0)] == ids("ab") and problem.text == "<user>ab<end><assistant>"
+    assert [*problem.tokens, *trajectories.opening(0, 0)] == ids("ab") and problem.text == "<user>ab<end><assistant>"
     trajectories.submit([turn("ba"), turn("c", 1)])
     replies = {reply.sample: reply for reply in trajectories.replies(wait=True)}
     for sample, text in enumerate(["ba", "c"]):

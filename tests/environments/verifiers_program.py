@@ -11,7 +11,7 @@ from typing import Any
 
 from tunix_like.workers.child import send
 from tunix_like.workers.messages import receive
-from tunix_like.workers.verifiers_worker import CHAT
+from tunix_like.workers.routes import CHAT
 
 
 def main(channel: socket.socket, settings: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -46,9 +45,10 @@ def make_player(
     running = environment if isinstance(environment, Environments) else LocalEnvironments(environment)
     config = config or EnvironmentConfig()
     check_effect(config, running, made=running is not environment)
-    make = getattr(running, "make_player", functools.partial(Player, running))
-    player: Player = make(config, with_tools(tokenizer, running), rollout.eos_tokens or tokenizer.eos_ids)
-    return player
+    if (make := getattr(running, "make_player", None)) is not None:
+        player: Player = make(config, tokenizer, rollout)
+        return player
+    return Player(running, config, with_tools(tokenizer, running), rollout.eos_tokens or tokenizer.eos_ids)
 
 
 def with_tools(tokenizer: Tokenizer, environments: Environments | None) -> Tokenizer:

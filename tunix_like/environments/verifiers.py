@@ -16,21 +16,19 @@ from typing import TYPE_CHECKING, Any
 from tunix_like.data.verifiers import TASK_COLUMN
 from tunix_like.environments.chat_messages import RequestError
 from tunix_like.environments.outcomes import Outcome
-from tunix_like.environments.verifiers_calls import Call, answer_of, count_of, refusal_of
+from tunix_like.environments.agent_calls import FULL, Call, answer_of, count_of, refusal_of
 from tunix_like.errors import UserError
 from tunix_like.workers.failures import LONGEST_REASON, Failure
 from tunix_like.workers.messages import Lost
 from tunix_like.workers.verifiers_process import SECONDS_TO_END, VerifiersProcess
-from tunix_like.workers.verifiers_worker import COUNT
+from tunix_like.workers.routes import COUNT
 
 if TYPE_CHECKING:
-    from tunix_like.environments.verifiers_player import VerifiersPlayer
+    from tunix_like.environments.agents import AgentPlayer
 
 UNATTENDED_SECONDS = 1.0
 """If `outcomes` is not called for longer, for example during a compilation, this time does not count towards the time
 limits, because messages are read only in `outcomes`."""
-
-FULL = "the limit of tokens or turns of this trajectory is reached"
 
 
 @dataclasses.dataclass
@@ -74,10 +72,12 @@ class VerifiersEnvironments:
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
+    one_conversation = True
     count: Callable[[Call], int]
 
     def __init__(self, settings: Mapping[str, Any], timeout_seconds: float = 20.0, workers: int = 32):
         self.settings = settings
+        self.subject = f"data.path={settings.get('path')}"
         self.timeout_seconds = timeout_seconds
         self.workers = workers
         self._ids = itertools.count()
@@ -88,10 +88,10 @@ class VerifiersEnvironments:
     def where(self) -> str:
         return f"in one process, {self.timeout_seconds:g} s a step"
 
-    def make_player(self, *given: Any) -> VerifiersPlayer:
-        from tunix_like.environments.verifiers_player import VerifiersPlayer
+    def make_player(self, *given: Any) -> AgentPlayer:
+        from tunix_like.environments.agents import AgentPlayer
 
-        player = VerifiersPlayer(self, *given)
+        player = AgentPlayer(self, *given)
         self.count = lambda call: len(player.tokens(call))
         return player
 

@@ -24,18 +24,11 @@ from typing import Any
 
 from tunix_like.workers.child import send
 from tunix_like.workers.messages import HEADER, message
+from tunix_like.workers.routes import COUNT, LOCAL, MODEL, ROUTES
 
 KEY_VARIABLE = "TUNIX_LIKE_EPISODES_API_KEY"
 """Environment variable with the API key of the HTTP endpoint. `verifiers` does not pass this variable to the programs
 that it starts."""
-
-MODEL = "policy"
-CHAT = "/v1/chat/completions"
-RESPONSES = "/v1/responses"
-MESSAGES = "/v1/messages"
-COUNT = f"{MESSAGES}/count_tokens"
-ROUTES = (CHAT, RESPONSES, MESSAGES, COUNT)
-LOCAL = "127.0.0.1"
 
 
 class Unusable(Exception):

@@ -1,8 +1,5 @@
-"""Reads the requests of a harness of `verifiers`, and writes the answers, in the form of the protocol
-of the request: OpenAI's chat completions or responses, or Anthropic's messages.
-
-A harness is the code of an environment that sends requests to the model.
-"""
+"""Reads the requests of agents, and writes the answers, in the form of the protocol of the request: OpenAI's chat
+completions or responses, or Anthropic's messages."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from tunix_like.environments.chat_messages import THOUGHT, RequestError, checked
 from tunix_like.environments.messages_api import MessagesReply
 from tunix_like.environments.responses_api import ResponsesReply
 from tunix_like.environments.wire import THINK, Reply, Usage, sse
-from tunix_like.workers.verifiers_worker import CHAT, COUNT, MESSAGES, MODEL, RESPONSES
+from tunix_like.workers.routes import CHAT, COUNT, MESSAGES, MODEL, RESPONSES
 
 NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
     CHAT: {
@@ -36,11 +33,15 @@ NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
 Other sampling parameters of a request are ignored, because the settings in `rollout` apply."""
 
 
+FULL = "the limit of tokens or turns of this trajectory is reached"
+"""Why requests are refused at the end of a trajectory."""
+
+
 class Call(NamedTuple):
-    """A request that an environment of the package `verifiers` sends to the model.
+    """A request that an agent sends to the model.
 
     Attributes:
-      id: number of the request in the process of the environment.
+      id: number of the request in the process that received it.
       route: the HTTP route of the request.
       variables: variables of the chat template, including `tools`.
       stream: whether the answer is sent as a stream of events.
@@ -87,8 +88,7 @@ def _conversation(route: str, body: Mapping[str, Any]) -> tuple[list[dict[str, A
 
 
 def answer_of(call: Call, text: str, reason: str, tokens: tuple[int, int]) -> dict[str, Any]:
-    """Returns the message that tells the process of the environment to answer the request `call` with a turn of
-    the policy.
+    """Returns the message that tells the process with the request `call` to answer it with a turn of the policy.
 
     Args:
       text: the turn. Tool calls in this text are parsed if the request has tools.
@@ -131,8 +131,8 @@ def count_of(call: Call, tokens: int) -> dict[str, Any]:
 
 
 def refusal_of(call: int, route: str, status: int, reason: str) -> dict[str, Any]:
-    """Returns the message that tells the process of the environment to refuse the request with the number `call`.
-    `status` is the HTTP status of the refusal."""
+    """Returns the message that tells the process with the request of the number `call` to refuse it. `status` is the
+    HTTP status of the refusal."""
     if route in (MESSAGES, COUNT):
         return _message(call, status, messages_api.error_of(reason, status))
     return _message(call, status, {"error": {"message": reason, "type": "invalid_request_error", "code": status}})
