@@ -16,12 +16,12 @@ from tunix_like.config.schema import DataConfig
 from tunix_like.data.source import PromptFormat
 from tunix_like.data.stream import render
 from tunix_like.data.tokenizer import Tokenizer
+from tunix_like.environments.agent_calls import Call
+from tunix_like.environments.agents import AgentPlayer
 from tunix_like.environments.arguments import make_player
 from tunix_like.environments.bridge import Bridge, with_observation
 from tunix_like.environments.history import Histories
 from tunix_like.environments.verifiers import VerifiersEnvironments
-from tunix_like.environments.agent_calls import Call
-from tunix_like.environments.agents import AgentPlayer
 from tunix_like.serving.requests import Settings, chat_request
 from tunix_like.workers.routes import CHAT
 

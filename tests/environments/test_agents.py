@@ -17,10 +17,10 @@ from tests.training.small_learner import collect, make
 from tunix_like import load_model
 from tunix_like.config.schema import EnvironmentConfig, RolloutConfig
 from tunix_like.data.verifiers import record
+from tunix_like.environments.agent_calls import Call, answer_of, refusal_of
 from tunix_like.environments.arguments import make_player
 from tunix_like.environments.chat_messages import RequestError
 from tunix_like.environments.verifiers import VerifiersEnvironments
-from tunix_like.environments.agent_calls import Call, answer_of, refusal_of
 from tunix_like.types import Problem, Turn
 from tunix_like.workers import process, verifiers_process
 from tunix_like.workers.routes import MESSAGES, RESPONSES

@@ -29,12 +29,12 @@ from tunix_like.data import load_source
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.data.verifiers import HIDDEN_COLUMN, record
 from tunix_like.environments import verifiers as environments
+from tunix_like.environments.agent_calls import Call, answer_of
 from tunix_like.environments.arguments import make_player
 from tunix_like.environments.chat_messages import RequestError
 from tunix_like.environments.kinds import environments_of, kind_of
 from tunix_like.environments.trajectories import Trajectories
 from tunix_like.environments.verifiers import VerifiersEnvironments
-from tunix_like.environments.agent_calls import Call, answer_of
 from tunix_like.errors import UserError
 from tunix_like.models.loading import export_model
 from tunix_like.rollout.engines.vllm import VLLMEngine

@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tunix_like.data.verifiers import TASK_COLUMN
+from tunix_like.environments.agent_calls import FULL, Call, answer_of, count_of, refusal_of
 from tunix_like.environments.chat_messages import RequestError
 from tunix_like.environments.outcomes import Outcome
-from tunix_like.environments.agent_calls import FULL, Call, answer_of, count_of, refusal_of
 from tunix_like.errors import UserError
 from tunix_like.workers.failures import LONGEST_REASON, Failure
 from tunix_like.workers.messages import Lost
-from tunix_like.workers.verifiers_process import SECONDS_TO_END, VerifiersProcess
 from tunix_like.workers.routes import COUNT
+from tunix_like.workers.verifiers_process import SECONDS_TO_END, VerifiersProcess
 
 if TYPE_CHECKING:
     from tunix_like.environments.agents import AgentPlayer
