@@ -10,6 +10,7 @@ from tunix_like.config.schema import EnvironmentConfig, RolloutConfig
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.local import LocalEnvironments
 from tunix_like.environments.outcomes import Environments
+from tunix_like.environments.program import Program
 from tunix_like.environments.registry import runs_trajectories
 from tunix_like.environments.settings import check_effect
 from tunix_like.environments.trajectories import Player
@@ -42,6 +43,8 @@ def make_player(
         )
     if runs_trajectories(environment):
         environment = environment()
+    if inspect.iscoroutinefunction(environment):
+        environment = Program(environment)
     running = environment if isinstance(environment, Environments) else LocalEnvironments(environment)
     config = config or EnvironmentConfig()
     check_effect(config, running, made=running is not environment)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tunix_like.config.schema import Config, EnvironmentConfig
 from tunix_like.data.verifiers import settings_of
@@ -13,6 +14,7 @@ from tunix_like.environments.adapters import as_environment
 from tunix_like.environments.local import LocalEnvironments
 from tunix_like.environments.outcomes import Environments
 from tunix_like.environments.pool import EnvironmentPool
+from tunix_like.environments.program import Program
 from tunix_like.environments.registry import environment_place, resolve, resolve_tools, runs_trajectories
 from tunix_like.environments.verifiers import VerifiersEnvironments
 from tunix_like.errors import UserError
@@ -111,6 +113,8 @@ def _own(config: Config) -> Environments:
         factory = resolve(section.name)
     except UserError as error:
         raise UserError(f"environment.name: {error}") from error
+    if inspect.iscoroutinefunction(factory):
+        return _agent(factory, section)
     if runs_trajectories(factory):
         _checked(EnvironmentKind(_own, KEYS - LIMITS - {"tools"}), section, f"environment.name={section.name}")
         check_arguments("environment.arguments", section.name, factory, section.arguments or {})
@@ -142,6 +146,30 @@ def _openenv(config: Config) -> Environments:
     _check_waiting(section)
     assert section.name is not None
     return _pool(environment_place(section.name, resolve(section.name)), section, MOST_WAITING)
+
+
+def _program(config: Config) -> Environments:
+    """Makes the environment whose trajectories a command plays."""
+    section = config.environment
+    arguments = section.arguments or {}
+    check_arguments("environment.arguments", "program", Program, arguments, named=("arguments", *LIMITS))
+    return _programs(section, **arguments)
+
+
+def _agent(function: Callable[..., Any], section: EnvironmentConfig) -> Environments:
+    """Makes the environment whose trajectories an async function plays. Some of `environment.arguments` are those of
+    `Program`, the others those of the function."""
+    arguments = section.arguments or {}
+    own = {name: value for name, value in arguments.items() if name in ("columns", "one_conversation")}
+    rest = {name: value for name, value in arguments.items() if name not in own}
+    _checked(EnvironmentKind(_own, PROGRAM_KEYS), section, f"environment.name={section.name}")
+    return _programs(section, command=function, arguments=rest, **own)
+
+
+def _programs(section: EnvironmentConfig, **arguments: Any) -> Program:
+    _check_waiting(section)
+    limits = {name: getattr(section, name) for name in LIMITS}
+    return Program(**arguments, **limits)
 
 
 def _verifiers(config: Config) -> Environments:
@@ -179,8 +207,11 @@ def _check_unlimited(section: EnvironmentConfig) -> None:
             )
 
 
+PROGRAM_KEYS = frozenset({"name", "arguments", "max_turns", "mode", *LIMITS})
+
 KINDS: dict[str, EnvironmentKind] = {
     "openenv": EnvironmentKind(_openenv),
+    "program": EnvironmentKind(_program, PROGRAM_KEYS),
     "verifiers": EnvironmentKind(_verifiers, ("max_turns", "mode", "workers", "timeout_seconds"), "data.name"),
 }
 """The kinds that have a name. `environment.name` can also name a class, and `environment.tools` functions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -61,10 +62,11 @@ def resolve(name: str) -> Callable[..., Any]:
         factory = ENVIRONMENTS[name]
     else:
         raise UserError(
-            f"Environment '{name}' is unknown. {nearest(name, ENVIRONMENTS)} "
+            f"Environment '{name}' is unknown. {nearest(name, [*ENVIRONMENTS, 'program'])} "
             "Write a class of your own as path/to/file.py:Class or package.module:Class."
         )
-    as_environment(factory)
+    if not inspect.iscoroutinefunction(factory):  # an agent (see `program.py`)
+        as_environment(factory)
     return factory
 
 

@@ -15,7 +15,7 @@ from tunix_like.data.stream import render, usable
 from tunix_like.data.tokenizer import Tokenizer
 from tunix_like.environments.bridge import with_observation
 from tunix_like.environments.history import Continuation, Histories, History
-from tunix_like.environments.outcomes import Environments, Outcome, check_configured
+from tunix_like.environments.outcomes import Environments, Outcome, check_configured, columns_for
 from tunix_like.errors import EngineLost, EnvironmentMisconfigured, UserError
 from tunix_like.rewards.environment_state import failed_state
 from tunix_like.rollout.episodes import Episode
@@ -340,8 +340,9 @@ class Trajectories:
         """Resets the environments of this process. Returns, for each problem of this process, the prompt with the first
         observation (see `_opened`)."""
         for group in self._own:
+            columns = columns_for(self._environments, self._given[group])
             for number in self._numbers(group):
-                self._begin_call("reset", number, self._given[group].columns)
+                self._begin_call("reset", number, columns)
         first: dict[int, Any] = {}
         while self._unanswered:
             for outcome in self._outcomes(wait=True):
