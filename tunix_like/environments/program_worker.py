@@ -237,7 +237,7 @@ class _Started:
                 stdin=subprocess.DEVNULL,
                 stdout=out.write,
                 stderr=err.write,
-                env=os.environ | surroundings() | variables,
+                env={**os.environ, **surroundings(), **variables},
             )
         return _Started(process.wait, (out.read, err.read), news)
 
@@ -254,7 +254,7 @@ class _Started:
             if pid == 0:
                 os.dup2(out.write, 1)
                 os.dup2(err.write, 2)
-                os.environ.update(surroundings() | variables)
+                os.environ.update({**surroundings(), **variables})
                 _play(function, arguments)
         return _Started(lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), (out.read, err.read), news)
 

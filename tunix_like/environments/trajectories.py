@@ -208,7 +208,7 @@ class Trajectories:
             self._environments.close()
         player.playing = self
         self.problems = self._reset(max_prompt_length)
-        self._openings: list[list[Sequence[int]]] = []
+        self._openings: list[list[list[int]]] = []
         self._begin()
 
     @property
@@ -388,7 +388,7 @@ class Trajectories:
             for each, (size, _) in zip(self.problems, begun, strict=True)
         ]
 
-    def _begun(self, groups: Sequence[int]) -> list[tuple[int, list[Sequence[int]]]]:
+    def _begun(self, groups: Sequence[int]) -> list[tuple[int, list[list[int]]]]:
         """Begins the histories of the trajectories of these problems. Returns for each problem `History.prompt`, and
         `History.opening` of each of its trajectories."""
         begun = []
