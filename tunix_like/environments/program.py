@@ -78,7 +78,7 @@ class Program:
 
     def __init__(
         self,
-        command: str | Sequence[str] | Callable[..., Any],
+        command: Any,
         *,
         arguments: Mapping[str, Any] | None = None,
         columns: Sequence[str] | None = None,
