@@ -10,14 +10,16 @@ async def ask(client, text):
 
 
 async def agent(client, row):
-    """Its reward is the number of letters of the answer. It prints lines that look like one."""
+    """Its reward is the number of letters of the answer. It prints a line that looks like another reward."""
     text = await ask(client, row["prompt"])
-    print('{"reward": 77}')
-    return float(len(text))
-
-
-async def silent(client, row):
-    await ask(client, row["prompt"])
+    does = row.get("does")
+    print('{"reward": 77}' if does != "nothing" else "done")
+    if does == "error":
+        print("before the error", file=sys.stderr)
+        raise KeyError("no such key")
+    if does == "exit":
+        sys.exit(4)
+    return None if does == "nothing" else float(len(text))
 
 
 async def both(client, row, second="a"):
@@ -26,17 +28,6 @@ async def both(client, row, second="a"):
     while not first.done():
         other = await ask(client, second)
         return float(len(await first) + 10 * len(other))
-
-
-async def wrong(client, row):
-    await ask(client, row["prompt"])
-    print("before the error", file=sys.stderr)
-    raise KeyError("no such key")
-
-
-async def endless(client, row):
-    while True:
-        await ask(client, row["prompt"])
 
 
 def plain(client, row):
