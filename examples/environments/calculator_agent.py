@@ -1,15 +1,17 @@
 """An agent that answers a question with a calculator, through the API of OpenAI.
 
-It would run with any server of this API. `examples/environments/program.yaml` trains the model behind it.
+`examples/environments/program.yaml` trains the model behind it. It also runs by itself, with any server of this API:
+`TUNIX_LIKE_ROW=row.json OPENAI_BASE_URL=... python calculator_agent.py`.
 """
 
 import ast
+import asyncio
 import json
 import operator
 import os
 from pathlib import Path
 
-from openai import OpenAI
+from openai import AsyncOpenAI
 
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 TOOL = {
@@ -39,12 +41,12 @@ def calculator(arguments):
         return f"error: {error}"
 
 
-def main():
-    row = json.loads(Path(os.environ["TUNIX_LIKE_ROW"]).read_text())
-    messages = row["prompt"]
-    client = OpenAI()
+async def agent(client: AsyncOpenAI, row: dict) -> None:
+    """Asks until an answer has no call of the calculator."""
+    messages = list(row["prompt"])
     while True:
-        answer = client.chat.completions.create(model="policy", messages=messages, tools=[TOOL]).choices[0].message
+        given = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+        answer = given.choices[0].message
         if not answer.tool_calls:
             break
         messages.append(answer.to_dict())
@@ -55,4 +57,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(agent(AsyncOpenAI(), json.loads(Path(os.environ["TUNIX_LIKE_ROW"]).read_text())))
