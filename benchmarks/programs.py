@@ -1,4 +1,4 @@
-"""`python -m benchmarks.programs`: what a turn of a program costs more than a turn of an environment in its own process.
+"""`python -m benchmarks.programs`: what a turn of a program costs more than one of an environment in its own process.
 
 Trajectories play turns in lockstep, and answers of the policy are ready at once. The time of a turn is that of all
 turns divided by their number; the start of a trajectory is timed separately. The programs are: one that sends plain

@@ -1,1 +1,1 @@
-"""Processes that run foreign code: reward functions, environments and programs of the package `verifiers`."""
+"""Processes that run foreign code: reward functions, environments, agents and programs of the package `verifiers`."""
