@@ -27,6 +27,7 @@ from tunix_like.environments.arguments import make_player
 from tunix_like.environments.kinds import environments_of
 from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.types import Problem, Turn
+from tunix_like.workers.process import children_of
 
 PROGRAMS = Path(__file__).with_name("programs")
 HOSTILE = ["python", str(PROGRAMS / "hostile.py")]
@@ -146,6 +147,7 @@ FAULTS = {
     "giant_body": 413_413_200,
     "no_json": 4 * 400 + 200 * 10_000,
     "no_route": 404_200,
+    "strangers": 200,
     "words": 0,
     "background": 1,
     "status_after_the_limit": 0,
@@ -205,10 +207,12 @@ def test_many_requests_are_refused_after_the_limit(opened, fault, count):
     assert (episode.turns, episode.limited, episode.reward, episode.failure) == (2, True, 2.0, None)
 
 
-def test_a_request_that_was_broken_off_is_not_answered(opened):
-    trajectories = opened(HOSTILE, [{"fault": "gone"}])
+def test_a_request_that_was_broken_off_is_not_answered(opened, tmp_path):
+    trajectories = opened(HOSTILE, [{"fault": "gone", "folder": str(tmp_path)}])
+    (tmp_path / "asked").touch()  # the first request is here
+    assert until(lambda: (tmp_path / "closed").exists())
     (episode,) = play(trajectories)
-    assert episode.reward == 200
+    assert (episode.turns, episode.reward) == (1, 1.0)
 
 
 def test_truncated_turns_end_the_trajectory(opened):
@@ -313,6 +317,7 @@ def test_the_trial_leaves_no_process(tmp_path):
     player.check([{"prompt": "ab", "fault": "words"}], 16)
     folder = Path(program._folder.name)
     assert not list(folder.iterdir())
+    assert until(lambda: not list(children_of(program._pool._server.pid)))
     small = make_player(program, EnvironmentConfig(), TOKENIZER, RolloutConfig(max_tokens_to_generate=3))
     with pytest.raises(UserError, match="rollout.max_tokens_to_generate=2 allows; raise it"):
         small.check([{"prompt": "ab", "fault": "words"}], 16)

@@ -59,7 +59,7 @@ SOURCES = {
     "maze_steps": Source("games:load_maze_steps", frozenset({"maze_size", "seed"})),
     "guess": Source("games:load_guess", frozenset({"seed"})),
     "sums": Source("sums:load", frozenset({"seed"})),
-    "calculator": Source("calculator:load", frozenset({"seed"})),
+    "calculator": Source("calculator:load", frozenset({"seed", "chat_template_args"})),
     "reasoning_gym": Source("reasoning_gym:load", _PROMPT_KEYS | {"task", "arguments", "seed"}),
     "jsonl": Source("jsonl:load", _OWN_KEYS),
     "hub": Source("jsonl:load_hub", _OWN_KEYS),

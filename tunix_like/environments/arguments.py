@@ -43,9 +43,11 @@ def make_player(
         )
     if runs_trajectories(environment):
         environment = environment()
+    running: Environments
     if inspect.iscoroutinefunction(environment):
-        environment = Program(environment)
-    running = environment if isinstance(environment, Environments) else LocalEnvironments(environment)
+        running = Program(environment)
+    else:
+        running = environment if isinstance(environment, Environments) else LocalEnvironments(environment)
     config = config or EnvironmentConfig()
     check_effect(config, running, made=running is not environment)
     if (make := getattr(running, "make_player", None)) is not None:

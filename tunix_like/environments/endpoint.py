@@ -6,6 +6,7 @@ which reads a request, waits for its answer and writes it.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import http.server
 import itertools
@@ -26,16 +27,21 @@ MOST_BYTES = 8 << 20
 """Maximum size of the body of a request."""
 
 MOST_CONNECTIONS = 256
-"""Maximum number of open connections. Further ones are closed, and clients try again."""
+"""Maximum number of open connections. One more closes the oldest that has not shown the key, or is closed itself."""
 
 _READ = 1 << 20
 
 
 class Asked:
-    """A request that waits for its answer."""
+    """A request that waits for its answer.
 
-    def __init__(self, call: Call, connection: socket.socket):
+    Attributes:
+      text: the request for `unpacked_call`.
+    """
+
+    def __init__(self, call: Call, text: str, connection: socket.socket):
         self.call = call
+        self.text = text
         self._connection = connection
         self._answer: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
 
@@ -74,6 +80,7 @@ class Endpoint(http.server.ThreadingHTTPServer):
         self.key = secrets.token_urlsafe(32)
         self.news = news
         self.numbers = itertools.count()
+        self.strangers: dict[socket.socket, None] = {}  # connections that have not shown the key; the oldest first
 
     @property
     def url(self) -> str:
@@ -83,10 +90,23 @@ class Endpoint(http.server.ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if threading.active_count() > MOST_CONNECTIONS:
+        full = threading.active_count() > MOST_CONNECTIONS
+        if full and not self.strangers:
             self.shutdown_request(request)
-        else:
-            super().process_request(request, client_address)
+            return
+        if full:
+            self.close_stranger(next(iter(self.strangers)))
+        self.strangers[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.strangers.pop(request, None)
+        super().shutdown_request(request)
+
+    def close_stranger(self, connection: socket.socket) -> None:
+        self.strangers.pop(connection, None)
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Drops a connection that the program has closed before it was answered."""
@@ -101,7 +121,7 @@ class _Connection(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         path = self.path.partition("?")[0]
         try:
-            asked = Asked(self._call(path), self.connection)
+            asked = self._asked(path)
         except RequestError as error:
             self._send(refusal_of(0, path, error.http, str(error)))
             return
@@ -109,15 +129,15 @@ class _Connection(http.server.BaseHTTPRequestHandler):
         self._send(asked.wait())
 
     def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        self._send(refusal_of(0, path, 404, f"there is no GET {path[:200]}; POST to {', '.join(ROUTES)}"))
+        self._send(refusal_of(0, self.path, 404, f"requests are POST, to {', '.join(ROUTES)}"))
 
-    def _call(self, path: str) -> Call:
+    def _asked(self, path: str) -> Asked:
         """Reads and checks a request. Raises RequestError if it is refused."""
         body = self._body()
         given = self.headers.get("x-api-key") or self.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(errors="replace"), self.server.key.encode()):
             raise RequestError("the key of this trajectory is missing or wrong", http=401)
+        self.server.strangers.pop(self.connection, None)
         if path not in ROUTES:
             raise RequestError(f"there is no route {path[:200]}; there are {', '.join(ROUTES)}", http=404)
         if body is None:
@@ -129,9 +149,10 @@ class _Connection(http.server.BaseHTTPRequestHandler):
         if not isinstance(content, dict):
             raise RequestError("the body must be a JSON object")
         call = Call.of(next(self.server.numbers), path, content)
-        if len(packed_call(call)) > MOST_CHARACTERS:
+        text = json.dumps([call.route, call.messages, call.variables])
+        if len(text) > MOST_CHARACTERS:
             raise RequestError(f"the conversation has more than {MOST_CHARACTERS} characters", http=413)
-        return call
+        return Asked(call, text, self.connection)
 
     def _body(self) -> bytes | None:
         """Reads the body; None if it is larger than `MOST_BYTES`. Its bytes are read all the same, because the program
@@ -161,11 +182,7 @@ class _Connection(http.server.BaseHTTPRequestHandler):
         """Prints nothing."""
 
 
-def packed_call(call: Call) -> str:
-    """Returns a request as text, for `unpacked_call` in the training process."""
-    return json.dumps([call.route, call.messages, call.variables])
-
-
 def unpacked_call(text: str) -> Call:
+    """Returns the request of `Asked.text`, in the training process."""
     route, messages, variables = json.loads(text)
     return Call(0, route, messages, variables, stream=False)

@@ -111,6 +111,7 @@ class Program:
         )
         self._pool.name = "program"
         self._names = itertools.count()
+        self._count: Callable[[Call], int] = lambda call: 0  # number of tokens of a request
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._clear()
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tunix_like.environments.agent_calls import FULL, answer_of, count_of, refusal_of
-from tunix_like.environments.endpoint import Asked, Endpoint, packed_call
+from tunix_like.environments.endpoint import Asked, Endpoint
 from tunix_like.environments.outcomes import TimeLimitExceeded
 from tunix_like.environments.protocol import EnvStepResult, checked_number
 from tunix_like.errors import UserError
@@ -158,7 +158,7 @@ class ProgramTrajectory:
                 asked.answer(refusal_of(asked.call.id, asked.call.route, 400, FULL))
                 continue
             self._asked = asked
-            return EnvStepResult(packed_call(asked.call))
+            return EnvStepResult(asked.text)
 
     def _end(self, status: int | None) -> EnvStepResult:
         """Returns the reward of a program that has ended. Its status counts unless its requests were refused."""

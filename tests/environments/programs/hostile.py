@@ -4,6 +4,7 @@ HTTP, so that it starts quickly."""
 import http.client
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -64,6 +65,16 @@ def own_answer():
     messages = [{"role": "user", "content": "a" * ROW["length"]}, {"role": "assistant", "content": said}]
     ask(body=json.dumps({"messages": [*messages, {"role": "user", "content": "b"}]}))
     end(len(said) + 10 * ROW["length"])
+
+
+def strangers():
+    """Opens more connections to its endpoint than it may have, without a key, and then asks."""
+    place = urllib.parse.urlsplit(URL)
+    held = [socket.create_connection((place.hostname, place.port)) for _ in range(400)]
+    status = ask()[0]
+    for each in held:
+        each.close()
+    end(status)
 
 
 def many_requests():
@@ -187,14 +198,20 @@ def background():
 
 
 def gone():
-    """Breaks off its first request, as a client does after its time limit, and sends it again."""
+    """Sends two requests, and breaks off the second, as a client does after its time limit."""
+    first = threading.Thread(target=ask)
+    first.start()
+    while first.is_alive() and not Path(ROW["folder"], "asked").exists():
+        time.sleep(0.01)
     place = urllib.parse.urlsplit(URL)
     connection = http.client.HTTPConnection(place.hostname, place.port)
-    body = json.dumps({"messages": [{"role": "user", "content": "ab"}]})
+    body = json.dumps({"messages": [{"role": "user", "content": "cd"}]})
     connection.request("POST", place.path + "/chat/completions", body, {"authorization": f"Bearer {KEY}"})
     time.sleep(0.2)
     connection.close()
-    end(ask()[0])
+    Path(ROW["folder"], "closed").touch()
+    first.join()
+    end(1.0)
 
 
 globals()[ROW["fault"]]()
