@@ -23,7 +23,7 @@ from tunix_like.environments.chat_messages import RequestError
 from tunix_like.environments.verifiers import VerifiersEnvironments
 from tunix_like.types import Problem, Turn
 from tunix_like.workers import process, verifiers_process
-from tunix_like.workers.routes import MESSAGES, RESPONSES
+from tunix_like.workers.routes import CHAT, MESSAGES, RESPONSES
 
 QUESTION = "2 + 3?"
 
@@ -99,6 +99,21 @@ def test_a_tool_loop_keeps_the_sampled_tokens(program, protocol, stream, opened)
 def test_unsupported_requests_are_rejected(route, body, named):
     with pytest.raises(RequestError, match=named):
         Call.of(0, route, body)
+
+
+@pytest.mark.parametrize("depth", [200, 900, 100_000])
+def test_deeply_nested_requests_are_rejected(depth):
+    """Chat templates and the code around them call themselves for inner values."""
+    deep = '{"a":' * depth + "1" + "}" * depth
+    user = {"role": "user", "content": "a"}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": deep}}
+    body = {"messages": [user, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    with pytest.raises(RequestError, match="nested more than 100 levels deep|must be an object"):
+        Call.of(0, CHAT, body)
+    if depth < 1000:
+        tool = {"type": "function", "function": {"name": "f", "parameters": json.loads(deep)}}
+        with pytest.raises(RequestError, match="nested more than 100 levels deep"):
+            Call.of(0, CHAT, {"messages": [user], "tools": [tool]})
 
 
 def test_fields_of_answers_and_refusals():

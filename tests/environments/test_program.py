@@ -155,6 +155,7 @@ FAULTS = {
     "status": "ended with status 3. The last line of its output: no more ideas\nIts last output was:\nno more ideas",
     "wrong_reward": "the program's last line: reward 'high' is not a number",
     "infinite_reward": "reward nan is not a finite number",
+    "odd_text": "cannot be encoded",
     "no_request": "the program has ended without a request to the model.",
     "kills_its_group": "its process was killed by signal 9",
 }
@@ -163,7 +164,8 @@ FAULTS = {
 
 def test_faults_concern_only_their_trajectory(opened):
     faults = list(FAULTS)
-    episodes = play(opened(HOSTILE, [{"fault": fault} for fault in faults], workers=4))
+    trajectories = opened(HOSTILE, [{"fault": fault} for fault in faults], workers=4)
+    episodes = play(trajectories)
     for fault, episode in zip(faults, episodes, strict=True):
         expected = FAULTS[fault]
         if isinstance(expected, str):
@@ -172,6 +174,8 @@ def test_faults_concern_only_their_trajectory(opened):
         else:
             assert (episode.failure, episode.reward) == (None, expected), fault
     assert episodes[faults.index("status_after_the_limit")].limited
+    environments = trajectories.environments()
+    assert environments[faults.index("words")].output == '{"reward": 5}\nall done\n'
 
 
 @pytest.mark.parametrize("fault", ["silence", "late_silence"])

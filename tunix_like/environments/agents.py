@@ -39,7 +39,7 @@ class AgentEnvironments(Environments, Protocol):
     request, and the outcome has the next one.
 
     Attributes:
-      subject: the key and value of the configuration that name the environment; error messages begin with it.
+      subject: names the environment at the beginning of error messages.
       one_conversation: whether every request begins with the first request of its trajectory, which is the same in all
         trajectories of a row. These trajectories then share it as their prompt. Otherwise they share only the first
         tokens that all conversations have.

@@ -25,6 +25,7 @@ from tunix_like.environments.pool import EnvironmentPool
 from tunix_like.environments.program_worker import Answer, surroundings
 from tunix_like.errors import UserError, check_type
 from tunix_like.runtime.user_code import check_arguments, place_of
+from tunix_like.workers.failures import Failure
 from tunix_like.workers.routes import COUNT
 
 if TYPE_CHECKING:
@@ -72,7 +73,6 @@ class Program:
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
-    subject = "environment.name=program"
     reads_prompt = True
     """Whether `reset` gets the prompt as a column."""
 
@@ -91,12 +91,15 @@ class Program:
         if columns is not None:
             check_type("environment.arguments.columns", columns, (list, tuple), "give a list of names")
         settings: dict[str, Any] = {"command": None, "function": None, "arguments": dict(arguments or {})}
+        name = "program"
         if callable(command):
             settings["function"] = _checked_function(command, arguments or {})
+            name = command.__name__
+        elif arguments:
+            raise UserError("Program: `arguments` are those of an async function; write those of a command in it.")
         else:
             settings["command"] = _checked_command(command)
-            if arguments:
-                raise UserError("environment.arguments.arguments: a command takes none; write them in the command.")
+        self.subject = f"Environment '{name}'"
         self.one_conversation = one_conversation
         self.timeout_seconds = timeout_seconds
         self.memory_gb = memory_gb
@@ -109,7 +112,7 @@ class Program:
             timeout_seconds=timeout_seconds + _PATIENCE,
             memory_gb=memory_gb,
         )
-        self._pool.name = "program"
+        self._pool.name = name
         self._names = itertools.count()
         self._count: Callable[[Call], int] = lambda call: 0  # number of tokens of a request
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -209,9 +212,16 @@ class Program:
             else:
                 self._ready.append(outcome)
         else:
-            self._take_request(outcome, unpacked_call(str(outcome.observation)))
+            self._take_request(outcome)
 
-    def _take_request(self, outcome: Outcome, call: Call) -> None:
+    def _take_request(self, outcome: Outcome) -> None:
+        try:
+            call = unpacked_call(str(outcome.observation))
+        except (ValueError, RecursionError):  # an async function can write to the socket of its process
+            self.cancel(outcome.number)
+            failure = Failure("error", "the process of the program sent what is not a request.")
+            self._ready.append(Outcome(outcome.number, failure=failure))
+            return
         if call.route != COUNT:
             self.calls[outcome.number] = call
             self._ready.append(outcome._replace(observation=call.latest))

@@ -136,6 +136,11 @@ def no_json():
     end(sum(bad) + ask()[0] * 10_000)
 
 
+def odd_text():
+    """Half a surrogate pair, which no tokenizer encodes."""
+    end(ask("a\ud800b")[0])
+
+
 def no_route():
     end(ask(route="/files")[0] * 1000 + ask()[0])
 
