@@ -1,14 +1,19 @@
 """`python -m benchmarks.programs`: what a turn of a program costs more than one of an environment in its own process.
 
 Trajectories play turns in lockstep, and answers of the policy are ready at once. The time of a turn is that of all
-turns divided by their number; the start of a trajectory is timed separately. The programs are: one that sends plain
-HTTP, one with OpenAI's client, and an async function. The environment has the same observations and does nothing else.
+turns but the first, in which clients make their classes, divided by their number; `core` is the time that all processes
+have computed for it, which other work on the machine changes little (Linux only). The start of a trajectory is timed
+separately. The programs are: one that sends plain HTTP, one with OpenAI's client, and an async function. Each request
+has one message: with 33, OpenAI's client alone computes 10 ms. The environment has the same observations
+and does nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -20,6 +25,7 @@ from typing import Any
 from tunix_like.environments.outcomes import Environments
 from tunix_like.environments.pool import EnvironmentPool
 from tunix_like.environments.program import Program
+from tunix_like.workers.process import descendants_of
 
 ENVIRONMENT = """
 class Env:
@@ -38,10 +44,8 @@ headers = {"authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "content-t
 messages = [{"role": "user", "content": "begin"}]
 while True:
     connection.request("POST", place.path + "/chat/completions", json.dumps({"messages": messages}), headers)
-    said = json.loads(connection.getresponse().read())
-    if "error" in said:
+    if "error" in json.loads(connection.getresponse().read()):
         break
-    messages += [said["choices"][0]["message"], {"role": "user", "content": "go on"}]
 """
 CLIENT = """
 import openai
@@ -50,10 +54,9 @@ client = openai.OpenAI()
 messages = [{"role": "user", "content": "begin"}]
 while True:
     try:
-        said = client.chat.completions.create(model="policy", messages=messages).choices[0].message.content
+        client.chat.completions.create(model="policy", messages=messages)
     except openai.BadRequestError:
         break
-    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
 """
 FUNCTION = """
 import openai
@@ -62,16 +65,21 @@ async def agent(client, row):
     messages = [{"role": "user", "content": "begin"}]
     while True:
         try:
-            answer = await client.chat.completions.create(model="policy", messages=messages)
+            await client.chat.completions.create(model="policy", messages=messages)
         except openai.BadRequestError:
             break
-        said = answer.choices[0].message.content
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
 """
 
 
-def play(environments: Environments, trajectories: int, turns: int) -> tuple[float, float]:
-    """Returns the milliseconds per turn, and per start of a trajectory."""
+def computed() -> float:
+    """Returns the seconds that this process and its descendants have computed."""
+    pids = [os.getpid(), *descendants_of(os.getpid())]
+    files = [file for pid in pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
+
+
+def play(environments: Environments, trajectories: int, turns: int) -> dict[str, float]:
+    """Returns the milliseconds per turn and per start of a trajectory."""
 
     def wait() -> None:
         got = 0
@@ -80,20 +88,28 @@ def play(environments: Environments, trajectories: int, turns: int) -> tuple[flo
             assert all(outcome.failure is None for outcome in outcomes), outcomes
             got += len(outcomes)
 
-    times = [time.perf_counter()]
-    for number in range(trajectories):
-        environments.reset(number, {})
-    wait()
-    times.append(time.perf_counter())
-    for _ in range(turns):
+    def turn() -> None:
         for number in range(trajectories):
             environments.step(number, "a turn of some words")
         wait()
-    times.append(time.perf_counter())
+
+    first = time.perf_counter()
+    for number in range(trajectories):
+        environments.reset(number, {})
+    wait()
+    start = time.perf_counter() - first
+    turn()
+    begun = time.perf_counter()
+    before = computed()
+    for _ in range(turns):
+        turn()
+    core = computed() - before
+    end = time.perf_counter()
     for number in range(trajectories):
         environments.finish(number)
     wait()
-    return (times[2] - times[1]) / (trajectories * turns) * 1000, (times[1] - times[0]) / trajectories * 1000
+    each = 1000 / (trajectories * turns)
+    return {"turn": (end - begun) * each, "core": core * each, "start": start / trajectories * 1000}
 
 
 def measure(folder: Path, trajectories: int, turns: int, repeats: int) -> dict[str, dict[str, list[float]]]:
@@ -101,7 +117,7 @@ def measure(folder: Path, trajectories: int, turns: int, repeats: int) -> dict[s
     for name, code in {"env": ENVIRONMENT, "plain": PLAIN, "client": CLIENT, "function": FUNCTION}.items():
         (folder / f"{name}.py").write_text(code)
     sys.path.insert(0, str(folder))
-    import function
+    function = importlib.import_module("function")
 
     limits: Mapping[str, Any] = {"workers": 8, "timeout_seconds": 120.0}
     cases: dict[str, Callable[[], Any]] = {
@@ -110,17 +126,17 @@ def measure(folder: Path, trajectories: int, turns: int, repeats: int) -> dict[s
         "program, openai": lambda: Program([sys.executable, f"{folder}/client.py"], **limits),
         "async function": lambda: Program(function.agent, **limits),
     }
-    found: dict[str, dict[str, list[float]]] = {name: {"turn": [], "start": []} for name in cases}
+    found: dict[str, dict[str, list[float]]] = {name: {"turn": [], "core": [], "start": []} for name in cases}
     for _ in range(repeats):
         for name, make in cases.items():
             environments = make()
             try:
                 play(environments, 1, 1)  # loads the modules
-                turn, start = play(environments, trajectories, turns)
+                times = play(environments, trajectories, turns)
             finally:
                 environments.close()
-            found[name]["turn"].append(turn)
-            found[name]["start"].append(start)
+            for what, value in times.items():
+                found[name][what].append(value)
     return found
 
 

@@ -217,7 +217,7 @@ class Program:
     def _take_request(self, outcome: Outcome) -> None:
         try:
             call = unpacked_call(str(outcome.observation))
-        except (ValueError, RecursionError):  # an async function can write to the socket of its process
+        except (ValueError, TypeError, RecursionError):  # an async function can write to the socket of its process
             self.cancel(outcome.number)
             failure = Failure("error", "the process of the program sent what is not a request.")
             self._ready.append(Outcome(outcome.number, failure=failure))
