@@ -181,7 +181,7 @@ def served_with_tools(tokenizer, text):
 
 
 def verifiers(tokenizer, text):
-    player = AgentPlayer(object.__new__(VerifiersEnvironments), EnvironmentConfig(), tokenizer, RolloutConfig())
+    player = AgentPlayer(VerifiersEnvironments({}), EnvironmentConfig(), tokenizer, RolloutConfig())
     body = {"messages": [user(text)], "tools": [schema(text)]}
     body["chat_template_kwargs"] = {"prefix": text, "messages": text, "add_generation_prompt": text}
     return player.tokens(Call.of(0, CHAT, body))

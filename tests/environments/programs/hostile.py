@@ -72,9 +72,14 @@ def strangers():
     place = urllib.parse.urlsplit(URL)
     held = [socket.create_connection((place.hostname, place.port)) for _ in range(400)]
     status = ask()[0]
+    closed = 0
     for each in held:
-        each.close()
-    end(status)
+        each.settimeout(0.0)
+        try:
+            closed += not each.recv(1)
+        except BlockingIOError:
+            continue
+    end(status if closed > 100 else closed)
 
 
 def many_requests():
