@@ -41,7 +41,7 @@ class Appends:
     def __init__(self, turns: int):
         self.most, self.turns, self.ready = turns, {}, []
 
-    def opening(self, group: int) -> list[int]:
+    def opening(self, group: int, sample: int) -> list[int]:
         return []
 
     def submit(self, turns: Sequence[Turn]) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tunix_like.data.curriculum import Curriculum as Curriculum
     from tunix_like.environments.local import LocalEnvironments as LocalEnvironments
     from tunix_like.environments.pool import EnvironmentPool as EnvironmentPool
+    from tunix_like.environments.program import Program as Program
     from tunix_like.environments.protocol import EnvStepResult as EnvStepResult
     from tunix_like.environments.registry import register_environment as register_environment
     from tunix_like.errors import EnvironmentUnavailable as EnvironmentUnavailable
@@ -102,6 +103,7 @@ _NAMES_OF_MODULE = {
     "tunix_like.algorithms.advantages": "compute_advantages register_advantage_estimator",
     "tunix_like.environments.local": "LocalEnvironments",
     "tunix_like.environments.pool": "EnvironmentPool",
+    "tunix_like.environments.program": "Program",
     "tunix_like.environments.protocol": "EnvStepResult",
     "tunix_like.environments.registry": "register_environment",
     "tunix_like.runs.recipe": "run",

@@ -235,10 +235,10 @@ class Responder(Protocol):
         repeated bit for bit.
         """
 
-    def opening(self, group: int) -> Sequence[int]:
+    def opening(self, group: int, sample: int) -> Sequence[int]:
         """Returns the tokens to insert between the prompt of a group and the first tokens that the policy samples.
 
-        The returned tokens are part of each completion of the group. The sequence is often empty.
+        The returned tokens are part of the completion `sample` of the group. The sequence is often empty.
         """
 
     def submit(self, turns: Sequence[Turn]) -> None:

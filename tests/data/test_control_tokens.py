@@ -16,13 +16,13 @@ from tunix_like.config.schema import DataConfig
 from tunix_like.data.source import PromptFormat
 from tunix_like.data.stream import render
 from tunix_like.environments.agent_calls import Call
+from tunix_like.environments.agents import AgentPlayer
 from tunix_like.environments.arguments import make_player
 from tunix_like.environments.bridge import Bridge, with_observation
 from tunix_like.environments.history import Histories
 from tunix_like.serving.requests import Settings, chat_request
 from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.verifiers.environments import VerifiersEnvironments
-from tunix_like.verifiers.player import VerifiersPlayer
 from tunix_like.workers.routes import CHAT
 
 # As the template of Qwen3-Coder: names and keys between `<` and `>`, and texts side by side.
@@ -181,7 +181,7 @@ def served_with_tools(tokenizer, text):
 
 
 def verifiers(tokenizer, text):
-    player = VerifiersPlayer(VerifiersEnvironments({}), EnvironmentConfig(), tokenizer, tokenizer.eos_ids)
+    player = AgentPlayer(VerifiersEnvironments({}), EnvironmentConfig(), tokenizer, RolloutConfig())
     body = {"messages": [user(text)], "tools": [schema(text)]}
     body["chat_template_kwargs"] = {"prefix": text, "messages": text, "add_generation_prompt": text}
     return player.tokens(Call.of(0, CHAT, body))

@@ -24,7 +24,7 @@ from tunix_like.verifiers import process as verifiers_process
 from tunix_like.verifiers.environments import VerifiersEnvironments
 from tunix_like.verifiers.tasks import record
 from tunix_like.workers import process
-from tunix_like.workers.routes import MESSAGES, RESPONSES
+from tunix_like.workers.routes import CHAT, MESSAGES, RESPONSES
 
 QUESTION = "2 + 3?"
 
@@ -58,7 +58,7 @@ def test_a_tool_loop_keeps_the_sampled_tokens(program, protocol, stream, opened)
     prompt = render([system, user])
     task = {"protocol": protocol, "stream": stream, "tools": True, "turns": 3, "question": QUESTION}
     trajectories = player.start([Problem(0, "", prompt, {"task": task}, "")], 1, 4000)
-    assert [*trajectories.problems[0].tokens, *trajectories.opening(0)] == prompt
+    assert [*trajectories.problems[0].tokens, *trajectories.opening(0, 0)] == prompt
     turn = [*(tokenizer.encode(word, add_special_tokens=False)[0] for word in words), tokenizer.eos_ids[0]]
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
     content = "".join(words).partition("\n<tool_call>")[0]
@@ -100,6 +100,21 @@ def test_a_tool_loop_keeps_the_sampled_tokens(program, protocol, stream, opened)
 def test_unsupported_requests_are_rejected(route, body, named):
     with pytest.raises(RequestError, match=named):
         Call.of(0, route, body)
+
+
+@pytest.mark.parametrize("depth", [200, 900, 100_000])
+def test_deeply_nested_requests_are_rejected(depth):
+    """Chat templates and the code around them call themselves for inner values."""
+    deep = '{"a":' * depth + "1" + "}" * depth
+    user = {"role": "user", "content": "a"}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": deep}}
+    body = {"messages": [user, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    with pytest.raises(RequestError, match="nested more than 100 levels deep|must be an object"):
+        Call.of(0, CHAT, body)
+    if depth < 1000:
+        tool = {"type": "function", "function": {"name": "f", "parameters": json.loads(deep)}}
+        with pytest.raises(RequestError, match="nested more than 100 levels deep"):
+            Call.of(0, CHAT, {"messages": [user], "tools": [tool]})
 
 
 def test_fields_of_answers_and_refusals():

@@ -157,7 +157,7 @@ def two_tries(task):
 def test_continued_conversation_keeps_the_sampled_tokens(opened):
     trajectories = opened(two_tries)
     (problem,) = trajectories.problems
-    assert [*problem.tokens, *trajectories.opening(0)] == ids("ab") and problem.text == "<user>ab<end><assistant>"
+    assert [*problem.tokens, *trajectories.opening(0, 0)] == ids("ab") and problem.text == "<user>ab<end><assistant>"
     trajectories.submit([turn("ba"), turn("c", 1)])
     replies = {reply.sample: reply for reply in trajectories.replies(wait=True)}
     for sample, text in enumerate(["ba", "c"]):

@@ -38,7 +38,7 @@ class Restarting(Scripted):
 class Opening(Restarting):
     """Adds tokens before the first turn, in some groups."""
 
-    def opening(self, group: int) -> list[int]:
+    def opening(self, group: int, sample: int) -> list[int]:
         return [2, 4, 6][: group % 4]
 
 
@@ -99,14 +99,14 @@ def test_opening_precedes_the_first_turn(rows):
     """This includes completions that start after others have ended. The opening is not sampled."""
     found, responder = play(Opening(), max_concurrent_rows=rows), Opening()
     for p, i in np.ndindex(*found.lengths.shape):
-        opening = responder.opening(p)
+        opening = responder.opening(p, i)
         assert found.tokens[p, i, : len(opening)].tolist() == opening
         assert found.token_mask[p, i, : len(opening) + 1].tolist() == [False] * len(opening) + [True]
     gap = np.abs(found.logprobs - segment_logprobs(found, "plain"))
     assert gap[found.token_mask].max() < 1e-4
 
     class Long(Opening):
-        def opening(self, group: int) -> list[int]:
+        def opening(self, group: int, sample: int) -> list[int]:
             return [2] * MOST
 
     with pytest.raises(UserError, match=rf"max_tokens_to_generate={MOST}: {MOST} tokens precede the first turn"):

@@ -85,7 +85,7 @@ class Scripted:
             return None
         return [(7 * i + turn + sample) % VOCABULARY for i in range((5 * group + 3 * sample + 4 * turn) % 21)]
 
-    def opening(self, group: int) -> list[int]:
+    def opening(self, group: int, sample: int) -> list[int]:
         return []
 
     def submit(self, turns):

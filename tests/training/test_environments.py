@@ -155,6 +155,7 @@ def test_reward_functions_get_the_environments(apart, tmp_path):
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     scored = [row for row in rows if row["reward"] is not None]
     assert 0 < len(scored) < len(rows), "some environments have failed"
+    assert all((row["failure"] is None) == (row["reward"] is not None) for row in rows)
     for row in scored:
         turns = [turn["role"] for turn in row["turns"]].count("assistant")
         assert row["reward/played"] - 100 in (turns, turns - 1), "the environment does not see a truncated turn"

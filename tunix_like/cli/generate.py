@@ -187,7 +187,7 @@ class Person:
         self._opening = history.opening
         self._turn: Turn | None = None
 
-    def opening(self, group: int) -> Sequence[int]:
+    def opening(self, group: int, sample: int) -> Sequence[int]:
         """Returns the tokens at the end of the prompt that the chat template may change in later turns; often there are
         no such tokens."""
         return self._opening

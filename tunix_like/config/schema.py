@@ -471,10 +471,13 @@ class EnvironmentConfig(Checked):
 
     section = "environment"
     name: str | None = key(
-        doc="maze_steps, guess, calculator, openenv, FILE.py:NAME or package.module:NAME (class or factory); unset: "
-        "one turn"
+        doc="maze_steps, guess, calculator, openenv, program, FILE.py:NAME or package.module:NAME (class, factory or "
+        "async function); unset: one turn"
     )
-    arguments: dict[str, Any] | None = key(doc="of the class or factory, e.g. {url: http://127.0.0.1:8000} for openenv")
+    arguments: dict[str, Any] | None = key(
+        doc="of the class, factory or function, e.g. {url: http://127.0.0.1:8000} for openenv, "
+        "{command: [python, my_agent.py]} for program"
+    )
     tools: list[str] | None = key(doc="functions, as FILE.py:function or package.module:function, instead of name")
     max_turns: int = key(8, doc="turns of the policy", at_least=1)
     max_observation_tokens: int = key(
@@ -498,7 +501,8 @@ class EnvironmentConfig(Checked):
         choices=("lockstep", "eager"),
     )
     workers: int | None = key(
-        doc="steps at the same time, each trajectory in its own process; unset: up to 4 (openenv, verifiers: 32); 0: "
+        doc="steps at the same time, each trajectory in its own process; unset: up to 4 (openenv, verifiers: 32; "
+        "program: 4 per core, at most 32); 0: "
         "in the training process, without limits (default of maze_steps, guess, calculator)",
         at_least=0,
         may_change=True,

@@ -62,7 +62,7 @@ SOURCES = {
     "maze_steps": RegisteredSource("games:load_maze_steps", frozenset({"maze_size", "seed"})),
     "guess": RegisteredSource("games:load_guess", frozenset({"seed"})),
     "sums": RegisteredSource("sums:load", frozenset({"seed"})),
-    "calculator": RegisteredSource("calculator:load", frozenset({"seed"})),
+    "calculator": RegisteredSource("calculator:load", frozenset({"seed", "chat_template_args"})),
     "reasoning_gym": RegisteredSource("reasoning_gym:load", _PROMPT_KEYS | {"task", "arguments", "seed"}),
     "jsonl": RegisteredSource("jsonl:load", _OWN_KEYS),
     "hub": RegisteredSource("jsonl:load_hub", _OWN_KEYS),

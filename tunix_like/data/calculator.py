@@ -55,7 +55,9 @@ _CHAT_TEMPLATE = (
     "({{ tool.function.parameters.properties | join(', ') }})\n{% endfor %}<|im_end|>\n{% endif %}"
     "{%- for message in messages %}"
     "{%- if message.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ message.content }}\n</tool_response>"
-    "{%- else %}<|im_start|>{{ message.role }}\n{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{%- else %}<|im_start|>{{ message.role }}\n{{ message.content }}{% endif %}"
+    '{%- for call in message.tool_calls or [] %}<tool_call>{{ \'{"name": "\' ~ call.function.name ~ \'", '
+    "\"arguments\": ' ~ (call.function.arguments | tojson) ~ '}' }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 

@@ -3,8 +3,9 @@
 Start with `protocol.py`, which says what an environment is, and `trajectories.py`, which passes the turns of the policy
 to environments and turns their answers into tokens (`history.py`, `bridge.py`). `kinds.py` makes the environments of a
 configuration: in this process (`local.py`) or in worker processes (`pool.py`, `worker.py`). `calculator.py`, `guess.py`
-and `maze_steps.py` are environments; `registry.py` finds others by name, file or module. Environments that send chat
-requests, and the server of `serve`, share the protocols of `chat_messages.py`, `responses_api.py` and
+and `maze_steps.py` are environments; `registry.py` finds others by name, file or module. An agent, a program or a
+function, asks for turns by chat requests: `program.py` starts it, `endpoint.py` receives its requests and `agents.py`
+turns them into tokens. It and the server of `serve` share the protocols of `chat_messages.py`, `responses_api.py` and
 `messages_api.py`.
 """
 

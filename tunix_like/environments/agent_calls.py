@@ -14,6 +14,7 @@ from tunix_like.environments.chat_messages import THOUGHT, RequestError, checked
 from tunix_like.environments.messages_api import MessagesReply
 from tunix_like.environments.responses_api import ResponsesReply
 from tunix_like.environments.wire import THINK, ProtocolReply, Usage, sse
+from tunix_like.text.tool_calls import arguments_of
 from tunix_like.workers.routes import CHAT, COUNT, MESSAGES, MODEL, RESPONSES
 
 NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -32,6 +33,9 @@ NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
 """Fields of a request that are not supported in training, by route, and the only values that a request may give them.
 Other sampling parameters of a request are ignored, because the settings in `rollout` apply."""
 
+
+MOST_DEPTH = 100
+"""Maximum depth of lists and objects in a request."""
 
 FULL = "the limit of tokens or turns of this trajectory is reached"
 """Why requests are refused at the end of a trajectory."""
@@ -65,6 +69,10 @@ class Call(NamedTuple):
         if not isinstance(variables, dict):
             raise RequestError("chat_template_kwargs: it must be an object", "chat_template_kwargs")
         variables = {**variables, **({"tools": [dict(tool) for tool in tools]} if tools else {})}
+        calls = [call for message in messages for call in message.get("tool_calls", ())]
+        arguments = [arguments_of(call["function"]["arguments"]) for call in calls]
+        if _is_too_deep([messages, variables, arguments]):
+            raise RequestError(f"the request is nested more than {MOST_DEPTH} levels deep")
         return Call(id, route, messages, variables, bool(body.get("stream")))
 
     @property
@@ -72,6 +80,19 @@ class Call(NamedTuple):
         """The messages of the request after its last message with the role assistant."""
         turns = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
         return self.messages[turns[-1] + 1 if turns else 0 :]
+
+
+def _is_too_deep(value: Any) -> bool:
+    """Returns whether lists and objects are nested so deeply that a function which calls itself could fail."""
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, dict | list)
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+    return bool(level)
 
 
 def _conversation(route: str, body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from tunix_like.config.schema import EnvironmentConfig, RolloutConfig
 from tunix_like.environments.local import LocalEnvironments
 from tunix_like.environments.outcomes import Environments
+from tunix_like.environments.program import Program
 from tunix_like.environments.registry import runs_trajectories
 from tunix_like.environments.settings import check_effect
 from tunix_like.environments.trajectories import Player
@@ -43,12 +43,17 @@ def make_player(
         )
     if runs_trajectories(environment):
         environment = environment()
-    running = environment if isinstance(environment, Environments) else LocalEnvironments(environment)
+    running: Environments
+    if inspect.iscoroutinefunction(environment):
+        running = Program(environment)
+    else:
+        running = environment if isinstance(environment, Environments) else LocalEnvironments(environment)
     config = config or EnvironmentConfig()
     check_effect(config, running, made=running is not environment)
-    make = getattr(running, "make_player", functools.partial(Player, running))
-    player: Player = make(config, with_tools(tokenizer, running), rollout.eos_tokens or tokenizer.eos_ids)
-    return player
+    if (make := getattr(running, "make_player", None)) is not None:
+        player: Player = make(config, tokenizer, rollout)
+        return player
+    return Player(running, config, with_tools(tokenizer, running), rollout.eos_tokens or tokenizer.eos_ids)
 
 
 def with_tools(tokenizer: Tokenizer, environments: Environments | None) -> Tokenizer:

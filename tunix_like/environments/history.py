@@ -9,7 +9,7 @@ Some chat templates rewrite earlier turns when new messages follow (Qwen3 remove
 rendering begins with the tokens that the model has seen and sampled so far, only the remaining tokens are appended to
 the completion. Otherwise a new segment of the completion starts (`types.Reply.restart`), which begins with the
 rewritten conversation after the prompt. From then on, the model sees only the prompt, whose keys and values are cached,
-and this segment. The harness of `verifiers` can rewrite a conversation as well (`verifiers/player.py`).
+and this segment. An agent can rewrite a conversation as well (`agents.py`).
 
 The assistant's message of a turn contains the decoded text of the sampled tokens. Tool calls and `<think>` blocks in
 this text are not parsed, so the text can contain a malformed tool call. The policy is trained on its sampled tokens
@@ -263,5 +263,10 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[Message], /, **template_va
 def common_beginning(tokens: Sequence[int], later: Sequence[int]) -> int:
     """Returns how many tokens at the start of a prompt are also the first tokens of a longer conversation. If not even
     the first token is the same, the two cannot be compared, and the result is the length of the prompt."""
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, later, strict=False))
-    return sum(1 for _ in same) or len(tokens)
+    return equal_tokens(tokens, later) or len(tokens)
+
+
+def equal_tokens(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Returns how many tokens are the same at the beginning."""
+    pairs = zip(tokens, others, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

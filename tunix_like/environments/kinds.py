@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tunix_like.config.schema import Config, EnvironmentConfig
 from tunix_like.environments.adapters import as_environment
 from tunix_like.environments.local import LocalEnvironments
 from tunix_like.environments.outcomes import Environments
 from tunix_like.environments.pool import EnvironmentPool
+from tunix_like.environments.program import Program
 from tunix_like.environments.registry import environment_place, resolve, resolve_tools, runs_trajectories
 from tunix_like.errors import UserError
 from tunix_like.runtime.user_code import check_arguments, is_own, load_function
@@ -114,6 +116,8 @@ def _own(config: Config) -> Environments:
         factory = resolve(section.name)
     except UserError as error:
         raise UserError(f"environment.name: {error}") from error
+    if inspect.iscoroutinefunction(factory):
+        return _agent(factory, section)
     if runs_trajectories(factory):
         _checked(EnvironmentKind(_own, KEYS - LIMITS - {"tools"}), section, f"environment.name={section.name}")
         check_arguments("environment.arguments", section.name, factory, section.arguments or {})
@@ -147,6 +151,30 @@ def _openenv(config: Config) -> Environments:
     return _pool(environment_place(section.name, resolve(section.name)), section, MOST_WAITING)
 
 
+def _program(config: Config) -> Environments:
+    """Makes the environment whose trajectories a command plays."""
+    section = config.environment
+    arguments = section.arguments or {}
+    check_arguments("environment.arguments", "program", Program, arguments, named=("arguments", *LIMITS))
+    return _programs(section, **arguments)
+
+
+def _agent(function: Callable[..., Any], section: EnvironmentConfig) -> Environments:
+    """Makes the environment whose trajectories an async function plays. Some of `environment.arguments` are those of
+    `Program`, the others those of the function."""
+    arguments = section.arguments or {}
+    own = {name: value for name, value in arguments.items() if name in ("columns", "one_conversation")}
+    rest = {name: value for name, value in arguments.items() if name not in own}
+    _checked(EnvironmentKind(_own, PROGRAM_KEYS), section, f"environment.name={section.name}")
+    return _programs(section, command=function, arguments=rest, **own)
+
+
+def _programs(section: EnvironmentConfig, **arguments: Any) -> Program:
+    check_waiting(section)
+    limits = {name: getattr(section, name) for name in LIMITS}
+    return Program(**arguments, **limits)
+
+
 def _pool(place: str | list[str], section: EnvironmentConfig, workers: int | None = None) -> EnvironmentPool:
     """Makes a pool; `workers` is the default of `environment.workers`."""
     workers = min(MOST_WORKERS, os.cpu_count() or 1) if workers is None else workers
@@ -176,8 +204,11 @@ def _check_unlimited(section: EnvironmentConfig) -> None:
             )
 
 
+PROGRAM_KEYS = frozenset({"name", "arguments", "max_turns", "mode", *LIMITS})
+
 KINDS: dict[str, EnvironmentKind] = {
     "openenv": EnvironmentKind(_openenv),
+    "program": EnvironmentKind(_program, PROGRAM_KEYS),
     "verifiers": EnvironmentKind(
         "tunix_like.verifiers.environments:make", ("max_turns", "mode", "workers", "timeout_seconds"), "data.name"
     ),

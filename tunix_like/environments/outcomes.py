@@ -9,12 +9,17 @@ from tunix_like.errors import EnvironmentMisconfigured, EnvironmentUnavailable, 
 from tunix_like.workers.failures import Failure, FailureKind, explain
 
 if TYPE_CHECKING:  # worker processes import this module, and `types` imports jax
-    from tunix_like.types import Message
+    from tunix_like.types import Message, Problem
+
+
+class TimeLimitExceeded(UserError):
+    """An environment of this library has found that it took longer than `environment.timeout_seconds`."""
 
 
 _KINDS: dict[type[UserError], FailureKind] = {
     EnvironmentUnavailable: "unavailable",
     EnvironmentMisconfigured: "misconfigured",
+    TimeLimitExceeded: "timeout",
 }
 
 
@@ -82,6 +87,13 @@ def failure_of(name: str, error: BaseException) -> Failure:
     """Converts an exception that the environment `name` raised to a `Failure`."""
     kinds = (kind for each, kind in _KINDS.items() if isinstance(error, each))
     return Failure(next(kinds, "error"), explain(name, error, "Environment"))
+
+
+def columns_for(environments: Environments, problem: Problem) -> Mapping[str, Any]:
+    """Returns the columns of a problem that the `reset` of environments gets: all but the prompt, which the policy
+    sees. Programs get the prompt too, because they write the conversation (`reads_prompt`)."""
+    prompt = {"prompt": problem.source} if getattr(environments, "reads_prompt", False) else {}
+    return {**problem.columns, **prompt}
 
 
 def check_configured(failure: Failure | None) -> None:

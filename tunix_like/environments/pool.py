@@ -126,6 +126,11 @@ class EnvironmentPool:
         else:
             self._submit(number, "finish", None)
 
+    def cancel(self, number: int) -> None:
+        """Stops the environment of a trajectory that has no unanswered call. The trajectory gets no outcome."""
+        if (fork := self._forks.pop(number, None)) is not None:
+            fork.kill()
+
     def outcomes(self, wait: bool) -> list[Outcome]:
         """Returns the outcomes of `reset`, `step` and `finish` that are ready and were not returned before. If `wait`
         is True and a call is unanswered, waits for at least one outcome."""

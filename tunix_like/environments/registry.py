@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -59,12 +60,13 @@ def resolve(name: str) -> Callable[..., Any]:
     factory = name if ":" in name else ENVIRONMENTS.get(name)
     if factory is None:
         raise UserError(
-            f"Environment '{name}' is unknown. {nearest(name, ENVIRONMENTS)} "
+            f"Environment '{name}' is unknown. {nearest(name, [*ENVIRONMENTS, 'program'])} "
             "Write a class of your own as path/to/file.py:Class or package.module:Class."
         )
     if isinstance(factory, str):
         factory = load_function(factory, "Environment")
-    as_environment(factory)
+    if not inspect.iscoroutinefunction(factory):  # an agent (see `program.py`)
+        as_environment(factory)
     return factory
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tunix_like.config.schema import EnvironmentConfig
 from tunix_like.environments.outcomes import Environments
+from tunix_like.environments.program import Program
 from tunix_like.errors import UserError
 
 
@@ -25,8 +26,8 @@ def check_effect(config: EnvironmentConfig, environments: Environments, made: bo
         own = getattr(environments, key, None)
         if value in (getattr(EnvironmentConfig(), key), own):
             continue
+        owner = "Program(...)" if isinstance(environments, Program) else "EnvironmentPool('FILE.py:Class', ...)"
         why = "these environments do not run in an EnvironmentPool" if not own else f"the pool has {own:g}"
         raise UserError(
-            f"environment_config.{key}: it has no effect, because {why}; give {key} to "
-            "EnvironmentPool('FILE.py:Class', ...), or remove it."
+            f"environment_config.{key}: it has no effect, because {why}; give {key} to {owner}, or remove it."
         )

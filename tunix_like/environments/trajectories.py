@@ -14,7 +14,7 @@ from tunix_like.config.schema import EnvironmentConfig
 from tunix_like.data.stream import render, usable
 from tunix_like.environments.bridge import with_observation
 from tunix_like.environments.history import Continuation, Histories, History
-from tunix_like.environments.outcomes import Environments, Outcome, check_configured
+from tunix_like.environments.outcomes import Environments, Outcome, check_configured, columns_for
 from tunix_like.errors import EngineLost, EnvironmentMisconfigured, UserError
 from tunix_like.rewards.environment_state import failed_state
 from tunix_like.rollout.episodes import Episode
@@ -208,15 +208,15 @@ class Trajectories:
             self._environments.close()
         player.playing = self
         self.problems = self._reset(max_prompt_length)
-        self._openings: list[Sequence[int]] = []
+        self._openings: list[list[list[int]]] = []
         self._begin()
 
     @property
     def lockstep(self) -> bool:
         return self.player.config.mode == "lockstep"
 
-    def opening(self, group: int) -> Sequence[int]:
-        return self._openings[group]
+    def opening(self, group: int, sample: int) -> Sequence[int]:
+        return self._openings[group][sample]
 
     def submit(self, turns: Sequence[Turn]) -> None:
         """Decodes the turns, and sends the texts to the environments that this process runs. A truncated turn ends its
@@ -280,7 +280,7 @@ class Trajectories:
         starts = [[0]] * out.lengths.size if out.segment_start is None else segment_starts(out)
         for number, state in self._states.items():
             index = divmod(number, self.size)
-            opening = self._openings[number // self.size]
+            opening = self.opening(*index)
             restarted = state.history.restarted
             if len(starts[number]) != restarted + 1 or out.tokens[index][: len(opening)].tolist() != list(opening):
                 raise UserError(
@@ -340,8 +340,9 @@ class Trajectories:
         """Resets the environments of this process. Returns, for each problem of this process, the prompt with the first
         observation (see `_opened`)."""
         for group in self._own:
+            columns = columns_for(self._environments, self._given[group])
             for number in self._numbers(group):
-                self._begin_call("reset", number, self._given[group].columns)
+                self._begin_call("reset", number, columns)
         first: dict[int, Any] = {}
         while self._unanswered:
             for outcome in self._outcomes(wait=True):
@@ -380,25 +381,29 @@ class Trajectories:
     def _begin(self) -> None:
         """Begins the history of each trajectory. If the chat template can change the last tokens of a prompt in later
         turns, moves these tokens from the prompt to the beginning of each completion."""
-        kept = spread(range(len(self.problems)), self._begun)
-        self._openings = [list(each.tokens[size:]) for each, size in zip(self.problems, kept, strict=True)]
+        begun = spread(range(len(self.problems)), self._begun)
+        self._openings = [openings for _, openings in begun]
         self.problems = [
-            dataclasses.replace(each, tokens=each.tokens[:size]) for each, size in zip(self.problems, kept, strict=True)
+            dataclasses.replace(each, tokens=each.tokens[:size])
+            for each, (size, _) in zip(self.problems, begun, strict=True)
         ]
 
-    def _begun(self, groups: Sequence[int]) -> list[int]:
-        """Begins the histories of the trajectories of these problems. Returns `History.prompt` for each problem."""
-        kept = []
+    def _begun(self, groups: Sequence[int]) -> list[tuple[int, list[list[int]]]]:
+        """Begins the histories of the trajectories of these problems. Returns for each problem `History.prompt`, and
+        `History.opening` of each of its trajectories."""
+        begun = []
         for group in groups:
-            history = self._history(group)
-            kept.append(history.prompt)
-            for number in self._numbers(group):
-                self._states[number].history = history.copy()
-        return kept
+            histories = self._histories(group)
+            for number, history in zip(self._numbers(group), histories, strict=True):
+                self._states[number].history = history
+            begun.append((histories[0].prompt, [history.opening for history in histories]))
+        return begun
 
-    def _history(self, group: int) -> History:
+    def _histories(self, group: int) -> list[History]:
+        """Returns the histories of the trajectories of a problem, all with the same value of `History.prompt`."""
         chat = self._chats[group]
-        return self.player.histories(chat).begin(chat, self.problems[group].tokens)
+        history = self.player.histories(chat).begin(chat, self.problems[group].tokens)
+        return [history.copy() for _ in self._numbers(group)]
 
     def _record(self, outcome: Outcome) -> None:
         state = self._states[outcome.number]

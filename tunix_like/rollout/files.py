@@ -81,6 +81,8 @@ def _columns(rollout: Rollout) -> dict[str, Any]:
     columns |= {f"reward/{name}": values for name, values in rollout.scores.by_function.items()}
     if rollout.episodes is not None:
         columns |= {"sampled": rollout.sampled_lengths, "turns": [e.messages for e in rollout.episodes]}
+        if any(episode.failure is not None for episode in rollout.episodes):
+            columns["failure"] = [None if e.failure is None else _written(e.failure[1]) for e in rollout.episodes]
     if rollout.completions.segment_start is not None:
         columns["segments"] = segment_starts(rollout.completions)
     return columns
@@ -135,13 +137,13 @@ class FirstFailure:
         if scores.first_failure is None or self._shown:
             return
         self._shown = True
-        text = scores.first_failure.encode("utf-8", "backslashreplace")  # of lone surrogates
+        text = _written(scores.first_failure)
         note = ""
         if folder is not None:
             file = folder / "reward_failure.txt"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(text + b"\n")
+                file.write_text(text + "\n", encoding="utf-8")
                 note = f" It is also in {file}."
             except OSError as error:
                 note = f" It could not be written to {file} ({error})."
@@ -151,7 +153,7 @@ class FirstFailure:
             int((scores.timeouts | scores.errors).sum()),
             len(scores.total),
             note,
-            text.decode("utf-8"),
+            text,
         )
 
 
@@ -168,6 +170,11 @@ def remove_steps_after(folder: Path, last: int) -> None:
     for file in folder.glob("step_*"):
         if int(file.stem.split("_")[1]) > last:
             file.unlink()
+
+
+def _written(text: str) -> str:
+    """Returns a text with escapes for lone surrogates, which a file cannot hold."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _plain(value: Any) -> Any:

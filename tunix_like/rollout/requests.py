@@ -18,13 +18,13 @@ def requests_of(problems: Sequence[Problem], size: int) -> list[Request]:
     return [Request(problem.tokens, problem.number, size) for problem in problems]
 
 
-def opening_of(responder: Responder, group: int, limit: int) -> Sequence[int]:
-    """Returns the tokens that precede the first turn of the completions of prompt `group`.
+def opening_of(responder: Responder, group: int, sample: int, limit: int) -> Sequence[int]:
+    """Returns the tokens that precede the first turn of the completion `sample` of prompt `group`.
 
     Raises:
       UserError: there are `limit` tokens or more, so a completion of at most `limit` tokens has no space for a turn.
     """
-    tokens = responder.opening(group)
+    tokens = responder.opening(group, sample)
     if len(tokens) >= limit:
         problem = f"{len(tokens)} tokens precede the first turn"
         raise UserError(f"rollout.max_tokens_to_generate={limit}: {problem}; increase this value.")

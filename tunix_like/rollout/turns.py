@@ -120,9 +120,10 @@ class TurnSchedule(RowSchedule):
         openings: dict[tuple[int, int], Sequence[int]] = {}
         for slot, row in np.argwhere(free & (self.row_sample >= 0)).tolist():
             group = int(self.slot_prompt[slot])
-            if tokens := opening_of(self.responder, group, self.settings.max_tokens):
+            sample = int(self.row_sample[slot, row])
+            if tokens := opening_of(self.responder, group, sample, self.settings.max_tokens):
                 openings[slot, row] = tokens
-                self.turn_start[group, self.row_sample[slot, row]] = len(tokens)
+                self.turn_start[group, sample] = len(tokens)
         if openings:
             self._append(openings)
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from tunix_like.config.schema import Config
 from tunix_like.environments.agent_calls import FULL, Call, answer_of, count_of, refusal_of
+from tunix_like.environments.agents import AgentPlayer
 from tunix_like.environments.chat_messages import RequestError
 from tunix_like.environments.kinds import MOST_WAITING, check_waiting
 from tunix_like.environments.outcomes import Outcome
 from tunix_like.errors import UserError
-from tunix_like.verifiers.player import VerifiersPlayer
 from tunix_like.verifiers.process import SECONDS_TO_END, VerifiersProcess
 from tunix_like.verifiers.tasks import TASK_COLUMN, settings_of
 from tunix_like.workers.failures import LONGEST_REASON, Failure
@@ -72,10 +72,12 @@ class VerifiersEnvironments:
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
+    one_conversation = True
     count: Callable[[Call], int]
 
     def __init__(self, settings: Mapping[str, Any], timeout_seconds: float = 20.0, workers: int = 32):
         self.settings = settings
+        self.subject = f"data.path={settings.get('path')}"
         self.timeout_seconds = timeout_seconds
         self.workers = workers
         self._ids = itertools.count()
@@ -86,8 +88,8 @@ class VerifiersEnvironments:
     def where(self) -> str:
         return f"in one process, {self.timeout_seconds:g} s a step"
 
-    def make_player(self, *given: Any) -> VerifiersPlayer:
-        player = VerifiersPlayer(self, *given)
+    def make_player(self, *given: Any) -> AgentPlayer:
+        player = AgentPlayer(self, *given)
         self.count = lambda call: len(player.tokens(call))
         return player
 

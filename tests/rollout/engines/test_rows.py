@@ -18,7 +18,7 @@ class Restarts:
     def __init__(self):
         self.turns = []
 
-    def opening(self, group):
+    def opening(self, group, sample):
         return [7, 7]
 
     def submit(self, turns):

@@ -76,7 +76,7 @@ class RowStates:
         self.responder = responder
         if responder is not None:
             for row in self.rows:
-                opening = opening_of(responder, row.request, limit)
+                opening = opening_of(responder, row.request, row.sample, limit)
                 row.append(opening, [0.0] * len(opening), sampled=False)
         self._places = {(row.request, row.sample): index for index, row in enumerate(self.rows)}
         self._unsent = list(range(len(self.rows)))
