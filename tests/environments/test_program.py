@@ -150,6 +150,7 @@ FAULTS = {
     "strangers": 200,
     "words": 0,
     "background": 1,
+    "noise": 1,
     "status_after_the_limit": 0,
     "crash": "error: the program was killed by signal 6 (Aborted). The last line of its output: the last words",
     "status": "ended with status 3. The last line of its output: no more ideas\nIts last output was:\nno more ideas",

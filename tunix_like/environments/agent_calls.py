@@ -33,7 +33,6 @@ NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
 """Fields of a request that are not supported in training, by route, and the only values that a request may give them.
 Other sampling parameters of a request are ignored, because the settings in `rollout` apply."""
 
-
 MOST_DEPTH = 100
 """Maximum depth of lists and objects in a request."""
 
@@ -69,7 +68,7 @@ class Call(NamedTuple):
         if not isinstance(variables, dict):
             raise RequestError("chat_template_kwargs: it must be an object", "chat_template_kwargs")
         variables = {**variables, **({"tools": [dict(tool) for tool in tools]} if tools else {})}
-        calls = [call for message in messages for call in message.get("tool_calls", ())]
+        calls = [call for message in messages for call in message.get("tool_calls") or ()]
         arguments = [arguments_of(call["function"]["arguments"]) for call in calls]
         if _is_too_deep([messages, variables, arguments]):
             raise RequestError(f"the request is nested more than {MOST_DEPTH} levels deep")

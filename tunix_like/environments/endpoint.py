@@ -90,12 +90,11 @@ class Endpoint(http.server.ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        full = threading.active_count() > MOST_CONNECTIONS
-        if full and not self.strangers:
-            self.shutdown_request(request)
-            return
-        if full:
-            self.close_stranger(next(iter(self.strangers)))
+        if threading.active_count() > MOST_CONNECTIONS:
+            if (oldest := next(iter(self.strangers), None)) is None:
+                self.shutdown_request(request)
+                return
+            self.close_stranger(oldest)
         self.strangers[request] = None
         super().process_request(request, client_address)
 

@@ -174,6 +174,14 @@ def words():
     print('{"reward": 5}\nall done')
 
 
+def noise():
+    """Prints a warning after its reward, as libraries do at the end."""
+    ask()
+    end(1.0)
+    sys.stdout.flush()
+    print("a warning", file=sys.stderr)
+
+
 def wrong_reward():
     ask()
     print('{"reward": "high"}')
