@@ -30,6 +30,7 @@ from tunix_like.algorithms.off_policy import check_correction, kept_by_mask, sam
 from tunix_like.algorithms.ppo import PPO
 from tunix_like.algorithms.registry import Estimator, estimator_rewards, find_estimator, with_schedules
 from tunix_like.algorithms.token_baseline import TOKEN_BASELINE
+from tunix_like.algorithms.turns import BY_RETURN, NOT_BY_TURN
 from tunix_like.config.schedules import Schedule
 from tunix_like.config.schema import AlgorithmConfig, TeacherConfig
 from tunix_like.config.sources import ESTIMATOR_KEYS
@@ -50,10 +51,15 @@ _NEED |= {key: "sampler_is" for key in ("sampler_is_threshold", "sampler_is_min"
 
 @dataclasses.dataclass(frozen=True)
 class GroupEstimator:
-    """An advantage estimator with its configured parameters, some of which may be schedules."""
+    """An advantage estimator with its configured parameters, some of which may be schedules.
+
+    Attributes:
+      by_turn: whether the advantages of turns take the place of its own (`turns.BY_RETURN`), which are then 0.
+    """
 
     name: str
     params: dict[str, Any]
+    by_turn: bool = False
 
     @property
     def schedules(self) -> dict[str, Schedule]:
@@ -61,7 +67,9 @@ class GroupEstimator:
 
     def at(self, step: int) -> GroupEstimator:
         """Returns this estimator with the values that the schedules have in a step."""
-        return GroupEstimator(self.name, self.params | {key: value(step) for key, value in self.schedules.items()})
+        return dataclasses.replace(
+            self, params=self.params | {key: value(step) for key, value in self.schedules.items()}
+        )
 
     def table(self, step: int, group_size: int) -> Float[np.ndarray, "..."] | None:
         """Returns the array that the estimator reads in a step; None without a schedule."""
@@ -81,6 +89,8 @@ class GroupEstimator:
         lengths: Int[Array, "P G"],
         table: Float[Array, "..."] | None = None,
     ) -> Float[Array, "P G"]:
+        if self.by_turn:
+            return jnp.zeros_like(rewards)
         # With a table, the values of scheduled parameters are not read: those of any step give the same program.
         params = self.params if table is None else self.at(1).params | {"table": table}
         try:
@@ -203,7 +213,8 @@ class Objective:
     @property
     def skips_zero_advantages(self) -> bool:
         """True if advantages should be computed before the update, to skip completions with advantage 0."""
-        return not self.extra_term and any(estimator.registered.sparse for estimator in self.estimators)
+        by_turn = self.config.credit == "turn"
+        return not (self.extra_term or by_turn) and any(estimator.registered.sparse for estimator in self.estimators)
 
     @property
     def needs_rollout_logprobs(self) -> bool:
@@ -244,7 +255,7 @@ class Objective:
           advantages: if given, completions with advantage 0 are also excluded, except those of `otb`.
         """
         rows = scored & self.kept_groups(scored, ids)[:, None]
-        if self.extra_term:
+        if self.extra_term or self.config.credit == "turn":  # equal sums may be of different rewards
             return rows
         varied = np.where(scored, rewards, -np.inf).max(axis=1) > np.where(scored, rewards, np.inf).min(axis=1)
         zero = np.array([e.registered.zero_when_constant(e.params) for e in self.estimators])
@@ -408,6 +419,8 @@ def build_objective(
     )
     sources = {source: index for index, source in enumerate(by_source, start=1)}
     teacher = None if teacher is None or teacher.path is None else teacher
+    if config.credit == "turn":
+        estimators = tuple(_by_turn(estimator, config) for estimator in estimators)
     objective = Objective(config, estimators, sources, _loss_parameters(config), max_tokens, teacher)
     _check_combinations(objective, updates_per_batch)
     return objective
@@ -426,6 +439,16 @@ def _group_estimator(name: str, params: dict[str, Any], config: AlgorithmConfig)
         if key in params:
             raise UserError(f"algorithm.{key} and algorithm.estimator_params.{key} are both set; unset one of them.")
     return GroupEstimator(name, with_schedules(name, params | extra, config.num_generations))
+
+
+def _by_turn(estimator: GroupEstimator, config: AlgorithmConfig) -> GroupEstimator:
+    if estimator.name in NOT_BY_TURN:
+        raise UserError(f"algorithm.credit: '{estimator.name}' has no advantages of turns; use rloo, grpo or drgrpo.")
+    if config.binarize and estimator.name in BY_RETURN:
+        raise UserError(
+            "algorithm.binarize: it replaces a sum of rewards, and algorithm.credit=turn reads each; unset it."
+        )
+    return dataclasses.replace(estimator, by_turn=estimator.name in BY_RETURN)
 
 
 def _source_estimator(source: str, given: Mapping[str, Any], config: AlgorithmConfig) -> GroupEstimator:

@@ -13,7 +13,7 @@ whether `i` stops. `tests/algorithms/test_turns.py` enumerates all of this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,26 +60,42 @@ def turn_advantages(
       UserError: an argument is wrong, or the estimator has no advantages of turns.
     """
     _check(turn_rewards, advantage_estimator, gamma, baseline)
+    if advantage_estimator in BY_RETURN:
+        return turn_terms(turn_rewards, advantage_estimator, gamma, baseline, parameters=parameters)
+    outcomes = np.array([np.nan if row[-1] is None else row[-1] for row in turn_rewards])
+    of_outcome = compute_advantages(outcomes, advantage_estimator, **parameters).astype(np.float64)
+    terms = turn_terms(turn_rewards, advantage_estimator, gamma, baseline, turn_coef)
+    return [advantage + term for advantage, term in zip(of_outcome, terms, strict=True)]
+
+
+def turn_terms(
+    turn_rewards: TurnRewards,
+    estimator: str,
+    gamma: float,
+    baseline: str,
+    turn_coef: float = 1.0,
+    parameters: Mapping[str, Any] | None = None,
+) -> list[Float[np.ndarray, " T"]]:
+    """Returns the part of `turn_advantages` that differs between the turns of a trajectory: all of it for an estimator
+    of `BY_RETURN`, and the term of the rewards before the last for others."""
     longest = max(map(len, turn_rewards))
     rewards = np.zeros((len(turn_rewards), longest))
     for row, given in zip(rewards, turn_rewards, strict=True):
         row[: len(given)] = [np.nan if reward is None else reward for reward in given]
     reached = np.arange(longest) < np.array([[len(row)] for row in turn_rewards])
-    if advantage_estimator in BY_RETURN:
-        returns = rewards_to_go(rewards, gamma)
-        advantages = _centred(returns, reached, baseline)
-        if advantage_estimator != "rloo":
-            known = np.isfinite(returns).sum(axis=0)
-            advantages = advantages * (known - 1) / np.maximum(known, 1)
-        if advantage_estimator == "grpo":
-            advantages = _standardised(advantages, returns[:, 0], **parameters)
-    else:
-        last = reached.sum(axis=1) - 1
-        outcomes = rewards[np.arange(len(rewards)), last]
-        before = np.where(np.arange(longest) == last[:, None], np.where(np.isnan(rewards), np.nan, 0.0), rewards)
-        advantages = compute_advantages(outcomes, advantage_estimator, **parameters).astype(np.float64)[:, None]
-        advantages = advantages + turn_coef * _centred(rewards_to_go(before, gamma), reached, baseline)
-    return [row[: len(given)] for row, given in zip(advantages, turn_rewards, strict=True)]
+    if estimator not in BY_RETURN:
+        last = np.arange(longest) == reached.sum(axis=1, keepdims=True) - 1
+        rewards = np.where(last & np.isfinite(rewards), 0.0, rewards)
+    returns = rewards_to_go(rewards, gamma)
+    terms = _centred(returns, reached, baseline)
+    if estimator in ("grpo", "drgrpo"):
+        known = np.isfinite(returns).sum(axis=0)
+        terms = terms * (known - 1) / np.maximum(known, 1)
+    if estimator == "grpo":
+        terms = _standardised(terms, returns[:, 0], **(parameters or {}))
+    if estimator not in BY_RETURN:
+        terms = turn_coef * terms
+    return [row[: len(given)] for row, given in zip(terms, turn_rewards, strict=True)]
 
 
 def rewards_to_go(rewards: Float[np.ndarray, "G T"], gamma: float) -> Float[np.ndarray, "G T"]:

@@ -179,6 +179,22 @@ class AlgorithmConfig(Checked):
     )
     ddof: int | None = key(doc="grpo: variance divided by G - ddof (unset: 1)", at_least=0, at_most=1)
     estimator_params: dict[str, Any] | None = key(doc="of your own estimator")
+    credit: str = key(
+        "trajectory",
+        doc="of a trajectory of several turns; trajectory: each token gets the advantage of all rewards; turn: that of "
+        "the rewards from its turn on",
+        choices=("trajectory", "turn"),
+    )
+    gamma: float | None = key(doc="credit turn: discount per turn (unset: 1)", at_least=0, at_most=1)
+    turn_baseline: str | None = key(
+        doc="credit turn: fixed_index: mean over all others, 0 for those that ended; reached: over those that reach "
+        "the turn (unset: fixed_index)",
+        choices=("fixed_index", "reached"),
+    )
+    turn_coef: float | None = key(
+        doc="credit turn, estimators other than rloo, grpo, drgrpo: weight of the rewards before the last (unset: 1)",
+        at_least=0,
+    )
     binarize: bool = key(
         False,
         doc="1 if the reward reaches rewards.success_threshold, else 0",

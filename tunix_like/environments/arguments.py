@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from tunix_like.config.schema import EnvironmentConfig, RolloutConfig
+from tunix_like.config.schema import AlgorithmConfig, EnvironmentConfig, RolloutConfig
 from tunix_like.environments.local import LocalEnvironments
 from tunix_like.environments.outcomes import Environments
 from tunix_like.environments.program import Program
@@ -66,6 +66,15 @@ def check_reward_names(player: Player | None, rewards: Sequence[str]) -> None:
     """Raises UserError if there are environments and a reward function has the name of the environment's reward."""
     if player is not None and REWARD in rewards:
         raise UserError(f"reward_fns: the name '{REWARD}' is reserved for the environment's reward; use another name.")
+
+
+def check_credit(algorithm: AlgorithmConfig, environments: bool) -> None:
+    """Raises UserError for settings of turns without an environment, or without `algorithm.credit=turn`."""
+    if algorithm.credit == "turn" and not environments:
+        raise UserError("algorithm.credit: turn needs an environment, which has several turns; set environment.name.")
+    for name in ("gamma", "turn_baseline", "turn_coef"):
+        if algorithm.credit != "turn" and getattr(algorithm, name) is not None:
+            raise UserError(f"algorithm.{name}: only algorithm.credit=turn reads it; unset it.")
 
 
 def check_turns(environments: bool, engine: Engine | None) -> None:

@@ -58,12 +58,25 @@ class State:
     over: bool = False
     environment: Any = None
     history: History = dataclasses.field(default_factory=History)
+    turn_rewards: list[float] = dataclasses.field(default_factory=list)
+    turn_tokens: list[int] = dataclasses.field(default_factory=list)
 
     def episode(self, rewrites: bool) -> Episode:
         reward = float("nan") if self.failure is not None else self.reward
         failure = None if self.failure is None else [*self.failure]
         rewritten = self.history.rewritten if rewrites else None
-        return Episode(self.messages, self.turns, self.limited, self.cut, reward, self.info, failure, rewritten)
+        return Episode(
+            self.messages,
+            self.turns,
+            self.limited,
+            self.cut,
+            reward,
+            self.info,
+            failure,
+            rewritten,
+            self.turn_rewards,
+            self.turn_tokens,
+        )
 
     def note(self, observation: Any) -> None:
         """Adds an observation to the messages of the trajectory. The role "assistant" in the observation is replaced by
@@ -229,6 +242,8 @@ class Trajectories:
             text = self.player.tokenizer.decode(turn.tokens)
             state.messages.append({"role": "assistant", "content": text})
             state.turns += 1
+            state.turn_rewards.append(0.0)
+            state.turn_tokens.append(len(turn.tokens))
             state.history.add_turn(text, turn.tokens)
             if turn.truncated:
                 self._end(number)
@@ -415,6 +430,8 @@ class Trajectories:
                 "environment calls", name, start, end, failed=failed, trajectory=outcome.number, turn=state.turns
             )
         state.reward += outcome.reward
+        if state.turn_rewards:
+            state.turn_rewards[-1] += outcome.reward
         state.info |= outcome.info
         state.environment = outcome.environment
         if outcome.failure is not None:

@@ -97,6 +97,8 @@ def refuse_others(config: Config, command: str) -> None:
     """Raises UserError if a run has a teacher or a critic, which these commands do not load."""
     if config.teacher.path is not None:
         raise UserError(f"teacher.path: {command} cannot compute the gradients of a run with a teacher.")
+    if config.algorithm.credit == "turn":
+        raise UserError(f"algorithm.credit: {command} cannot compute the gradients of advantages of turns.")
     for name in (PPO, TOKEN_BASELINE):
         if config.algorithm.advantage_estimator == name:
             raise UserError(f"algorithm.advantage_estimator: {command} cannot compute the gradients of {name}.")

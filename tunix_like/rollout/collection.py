@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from tunix_like.algorithms.advantages import sum_of_normalised
 from tunix_like.algorithms.objective import Objective
 from tunix_like.algorithms.registry import check_rewards
+from tunix_like.algorithms.turns import turn_terms
 from tunix_like.config.schema import AlgorithmConfig, RLTrainingConfig
 from tunix_like.data.curriculum import CurriculumBatches
 from tunix_like.data.source import SOURCE_COLUMN
@@ -318,11 +319,16 @@ def training_batch(rollout: Rollout, task: Task, objective: Objective) -> GroupB
 
 def shaped_rewards(rollout: Rollout, task: Task, objective: Objective) -> Float[np.ndarray, "P G"]:
     """Returns the rewards for the advantage estimators; NaN for an unscored completion. They are the total rewards
-    after `shape_rewards` or, for an estimator with `by_function`, the results of `sum_of_normalised`."""
+    after `shape_rewards`, for an estimator of outcomes with `credit=turn` without those before the last turn, and for
+    an estimator with `by_function` the results of `sum_of_normalised`."""
     lengths = rollout.completions.lengths
     total = rollout.scores.total.reshape(lengths.shape)
     most = task.rollout_config.max_tokens_to_generate
-    rewards = shape_rewards(total, lengths, task.algo, most, task.success_threshold)
+    rewards = shape_rewards(total, lengths, task.algo, most, task.success_threshold).copy()  # not the scores' own
+    if task.algo.credit == "turn":
+        by_turn = np.array([estimator.by_turn for estimator in objective.estimators])
+        before = rewards_before_last(rollout)
+        rewards = np.where(by_turn[estimator_ids(objective, rollout)][:, None], rewards, rewards - before)
     by_function = np.array([estimator.registered.by_function for estimator in objective.estimators])
     groups = by_function[estimator_ids(objective, rollout)]
     if groups.any():
@@ -332,6 +338,42 @@ def shaped_rewards(rollout: Rollout, task: Task, objective: Objective) -> Float[
         factors = [weights.get(name, 1.0) for name in parts]
         rewards[groups] = sum_of_normalised(np.stack([*parts.values()]), factors, scored)
     return rewards
+
+
+def rewards_before_last(rollout: Rollout) -> Float[np.ndarray, "P G"]:
+    """Returns the sum of the environment's rewards before the last turn of each trajectory."""
+    assert rollout.episodes is not None
+    sums = [sum(episode.turn_rewards[:-1]) for episode in rollout.episodes]
+    return np.array(sums).reshape(rollout.completions.lengths.shape)
+
+
+def turn_advantages_of_tokens(rollout: Rollout, batch: GroupBatch, objective: Objective) -> Float[np.ndarray, "P G T"]:
+    """Returns what the sampled tokens get by `algorithm.credit=turn` (`turns.turn_terms`), in float32. Rewards of
+    functions, and penalties, belong to the last turn."""
+    assert rollout.episodes is not None and batch.estimator_ids is not None
+    config = objective.config
+    sampled = batch.sampled
+    place = np.maximum(sampled.cumsum(-1) - 1, 0)  # of a token among the sampled ones of its completion
+    size = batch.rewards.shape[1]
+    out = np.zeros(sampled.shape, np.float32)
+    for group, index in enumerate(batch.estimator_ids.tolist()):
+        estimator = objective.estimators[index]
+        episodes = rollout.episodes[group * size : (group + 1) * size]
+        rows: list[list[float | None]] = []
+        for sample, episode in enumerate(episodes):
+            before = list(episode.turn_rewards[:-1])
+            last = float(batch.rewards[group, sample]) - (sum(before) if estimator.by_turn else 0.0)
+            rows.append([*before, last] if batch.scored[group, sample] else [None])
+        gamma = 1.0 if config.gamma is None else config.gamma
+        coef = 1.0 if config.turn_coef is None else config.turn_coef
+        baseline = config.turn_baseline or "fixed_index"
+        terms = turn_terms(rows, estimator.name, gamma, baseline, coef, estimator.params if estimator.by_turn else None)
+        for sample, (episode, term) in enumerate(zip(episodes, terms, strict=True)):
+            if batch.scored[group, sample]:
+                ends = np.cumsum(episode.turn_tokens[:-1])
+                turn = np.searchsorted(ends, place[group, sample], side="right")
+                out[group, sample] = np.where(sampled[group, sample], term[np.minimum(turn, len(term) - 1)], 0.0)
+    return out
 
 
 def shape_rewards(

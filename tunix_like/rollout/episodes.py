@@ -30,6 +30,8 @@ class Episode(NamedTuple):
       failure: kind and reason of the environment's `Failure`; None if the environment did not fail.
       rewritten: number of times that the chat template has rewritten earlier turns; None with
         `environment.history=sampled`.
+      turn_rewards: the environment's reward after each turn, that of the end added to the last.
+      turn_tokens: number of tokens that the policy sampled in each turn.
     """
 
     messages: list[dict[str, str]]
@@ -40,6 +42,8 @@ class Episode(NamedTuple):
     info: dict[str, float]
     failure: list[str] | None
     rewritten: int | None = None
+    turn_rewards: Sequence[float] = ()
+    turn_tokens: Sequence[int] = ()
 
 
 def failure_kinds(episodes: Sequence[Episode]) -> list[str | None]:

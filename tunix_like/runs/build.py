@@ -30,7 +30,7 @@ from tunix_like.config.sources import entries, template_variables
 from tunix_like.data import DataSource, check_parts, load_source
 from tunix_like.data.curriculum import check_curriculum, curriculum_of
 from tunix_like.data.shared import warn_text_prompts
-from tunix_like.environments.arguments import make_player, with_tools
+from tunix_like.environments.arguments import check_credit, make_player, with_tools
 from tunix_like.environments.kinds import environments_of, kind_of
 from tunix_like.environments.outcomes import Environments
 from tunix_like.errors import UserError
@@ -146,7 +146,7 @@ def check_config(config: Config) -> tuple[Config, type[Learner] | type[DPOLearne
     check_engine(config.rollout)
     check_staleness(algorithm, config.rollout, config.training, find_engine(config.rollout.engine).make is not None)
     check_curriculum(curriculum_of(config.data), algorithm, config.rollout)
-    kind_of(config)
+    check_credit(algorithm, kind_of(config) is not None)
     _check_shared(config)
     for i, entry in enumerate(reward_entries(config)):
         if entry.weight < 0:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
-from tunix_like.config.schema import RLTrainingConfig
 from tunix_like.errors import CallbackFailed, UserError, check_type, nearest
 from tunix_like.rollout.samples import Samples
 from tunix_like.runtime import console
@@ -20,27 +19,15 @@ from tunix_like.runtime.user_code import check_arguments, describe_error, is_pla
 logger = logging.getLogger("tunix_like")
 
 
-@runtime_checkable
-class Watched(Protocol):
-    """What this package reads of a trainer. Its attributes are those of `training.trainer.Trainer`."""
-
-    name: ClassVar[str]
-    step_key: ClassVar[str]
-    done: int
-    total: int | None
-    training: RLTrainingConfig
-    schedule: Callable[[Any], Any] | None
-
-
 class RunControl:
     """The run that a callback is told of. What one callback asks for in one process is done in all.
 
     Attributes:
-      trainer: the learner, for example for `trainer.generate([...])`.
+      trainer: the learner (a `training.trainer.Trainer`), for example for `trainer.generate([...])`.
       asked: what callbacks asked for since the last step, with the reason.
     """
 
-    def __init__(self, trainer: Watched) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.asked: dict[str, str] = {}
 
@@ -100,7 +87,7 @@ class Callback:
 class Callbacks:
     """The callbacks of one call of `loop.run`."""
 
-    def __init__(self, trainer: Watched, callbacks: Sequence[Callback]) -> None:
+    def __init__(self, trainer: Any, callbacks: Sequence[Callback]) -> None:
         self._run = RunControl(trainer)
         self._callbacks = callbacks
         self._asked: dict[str, str] = {}

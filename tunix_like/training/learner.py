@@ -35,7 +35,7 @@ from tunix_like.config.schema import (
 from tunix_like.data.curriculum import Curriculum, CurriculumBatches, check_curriculum
 from tunix_like.data.shared import warn_shared, warn_text_prompts
 from tunix_like.data.stream import check_prompts, refusing
-from tunix_like.environments.arguments import check_reward_names, check_turns, make_player
+from tunix_like.environments.arguments import check_credit, check_reward_names, check_turns, make_player
 from tunix_like.errors import EngineLost, UserError
 from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluation, Evaluator, check_best_metric, eval_problems
 from tunix_like.models.decoder import Decoder
@@ -43,7 +43,7 @@ from tunix_like.models.loading import check_fit
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
 from tunix_like.planning.memory import Companions
 from tunix_like.rewards import close_pools
-from tunix_like.rollout.collection import Collector, training_batch
+from tunix_like.rollout.collection import Collector, training_batch, turn_advantages_of_tokens
 from tunix_like.rollout.engines.registry import check_engine
 from tunix_like.rollout.files import FirstFailure, RolloutFiles, saved_on_failure
 from tunix_like.rollout.rollouts import Rollout, Task, WeightedReward, warn_cut, weighted_rewards
@@ -197,6 +197,7 @@ class Learner(Trainer):
         trace_user_functions(objective, 2, self.algo.num_generations)
         self.set_rewards(reward_fns, reward_weights)
         check_turns(self.player is not None, engine)
+        check_credit(self.algo, self.player is not None)
         check_engine(self.rollout_config)
         check_routing_replay(self.rollout_config, model.config)
         check_staleness(self.algo, self.rollout_config, self.training, engine is not None)
@@ -481,7 +482,8 @@ class Learner(Trainer):
             with progress.task("update"), saved_on_failure(call.files.folder, number, rollout.problems, rollout.texts):
                 stale = metrics.get("staleness", 0) > 0
                 try:
-                    advantages, update_metrics = call.updates.run(number, rollout.problems, batch, ref, stale)
+                    turns = turn_advantages_of_tokens(rollout, batch, objective) if self.algo.credit == "turn" else None
+                    advantages, update_metrics = call.updates.run(number, rollout.problems, batch, ref, stale, turns)
                 except EngineLost:  # of a teacher
                     call.rollouts.put_back()
                     raise

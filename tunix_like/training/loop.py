@@ -325,10 +325,11 @@ def _resume(trainer: Trainer, checkpoints: Checkpoints | None, log: MetricsLog) 
     meta = checkpoints.meta(step)
     saved = dict(meta["identity"])
     current = dict(trainer.identity)
+    saved_inputs = saved.pop(INPUTS, {})
+    current_inputs = current.pop(INPUTS, {})
     _check_same_run(checkpoints, saved, current)
-    changed = _check_same_inputs(
-        checkpoints, saved.pop(INPUTS, {}), current.pop(INPUTS, {}), refuse=trainer.training.changed_inputs == "error"
-    )
+    refuse = trainer.training.changed_inputs == "error"
+    changed = _check_same_inputs(checkpoints, saved_inputs, current_inputs, refuse=refuse)
     log.cut(trainer.step_key, step)  # after the checks, so that a rejected run does not remove rows of another run
     trainer.cut(step)
     checkpoints.find_best(log.rows(), verified=step)

@@ -158,6 +158,7 @@ class Updates:
         batch: GroupBatch,
         ref: Float[np.ndarray, "P G T"] | None,
         stale: bool,
+        turns: Float[np.ndarray, "P G T"] | None = None,
     ) -> tuple[Float[np.ndarray, "P G"], dict[str, float]]:
         """Replaces the train state by that after the updates of a rollout batch. Returns the advantages and metrics.
 
@@ -166,6 +167,7 @@ class Updates:
         Args:
           ref: the reference model's log-probabilities, or None.
           stale: whether older weights have sampled the completions. Their log-probabilities are then not compared.
+          turns: advantages of tokens by their turn, beside those of the estimator.
 
         Raises:
           UserError: the estimator returned a non-finite advantage, too many consecutive updates were skipped, or the
@@ -180,6 +182,8 @@ class Updates:
         mini_batches = self._mini_batches(len(problems))
         several = len(mini_batches) > 1
         old, signals = self._signals(problems, batch, live, ref, several)
+        if turns is not None:
+            signals = signals._replace(from_estimator=turns)
         metrics |= (signals.metrics or {}) | expert_metrics(batch, self.trainer.model.config)
         if self.trainer.schedule is not None:
             metrics["learning_rate"] = float(self.trainer.schedule(updates_done(self.trainer.state.opt_state)))

@@ -1,0 +1,180 @@
+"""`algorithm.credit: turn`: what the sampled tokens of each turn get, from an environment to the weights."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from tests.training.small_learner import ROWS, TOKENIZER, assert_same, collect, differ, make, params_of
+from tunix_like import (
+    EnvironmentConfig,
+    GRPOConfig,
+    GRPOLearner,
+    MaxRLConfig,
+    OTBConfig,
+    OTBLearner,
+    RLOOConfig,
+    RLOOLearner,
+    RolloutConfig,
+    UserError,
+    turn_advantages,
+)
+from tunix_like.training.updates import Updates
+
+LETTERS = "abcdefgh"
+ENDS = [TOKENIZER.encode(letter, add_special_tokens=False)[0] for letter in LETTERS]
+LENGTHS = RolloutConfig(max_prompt_length=16, max_tokens_to_generate=48, eos_tokens=ENDS)
+TURNS = EnvironmentConfig(max_turns=4, max_observation_tokens=40)
+
+
+class Vowels:
+    """Rewards a vowel in each turn. A consonant of the second half of the alphabet ends the trajectory early."""
+
+    def reset(self, **columns):
+        self.turns = 0
+
+    def step(self, completion):
+        self.turns += 1
+        last = completion[-1:]
+        return "x", {"a": 1.0, "e": 0.5}.get(last, 0.0), last in "fgh" or self.turns == 3
+
+
+class AtTheEnd(Vowels):
+    """Always three turns, and one reward at the end."""
+
+    def step(self, completion):
+        _, reward, _ = super().step(completion)
+        return "x", reward if self.turns == 3 else 0.0, self.turns == 3
+
+
+class AtTheStart(Vowels):
+    """Always three turns, and one reward after the first."""
+
+    def step(self, completion):
+        _, reward, _ = super().step(completion)
+        return "x", reward if self.turns == 1 else 0.0, self.turns == 3
+
+
+def learner(kind=RLOOLearner, algo=None, environment=Vowels, **arguments):
+    return make(algo or RLOOConfig(num_generations=4, credit="turn"), learner=kind, reward=(), environment=environment,
+                environment_config=TURNS, rollout=LENGTHS, **arguments)  # fmt: skip
+
+
+@pytest.fixture
+def credits(monkeypatch):
+    """Collects what `Updates.run` gets, with the rewards and masks of the batch."""
+    found = []
+    run = Updates.run
+
+    def watched(self, step, problems, batch, ref, stale, turns=None):
+        found.append((batch, turns))
+        return run(self, step, problems, batch, ref, stale, turns)
+
+    monkeypatch.setattr(Updates, "run", watched)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, algo",
+    [
+        (RLOOLearner, RLOOConfig(num_generations=4, credit="turn")),
+        (RLOOLearner, RLOOConfig(num_generations=4, credit="turn", gamma=0.5, turn_baseline="reached")),
+        (GRPOLearner, GRPOConfig(num_generations=4, credit="turn")),
+        (None, MaxRLConfig(num_generations=4, credit="turn", turn_coef=0.5)),
+    ],
+    ids=["rloo", "rloo, reached", "grpo", "maxrl"],
+)
+def test_tokens_get_the_advantage_of_their_turn(kind, algo, credits, tmp_path):
+    """The oracle reads the rewards after each turn from the rollout file, and the turns from the mask."""
+    kinds = {} if kind is None else {"learner": kind}
+    made = make(algo, reward=(), environment=Vowels, environment_config=TURNS, rollout=LENGTHS,
+                output_dir=str(tmp_path), max_steps=1, **kinds)  # fmt: skip
+    collect(made)
+    ((batch, turns),) = credits
+    rows = [json.loads(line) for line in (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    rows = [rows[start : start + 4] for start in range(0, len(rows), 4)]
+    name = made.algo.advantage_estimator
+    several = 0
+    for group, members in enumerate(rows):
+        rewards = [row["turn_rewards"] for row in members]
+        expected = turn_advantages(
+            rewards, name, algo.gamma or 1.0, algo.turn_baseline or "fixed_index", turn_coef=algo.turn_coef or 1.0
+        )
+        for sample, row in enumerate(members):
+            sampled = batch.sampled[group, sample]
+            turn = np.cumsum(np.diff(sampled.astype(int), prepend=0) == 1) - 1  # an observation is between two
+            assert turn.max() + 1 == len(rewards[sample])
+            whole = row["advantage"] if name == "maxrl" else 0.0
+            term = expected[sample][turn[sampled]]
+            if name == "maxrl":  # the file has the mean over the tokens, with the advantage of the outcome
+                whole = row["advantage"] - turns[group, sample][sampled].mean()
+            np.testing.assert_allclose(turns[group, sample][sampled] + whole, term, atol=1e-5)
+            assert not turns[group, sample][~sampled].any()
+            several += turn.max() > 0
+    assert several and np.abs(turns).max() > 0.1
+
+
+@pytest.mark.slow
+def test_a_reward_at_the_end_of_equally_many_turns_is_that_of_the_trajectory():
+    by_turn = learner(environment=AtTheEnd)
+    whole = learner(algo=RLOOConfig(num_generations=4), environment=AtTheEnd)
+    start = params_of(by_turn.model)
+    for made in (by_turn, whole):
+        collect(made)
+    assert differ(params_of(whole.model), start)
+    for one, two in zip(*map(leaves, (by_turn, whole)), strict=True):
+        np.testing.assert_allclose(one, two, atol=2e-6)
+
+
+def leaves(made):
+    return jax.tree.leaves(params_of(made.model))
+
+
+@pytest.mark.slow
+def test_a_reward_at_the_start_credits_the_first_turn_alone(credits):
+    collect(learner(environment=AtTheStart, max_steps=1))
+    ((batch, turns),) = credits
+    number = batch.sampled.cumsum(-1)
+    for group, sample in np.ndindex(batch.rewards.shape):
+        given = turns[group, sample]
+        later = np.flatnonzero(given)
+        # The observation after the first turn is not sampled: the credit ends before it.
+        first = np.flatnonzero(~batch.sampled[group, sample])
+        assert not len(later) or not len(first) or later.max() < first.min()
+    assert np.abs(turns).max() > 0.1 and number.max() > 2
+
+
+@pytest.mark.slow
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
+    def run(folder, steps):
+        made = learner(output_dir=str(tmp_path / folder), max_steps=steps)
+        made.train(ROWS, batch_size=4)
+        return params_of(made.model)
+
+    whole = run("whole", 3)
+    run("parts", 1)
+    assert_same(run("parts", 3), whole)
+
+
+@pytest.mark.parametrize(
+    "algo, named",
+    [
+        (RLOOConfig(num_generations=4, gamma=0.9), "algorithm.gamma"),
+        (RLOOConfig(num_generations=4, turn_baseline="reached"), "algorithm.turn_baseline"),
+        (RLOOConfig(num_generations=4, credit="turn", binarize=True), "algorithm.binarize"),
+    ],
+)
+def test_settings_that_do_not_fit(algo, named):
+    with pytest.raises(UserError, match=named):
+        learner(algo=algo)
+
+
+def test_credit_of_turns_needs_turns_and_an_estimator_of_completions():
+    with pytest.raises(UserError, match=r"algorithm\.credit: turn needs an environment"):
+        make(RLOOConfig(num_generations=4, credit="turn"), learner=RLOOLearner)
+    with pytest.raises(UserError, match=r"algorithm\.credit: 'otb'"):
+        learner(OTBLearner, OTBConfig(num_generations=4, credit="turn"))
