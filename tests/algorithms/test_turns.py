@@ -218,3 +218,9 @@ def test_what_could_not_be_scored_is_in_no_baseline():
 def test_wrong_arguments(arguments, named):
     with pytest.raises(UserError, match=named):
         turn_advantages(*arguments)
+
+
+def test_parameters_are_those_of_the_estimator():
+    for name, parameters, named in (("grpo", {"ddof": 5}, "ddof"), ("rloo", {"k": 2}, "k"), ("maxpo", {"k": 9}, "k")):
+        with pytest.raises(UserError, match=rf"algorithm\.{named}"):
+            turn_advantages([[1.0], [0.0]], name, **parameters)

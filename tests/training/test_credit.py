@@ -14,6 +14,7 @@ from tunix_like import (
     GRPOConfig,
     GRPOLearner,
     MaxRLConfig,
+    MaxRLLearner,
     OTBConfig,
     OTBLearner,
     RLOOConfig,
@@ -40,6 +41,15 @@ class Vowels:
         self.turns += 1
         last = completion[-1:]
         return "x", {"a": 1.0, "e": 0.5}.get(last, 0.0), last in "fgh" or self.turns == 3
+
+
+class Failing(Vowels):
+    """Fails in some later turns, so that the trajectory is unscored."""
+
+    def step(self, completion):
+        if self.turns and completion[-1:] in "bcd":
+            raise ValueError("no more")
+        return super().step(completion)
 
 
 class AtTheEnd(Vowels):
@@ -79,35 +89,39 @@ def credits(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind, algo",
+    "kind, algo, environment",
     [
-        (RLOOLearner, RLOOConfig(num_generations=4, credit="turn")),
-        (RLOOLearner, RLOOConfig(num_generations=4, credit="turn", gamma=0.5, turn_baseline="reached")),
-        (GRPOLearner, GRPOConfig(num_generations=4, credit="turn")),
-        (None, MaxRLConfig(num_generations=4, credit="turn", turn_coef=0.5)),
+        (RLOOLearner, RLOOConfig(num_generations=4, credit="turn"), Vowels),
+        (RLOOLearner, RLOOConfig(num_generations=4, credit="turn"), Failing),
+        (RLOOLearner, RLOOConfig(num_generations=4, credit="turn", gamma=0.5, turn_baseline="reached"), Vowels),
+        (GRPOLearner, GRPOConfig(num_generations=4, credit="turn"), Vowels),
+        (MaxRLLearner, MaxRLConfig(num_generations=4, credit="turn", turn_coef=0.5), Vowels),
+        (MaxRLLearner, MaxRLConfig(num_generations=4, credit="turn", binarize=True), Vowels),
     ],
-    ids=["rloo", "rloo, reached", "grpo", "maxrl"],
+    ids=["rloo", "rloo, failures", "rloo, reached", "grpo", "maxrl", "maxrl, binarize"],
 )
-def test_tokens_get_the_advantage_of_their_turn(kind, algo, credits, tmp_path):
+def test_tokens_get_the_advantage_of_their_turn(kind, algo, environment, credits, tmp_path):
     """The oracle reads the rewards after each turn from the rollout file, and the turns from the mask."""
-    kinds = {} if kind is None else {"learner": kind}
-    made = make(algo, reward=(), environment=Vowels, environment_config=TURNS, rollout=LENGTHS,
-                output_dir=str(tmp_path), max_steps=1, **kinds)  # fmt: skip
+    made = learner(kind, algo, environment, output_dir=str(tmp_path), max_steps=1)
     collect(made)
     ((batch, turns),) = credits
     rows = [json.loads(line) for line in (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
     rows = [rows[start : start + 4] for start in range(0, len(rows), 4)]
     name = made.algo.advantage_estimator
     several = 0
+    assert (environment is Failing) == (not batch.scored.all())
     for group, members in enumerate(rows):
-        rewards = [row["turn_rewards"] for row in members]
+        longest = max(len(row["turn_rewards"]) for row in members)
+        rewards = [row["turn_rewards"] if row["reward"] is not None else [None] * longest for row in members]
+        if algo.binarize:
+            rewards = [[*row[:-1], float(row[-1] >= 1)] for row in rewards]
         expected = turn_advantages(
             rewards, name, algo.gamma or 1.0, algo.turn_baseline or "fixed_index", turn_coef=algo.turn_coef or 1.0
         )
         for sample, row in enumerate(members):
             sampled = batch.sampled[group, sample]
             turn = np.cumsum(np.diff(sampled.astype(int), prepend=0) == 1) - 1  # an observation is between two
-            assert turn.max() + 1 == len(rewards[sample])
+            assert turn.max() + 1 == len(row["turn_rewards"])
             whole = row["advantage"] if name == "maxrl" else 0.0
             term = expected[sample][turn[sampled]]
             if name == "maxrl":  # the file has the mean over the tokens, with the advantage of the outcome
@@ -149,6 +163,38 @@ def test_a_reward_at_the_start_credits_the_first_turn_alone(credits):
 
 
 @pytest.mark.slow
+def test_groups_of_equal_sums_and_other_turns_have_a_signal(credits):
+    """With dynamic sampling they are kept; a group whose turns all have the same rewards is left out of the update."""
+
+    class Once(Vowels):
+        """A reward of 1 after the first or after the second turn, or never."""
+
+        def step(self, completion):
+            self.turns += 1
+            first = completion[-1:] in "abcd"
+            if self.turns == 1:
+                self.first = first
+            return "x", float(self.first if self.turns == 1 else not self.first), self.turns == 2
+
+    algo = RLOOConfig(num_generations=4, credit="turn", dynamic_sampling=True)
+    rows = collect(learner(algo=algo, environment=Once, max_steps=1))
+    ((batch, turns),) = credits
+    assert (batch.rewards == 1).all(), "all sums are equal"
+    assert np.abs(turns).max() > 0.1 and rows[0]["train/dynamic_sampling/short_groups"] == 0
+    assert rows[0]["train/update/rows_left_out_frac"] < 1 and rows[0]["train/grad_norm"] > 0
+
+
+@pytest.mark.slow
+def test_groups_without_a_signal_are_left_out(credits):
+    class Nothing(Vowels):
+        def step(self, completion):
+            return "x", 0.0, super().step(completion)[2]
+
+    rows = collect(learner(environment=Nothing, max_steps=1))
+    assert rows[0]["train/update/rows_left_out_frac"] == 1
+
+
+@pytest.mark.slow
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
     def run(folder, steps):
         made = learner(output_dir=str(tmp_path / folder), max_steps=steps)
@@ -166,6 +212,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
         (RLOOConfig(num_generations=4, gamma=0.9), "algorithm.gamma"),
         (RLOOConfig(num_generations=4, turn_baseline="reached"), "algorithm.turn_baseline"),
         (RLOOConfig(num_generations=4, credit="turn", binarize=True), "algorithm.binarize"),
+        (RLOOConfig(num_generations=4, credit="turn", turn_coef=0.5), "algorithm.turn_coef"),
     ],
 )
 def test_settings_that_do_not_fit(algo, named):

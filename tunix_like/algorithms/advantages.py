@@ -67,7 +67,12 @@ def _centred(rewards: Rewards, scored: Scored) -> tuple[Array, Array, Array, Arr
     return centred, mean, group.scored, group.signal
 
 
-@register_advantage_estimator("grpo", zero_when_constant=True, offset_free=True)
+def _check_ddof(params: Params, size: int) -> None:
+    if params.get("ddof", 1) not in (0, 1):
+        raise UserError(f"ddof: got {params['ddof']!r}; 'grpo' needs 0 or 1.")
+
+
+@register_advantage_estimator("grpo", zero_when_constant=True, check=_check_ddof, offset_free=True)
 def grpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, ddof: int = 1) -> Rewards:
     """Standardises rewards per group: `(r_i - m) / (std + 1e-6)` (GRPO, arXiv 2402.03300).
 
@@ -76,8 +81,6 @@ def grpo(rewards: Rewards, *, scored: Scored, lengths: Lengths, ddof: int = 1) -
     expected reward. For 0/1 rewards with pass rate `p` it is `w(p) grad p`, where `w(p)` tends to `1 / sqrt(p (1 - p))`
     for large groups.
     """
-    if ddof not in (0, 1):
-        raise UserError(f"algorithm.ddof: got {ddof!r}; 'grpo' needs 0 or 1.")
     centred, _, count, signal = _centred(rewards, scored)
     variance = (centred**2).sum(axis=-1, keepdims=True) / jnp.maximum(count - ddof, 1)
     deviation = jnp.sqrt(jnp.where(signal, variance, 1.0))

@@ -248,18 +248,21 @@ class Objective:
         scored: Bool[np.ndarray, "P G"],
         ids: Int[np.ndarray, "P"],
         advantages: Float[np.ndarray, "P G"] | None = None,
+        credited: Bool[np.ndarray, "P G"] | None = None,
     ) -> Bool[np.ndarray, "P G"]:
         """Returns which completions can have a gradient. The training step skips all other completions.
 
         Args:
           advantages: if given, completions with advantage 0 are also excluded, except those of `otb`.
+          credited: completions that have advantages of turns; None without `credit=turn`.
         """
         rows = scored & self.kept_groups(scored, ids)[:, None]
-        if self.extra_term or self.config.credit == "turn":  # equal sums may be of different rewards
+        if self.extra_term:
             return rows
         varied = np.where(scored, rewards, -np.inf).max(axis=1) > np.where(scored, rewards, np.inf).min(axis=1)
         zero = np.array([e.registered.zero_when_constant(e.params) for e in self.estimators])
-        rows = rows & (varied | ~zero[ids])[:, None]
+        signal = (varied | ~zero[ids])[:, None]
+        rows = rows & (signal if credited is None else signal | credited)
         if advantages is None:
             return rows
         later = np.array([e.name == TOKEN_BASELINE for e in self.estimators])  # their advantages come per token
@@ -421,6 +424,8 @@ def build_objective(
     teacher = None if teacher is None or teacher.path is None else teacher
     if config.credit == "turn":
         estimators = tuple(_by_turn(estimator, config) for estimator in estimators)
+        if config.turn_coef is not None and all(estimator.by_turn for estimator in estimators):
+            raise UserError(f"algorithm.turn_coef: '{estimators[0].name}' does not read it; unset it.")
     objective = Objective(config, estimators, sources, _loss_parameters(config), max_tokens, teacher)
     _check_combinations(objective, updates_per_batch)
     return objective

@@ -20,13 +20,15 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from tunix_like.algorithms.advantages import compute_advantages
+from tunix_like.algorithms.registry import check_parameters
 from tunix_like.errors import UserError, nearest
 
 BASELINES = ("fixed_index", "reached")
 BY_RETURN = ("rloo", "grpo", "drgrpo")
 """Estimators whose advantage of a turn is that of its reward-to-go."""
 NOT_BY_TURN = ("ppo", "otb", "opo", "reinforce_pp", "gdpo", "distillation")
-"""Estimators that have advantages of tokens themselves, or that read more than one reward per completion."""
+"""Estimators that have advantages of tokens themselves, that read more than the rewards of a group's completions, or
+that have no rewards."""
 
 TurnRewards = Sequence[Sequence[float | None]]
 
@@ -60,6 +62,7 @@ def turn_advantages(
       UserError: an argument is wrong, or the estimator has no advantages of turns.
     """
     _check(turn_rewards, advantage_estimator, gamma, baseline)
+    parameters = check_parameters(advantage_estimator, parameters, len(turn_rewards))
     if advantage_estimator in BY_RETURN:
         return turn_terms(turn_rewards, advantage_estimator, gamma, baseline, parameters=parameters)
     outcomes = np.array([np.nan if row[-1] is None else row[-1] for row in turn_rewards])

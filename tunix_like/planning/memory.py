@@ -48,7 +48,7 @@ WORKING_SCORES = 2
 
 LANE_COPIES = 4
 """Number of copies of a prompt's keys and values per layer, for each lane (some completions of the prompt, see
-`packing.py`): the keys and values that the lane reads, their gradient, and both in another layout."""
+`step/packing.py`): the keys and values that the lane reads, their gradient, and both in another layout."""
 
 WORKING_INNER = 3
 """Number of temporary arrays of the MLP's width, and also of the model's width, in the backward pass of one layer

@@ -1,7 +1,7 @@
 """Scores math problems: extracts the final answer of a completion and compares it with the gold (correct) answer.
 
-A gold answer that is a plain number is compared as a number (`numbers.py`). Formulas are compared by `math-verify`,
-which is imported when first needed.
+A gold answer that is a plain number is compared as a number (`tasks/numbers.py`). Formulas are compared by
+`math-verify`, which is imported when first needed.
 """
 
 from __future__ import annotations

@@ -211,7 +211,10 @@ class Collector:
         ids = estimator_ids(self.objective, rollout)
         scored = ~np.isnan(rewards)
         objective = self.objective.at(step)
-        return mixed_groups(objective.inputs(rewards, scored, ids), scored) & objective.kept_groups(scored, ids)
+        mixed = mixed_groups(objective.inputs(rewards, scored, ids), scored)
+        if self.task.algo.credit == "turn":  # equal sums may be of different rewards
+            mixed |= _turns_differ(rollout, scored)
+        return mixed & objective.kept_groups(scored, ids)
 
     def _sample(self, params: Any, clock: Clock) -> _Sampled | None:
         """Samples completions for the next batch of prompts; None if there is none."""
@@ -324,11 +327,10 @@ def shaped_rewards(rollout: Rollout, task: Task, objective: Objective) -> Float[
     lengths = rollout.completions.lengths
     total = rollout.scores.total.reshape(lengths.shape)
     most = task.rollout_config.max_tokens_to_generate
-    rewards = shape_rewards(total, lengths, task.algo, most, task.success_threshold).copy()  # not the scores' own
     if task.algo.credit == "turn":
         by_turn = np.array([estimator.by_turn for estimator in objective.estimators])
-        before = rewards_before_last(rollout)
-        rewards = np.where(by_turn[estimator_ids(objective, rollout)][:, None], rewards, rewards - before)
+        total = np.where(by_turn[estimator_ids(objective, rollout)][:, None], total, outcomes(rollout))
+    rewards = shape_rewards(total, lengths, task.algo, most, task.success_threshold).copy()  # not the scores' own
     by_function = np.array([estimator.registered.by_function for estimator in objective.estimators])
     groups = by_function[estimator_ids(objective, rollout)]
     if groups.any():
@@ -340,11 +342,26 @@ def shaped_rewards(rollout: Rollout, task: Task, objective: Objective) -> Float[
     return rewards
 
 
-def rewards_before_last(rollout: Rollout) -> Float[np.ndarray, "P G"]:
-    """Returns the sum of the environment's rewards before the last turn of each trajectory."""
+def outcomes(rollout: Rollout) -> Float[np.ndarray, "P G"]:
+    """Returns the reward of the last turn of each trajectory, with those of reward functions; NaN if unscored."""
     assert rollout.episodes is not None
-    sums = [sum(episode.turn_rewards[:-1]) for episode in rollout.episodes]
-    return np.array(sums).reshape(rollout.completions.lengths.shape)
+    total = rollout.scores.total
+    found = [
+        reward - episode.reward + (episode.turn_rewards[-1] if len(episode.turn_rewards) else 0.0)
+        for reward, episode in zip(total, rollout.episodes, strict=True)
+    ]
+    return np.array(found).reshape(rollout.completions.lengths.shape)
+
+
+def _turns_differ(rollout: Rollout, scored: Bool[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
+    """Returns for each prompt whether the rewards of the turns of its scored trajectories differ."""
+    assert rollout.episodes is not None
+    size = scored.shape[1]
+    kinds = [
+        {tuple(rollout.episodes[group * size + sample].turn_rewards) for sample in np.flatnonzero(row)}
+        for group, row in enumerate(scored)
+    ]
+    return np.array([len(kind) > 1 for kind in kinds])
 
 
 def turn_advantages_of_tokens(rollout: Rollout, batch: GroupBatch, objective: Objective) -> Float[np.ndarray, "P G T"]:
@@ -359,11 +376,12 @@ def turn_advantages_of_tokens(rollout: Rollout, batch: GroupBatch, objective: Ob
     for group, index in enumerate(batch.estimator_ids.tolist()):
         estimator = objective.estimators[index]
         episodes = rollout.episodes[group * size : (group + 1) * size]
+        longest = max(1, *(len(episode.turn_rewards) for episode in episodes))
         rows: list[list[float | None]] = []
         for sample, episode in enumerate(episodes):
             before = list(episode.turn_rewards[:-1])
             last = float(batch.rewards[group, sample]) - (sum(before) if estimator.by_turn else 0.0)
-            rows.append([*before, last] if batch.scored[group, sample] else [None])
+            rows.append([*before, last] if batch.scored[group, sample] else [None] * longest)
         gamma = 1.0 if config.gamma is None else config.gamma
         coef = 1.0 if config.turn_coef is None else config.turn_coef
         baseline = config.turn_baseline or "fixed_index"

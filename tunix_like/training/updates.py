@@ -178,7 +178,8 @@ class Updates:
         original = batch
         batch = batch._replace(rewards=shaped)
         scheduled = self.objective.scheduled(step)
-        live, metrics = self._live_rows(step, batch, scheduled)
+        credited = None if turns is None else (turns != 0).any(-1)
+        live, metrics = self._live_rows(step, batch, scheduled, credited)
         mini_batches = self._mini_batches(len(problems))
         several = len(mini_batches) > 1
         old, signals = self._signals(problems, batch, live, ref, several)
@@ -408,7 +409,11 @@ class Updates:
         return pack_update(self.trainer.planner, batch, rows, most_prompts)
 
     def _live_rows(
-        self, step: int, batch: GroupBatch, scheduled: Scheduled | None
+        self,
+        step: int,
+        batch: GroupBatch,
+        scheduled: Scheduled | None,
+        credited: Bool[np.ndarray, "P G"] | None,
     ) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
         """Returns a mask of the completions that the model must process, and metrics about the completions that are
         left out."""
@@ -420,7 +425,7 @@ class Updates:
                 self.trainer.programs.advantages(scheduled, batch.rewards, batch.scored, batch.sampled_lengths, ids),
                 self.trainer.mesh,
             )
-        live = self.objective.at(step).live_rows(batch.rewards, batch.scored, ids, advantages)
+        live = self.objective.at(step).live_rows(batch.rewards, batch.scored, ids, advantages, credited)
         metrics = self.objective.schedule_metrics(step)
         if batch.trained is not None:
             live = live & batch.trained
