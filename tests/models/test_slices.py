@@ -77,7 +77,7 @@ def test_only_data_goes_over_slices(config, sizes, along):
         (MeshConfig(shape=[16, 1]), chips(2), r"mesh\.shape: 1 devices along 'data', but there are 2 TPU slices"),
         (MeshConfig(shape=[3, 8], axis_names=["data", "tp"]), chips(3)[:12], r"needs 24 devices, but there are 12"),
         (MeshConfig(shape=[2, 12], axis_names=["data", "tp"]), chips(3), r"set a multiple of 3 for 'data', or auto"),
-        (MeshConfig(), chips(2)[:15], r"the 15 devices are no equal parts of the 2 TPU slices; .*rollout\.devices"),
+        (MeshConfig(), chips(2)[:15], r"15 devices cannot be divided equally among 2 TPU slices; .*rollout\.devices"),
     ],
 )
 def test_a_mesh_that_splits_a_slice_is_refused(config, devices, said):

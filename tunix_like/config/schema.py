@@ -105,8 +105,8 @@ class DataConfig(Checked):
     eval_arguments: dict[str, Any] | None = key(
         doc="verifiers: of the taskset, for held-out rows; unset: the last tasks"
     )
-    split: str = key("train", doc="trained on")
-    eval_split: str = key("test", doc="evaluated")
+    split: str = key("train", doc="split of the data set that is used for training")
+    eval_split: str = key("test", doc="split of the data set that is used for evaluation")
     prompt_template: str | None = key(doc="format string over columns, e.g. '{question}'")
     answer_template: str | None = key(
         doc="jsonl, hub: format string for the column answer, read by SFT and exact_match"
@@ -380,7 +380,9 @@ class CriticConfig(Checked):
         at_most=1,
     )
     value_clip: float | None = key(
-        0.2, doc="values move at most this far from those before the batch's first update; null: off", above=0
+        0.2,
+        doc="clip range: a new value may differ from the old one by at most this; null: no clipping",
+        above=0,
     )
     warmup_steps: int = key(0, doc="first steps, in which only the critic learns", at_least=0)
 

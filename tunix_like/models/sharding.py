@@ -88,7 +88,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
     slices = count_slices(devices)
     if slices > 1 and len(set(Counter(d.slice_index for d in devices).values())) > 1:
         raise UserError(
-            f"the {len(devices)} devices are no equal parts of the {slices} TPU slices; reserve whole slices with "
+            f"{len(devices)} devices cannot be divided equally among {slices} TPU slices; reserve whole slices with "
             "rollout.devices."
         )
     if jax.process_count() > 1 and not jax.distributed.is_initialized():

@@ -170,7 +170,9 @@ def _columns(rubric: str) -> list[str]:
         raise UserError(f"judge: rubric: {error}; write {{column}} for a column, and double a literal brace.") from None
     for field in fields:
         if not field.isidentifier():
-            raise UserError(f"judge: rubric: {{{field}}} is no column; double a literal brace.")
+            raise UserError(
+                f"judge: rubric: the data has no column '{field}'. To write a literal brace, double it: {{{{ }}}}."
+            )
     return fields
 
 
