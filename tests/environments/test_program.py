@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -33,6 +34,7 @@ PROGRAMS = Path(__file__).with_name("programs")
 HOSTILE = ["python", str(PROGRAMS / "hostile.py")]
 CLIENTS = ["python", str(PROGRAMS / "clients.py")]
 ROLLOUT = RolloutConfig(max_prompt_length=16, max_tokens_to_generate=400)
+needs_openai = pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="async agents need openai")
 
 
 @pytest.fixture
@@ -101,6 +103,7 @@ def test_a_tool_loop_keeps_the_sampled_tokens(opened, protocol, stream):
     assert episode.failure is None and episode.reward == len(f"{thought}Let me add.") and episode.rewritten == 0
 
 
+@needs_openai
 def test_other_conversations_are_segments_in_order_of_arrival(opened):
     """Two requests at once: the second is answered after the first, as a segment of its own."""
     trajectories = opened(functions.both, [{}], arguments={"second": "cd"})
@@ -133,6 +136,7 @@ def test_first_requests_may_differ_within_a_row(opened, tmp_path, one_conversati
         assert [each.reward for each in episodes] == [200, 200]
 
 
+@needs_openai
 def test_an_async_function_gets_a_client_and_the_row(opened):
     rows = [{"does": name} for name in ("reward", "nothing", "error", "exit")]
     scored, without, failed, left = play(opened(functions.agent, rows), "hhh")
@@ -260,9 +264,10 @@ AGENT = f"{PROGRAMS / 'functions.py'}:"
         ),
         ({"name": "program", "arguments": {"command": "ls"}, "history": "template"}, "environment.history: "),
         ({"name": "program", "arguments": {"command": "ls"}, "workers": 0}, "environment.workers: got 0"),
-        (
+        pytest.param(
             {"name": AGENT + "both", "arguments": {"third": "a"}},
             "environment.arguments: 'both' has no parameter 'third'",
+            marks=needs_openai,
         ),
         ({"name": AGENT + "agent", "history": "template"}, "environment.history: "),
     ],
@@ -273,6 +278,7 @@ def test_mistakes_are_found_before_the_run(tmp_path, environment, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+@needs_openai
 def test_a_config_makes_programs_of_commands_and_functions(tmp_path, monkeypatch):
     given = {"workers": 3, "timeout_seconds": 7.0, "memory_gb": 2.0}
     for kind in (
@@ -288,6 +294,7 @@ def test_a_config_makes_programs_of_commands_and_functions(tmp_path, monkeypatch
         environments_of(config(tmp_path, {"name": AGENT + "agent"}))
 
 
+@needs_openai
 def test_a_function_must_be_async_and_importable():
     with pytest.raises(UserError, match="'plain': an agent is a command or an async function; write async def"):
         Program(functions.plain)
