@@ -22,19 +22,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environments import ENVIRONMENT
 from tunix_like.environments.outcomes import Environments
 from tunix_like.environments.pool import EnvironmentPool
 from tunix_like.environments.program import Program
 from tunix_like.workers.process import descendants_of
 
-ENVIRONMENT = """
-class Env:
-    def reset(self):
-        return None
-
-    def step(self, completion):
-        return "go on", 0.0, False
-"""
 PLAIN = """
 import http.client, json, os, urllib.parse
 

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from tests.training.small_learner import ROWS, TOKENIZER, assert_same, collect, differ, make, params_of
+from tests.training.small_learner import ROWS, assert_same, collect, differ, make, params_of
+from tests.training.test_environments import LENGTHS, TURNS
 from tunix_like import (
-    EnvironmentConfig,
     GRPOConfig,
     GRPOLearner,
     MaxRLConfig,
@@ -19,16 +19,10 @@ from tunix_like import (
     OTBLearner,
     RLOOConfig,
     RLOOLearner,
-    RolloutConfig,
     UserError,
     turn_advantages,
 )
 from tunix_like.training.updates import Updates
-
-LETTERS = "abcdefgh"
-ENDS = [TOKENIZER.encode(letter, add_special_tokens=False)[0] for letter in LETTERS]
-LENGTHS = RolloutConfig(max_prompt_length=16, max_tokens_to_generate=48, eos_tokens=ENDS)
-TURNS = EnvironmentConfig(max_turns=4, max_observation_tokens=40)
 
 
 class Vowels:
