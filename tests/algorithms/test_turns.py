@@ -26,18 +26,27 @@ OUTCOMES = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
 POLICY = np.exp(LOGITS) / np.exp(LOGITS).sum(axis=1, keepdims=True)
 
 
+POTENTIALS = [0.4, -1.1, 0.8]
+
+
 class Trajectory(NamedTuple):
     chance: float
     rewards: list[float]
     scores: list[np.ndarray]  # the gradient of the log-probability of each turn
     outcome: float
+    states: list[int]  # in which the turns begin
+
+    @property
+    def potentials(self):
+        return [POTENTIALS[state] for state in self.states]
 
 
 def trajectories(most=MOST_TURNS):
     """Returns every trajectory of at most `most` turns."""
     found = []
 
-    def walk(state, chance, rewards, scores):
+    def walk(states, chance, rewards, scores):
+        state = states[-1]
         for action in range(2):
             score = np.zeros_like(LOGITS)
             score[state] = (np.arange(2) == action) - POLICY[state]
@@ -45,11 +54,11 @@ def trajectories(most=MOST_TURNS):
             gained, learned = [*rewards, REWARDS[state, action]], [*scores, score]
             last = len(gained) == most
             stop = 1.0 if last else STOPS[state, action]
-            found.append(Trajectory(here * stop, gained, learned, OUTCOMES[state, action]))
+            found.append(Trajectory(here * stop, gained, learned, OUTCOMES[state, action], states))
             if not last:
-                walk(NEXT[state, action], here * (1 - stop), gained, learned)
+                walk([*states, NEXT[state, action]], here * (1 - stop), gained, learned)
 
-    walk(0, 1.0, [], [])
+    walk([0], 1.0, [], [])
     return found
 
 
@@ -113,7 +122,8 @@ def test_rloo_and_drgrpo_are_unbiased(baseline, size, among):
     for name, factor in (("rloo", 1), ("drgrpo", (size - 1) / size)):
 
         def of_turns(group, name=name):
-            return turn_advantages([each.rewards for each in group], name, baseline=baseline)
+            states = [each.states for each in group]
+            return turn_advantages([each.rewards for each in group], name, baseline=baseline, states=states)
 
         np.testing.assert_allclose(expected(of_turns, size, among), factor * gradient, rtol=0, atol=1e-12)
 
@@ -124,14 +134,81 @@ def test_a_discount_gives_the_direction_of_rewards_to_go(baseline, gamma):
     """The expectation is `E[sum_t R_t grad log pi]`. Times `gamma^(t-1)` it is the gradient of the discounted sum."""
 
     def plain(group):
-        return turn_advantages([each.rewards for each in group], gamma=gamma, baseline=baseline)
+        states = [each.states for each in group]
+        return turn_advantages([each.rewards for each in group], gamma=gamma, baseline=baseline, states=states)
 
     def weighted(group):
         return [gamma ** np.arange(len(advantages)) * advantages for advantages in plain(group)]
 
-    np.testing.assert_allclose(expected(plain), exact(lambda each: returns(each.rewards, gamma)), atol=1e-12)
-    discounted = exact(lambda each: [sum(gamma**s * r for s, r in enumerate(each.rewards))] * len(each.rewards))
-    np.testing.assert_allclose(expected(weighted), discounted, atol=1e-12)
+    directions = exact(lambda each: returns(each.rewards, gamma), SHORTER)
+    np.testing.assert_allclose(expected(plain, 2, SHORTER), directions, atol=1e-12)
+    of_start = exact(lambda each: [sum(gamma**s * r for s, r in enumerate(each.rewards))] * len(each.rewards), SHORTER)
+    np.testing.assert_allclose(expected(weighted, 2, SHORTER), of_start, atol=1e-12)
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("name, gamma", [("rloo", 1.0), ("rloo", 0.6), ("drgrpo", 1.0), ("maxrl", 1.0)])
+def test_potentials_change_the_advantages_and_not_their_expectation(name, gamma, baseline, monkeypatch):
+    known = functools.cache(lambda outcomes: compute_advantages(outcomes, name))
+    monkeypatch.setattr(turns, "compute_advantages", lambda outcomes, *_, **__: known(tuple(outcomes.tolist())))
+
+    def of_turns(group, shaped):
+        potentials = [each.potentials for each in group] if shaped else None
+        rows = [[*each.rewards[:-1], each.outcome] for each in group]
+        states = [each.states for each in group]
+        return turn_advantages(rows, name, gamma, baseline, potentials=potentials, states=states)
+
+    group = [SHORTER[1], SHORTER[4], SHORTER[11]]
+    if baseline != "state":  # in which a potential cancels
+        one = np.concatenate(of_turns(group, True))
+        assert not np.allclose(one, np.concatenate(of_turns(group, False)), atol=0.01)
+    difference = [expected(functools.partial(of_turns, shaped=shaped), 2, SHORTER) for shaped in (True, False)]
+    np.testing.assert_allclose(*difference, rtol=0, atol=1e-12)
+
+
+def test_potentials_are_rewards_between_states():
+    """`r_t + gamma Phi(s_t+1) - Phi(s_t)`, with 0 after the end: the same advantages as with these rewards."""
+    group = [ALL[3], ALL[8], ALL[12]]
+    gamma = 0.7
+    shaped = []
+    for each in group:
+        after = [*each.potentials[1:], 0.0]
+        shaped.append([r + gamma * b - a for r, a, b in zip(each.rewards, each.potentials, after, strict=True)])
+    found = turn_advantages(
+        [each.rewards for each in group], "grpo", gamma, potentials=[each.potentials for each in group]
+    )
+    for one, two in zip(found, turn_advantages(shaped, "grpo", gamma), strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-12)
+
+
+def test_turns_in_equal_states_are_compared_with_those_of_other_trajectories():
+    rows = [[1.0, 2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
+    states = [[None, "a", "a"], [None, "a"], [None, "b"]]
+    first, second, third = turn_advantages(rows, baseline="state", states=states)
+    np.testing.assert_allclose(first, [6 - (9 + 13) / 2, 5 - 5, 3 - 5], err_msg="not with its own turns in `a`")
+    np.testing.assert_allclose(second, [9 - (6 + 13) / 2, 5 - (5 + 3) / 2])
+    np.testing.assert_allclose(third, [13 - (6 + 9) / 2, 7 - (5 + 5) / 2], err_msg="nobody else was in `b`: by index")
+
+
+def own_mean_of_state(group):
+    """Subtracts the mean over all turns of the group that begin in the state, the own ones among them (GiGPO's groups
+    of steps, arXiv 2505.10978, without their standard deviation)."""
+    visits = [(s, r) for each in group for s, r in zip(each.states, returns(each.rewards), strict=True)]
+    return [
+        [
+            r - np.mean([other for s, other in visits if s == state])
+            for state, r in zip(each.states, returns(each.rewards), strict=True)
+        ]
+        for each in group
+    ]
+
+
+def test_the_mean_over_all_turns_in_a_state_is_biased():
+    found = expected(own_mean_of_state, 3, SHORTER)
+    gradient = exact(whole, SHORTER)
+    factor = (found * gradient).sum() / (gradient**2).sum()
+    assert np.abs(found - factor * gradient).max() > 0.005
+    print(factor, np.linalg.norm(found - factor * gradient) / np.linalg.norm(factor * gradient))
 
 
 def own_mean(group):
@@ -184,7 +261,7 @@ def test_an_outcome_keeps_its_advantage_and_the_rewards_before_it_are_credited_b
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_one_turn_is_a_completion(name, baseline):
     rewards = [1.0, 0.0, 0.25, 0.0, None]
-    found = turn_advantages([[reward] for reward in rewards], name, baseline=baseline)
+    found = turn_advantages([[reward] for reward in rewards], name, baseline=baseline, states=[["start"]] * 5)
     whole = compute_advantages(np.array(rewards, float), name)
     np.testing.assert_allclose(np.concatenate(found), whole, rtol=1e-5, atol=1e-7)
 
@@ -218,6 +295,20 @@ def test_what_could_not_be_scored_is_in_no_baseline():
 def test_wrong_arguments(arguments, named):
     with pytest.raises(UserError, match=named):
         turn_advantages(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ({"baseline": "state"}, "states"),
+        ({"baseline": "state", "states": [[0], [0, 1]]}, "states"),
+        ({"potentials": [[0.0]]}, "potentials"),
+        ({"potentials": [[0.0], [float("inf")]]}, "potentials"),
+    ],
+)
+def test_wrong_states_and_potentials(arguments, named):
+    with pytest.raises(UserError, match=named):
+        turn_advantages([[1.0], [0.0]], **arguments)
 
 
 def test_parameters_are_those_of_the_estimator():

@@ -17,11 +17,14 @@ from tunix_like import (
     MaxRLLearner,
     OTBConfig,
     OTBLearner,
+    PPOConfig,
+    PPOLearner,
     RLOOConfig,
     RLOOLearner,
     UserError,
     turn_advantages,
 )
+from tunix_like.rewards import per_turn
 from tunix_like.training.updates import Updates
 
 
@@ -35,6 +38,27 @@ class Vowels:
         self.turns += 1
         last = completion[-1:]
         return "x", {"a": 1.0, "e": 0.5}.get(last, 0.0), last in "fgh" or self.turns == 3
+
+
+class Mapped(Vowels):
+    """Tells a state and its potential after each turn."""
+
+    def step(self, completion):
+        last = completion[-1:]
+        return *super().step(completion), {"state": last, "potential": 0.3 * (last in "abcd")}
+
+
+class Silent(Vowels):
+    """The turns of `Vowels` without their rewards."""
+
+    def step(self, completion):
+        observation, _, done = super().step(completion)
+        return observation, 0.0, done
+
+
+def vowels(completions, conversation, prompts):
+    """The rewards of `Vowels` for single turns."""
+    return [{"a": 1.0, "e": 0.5}.get(text[-1:]) for text in completions]
 
 
 class Failing(Vowels):
@@ -88,11 +112,12 @@ def credits(monkeypatch):
         (RLOOLearner, RLOOConfig(num_generations=4, credit="turn"), Vowels),
         (RLOOLearner, RLOOConfig(num_generations=4, credit="turn"), Failing),
         (RLOOLearner, RLOOConfig(num_generations=4, credit="turn", gamma=0.5, turn_baseline="reached"), Vowels),
+        (RLOOLearner, RLOOConfig(num_generations=4, credit="turn", turn_baseline="state"), Mapped),
         (GRPOLearner, GRPOConfig(num_generations=4, credit="turn"), Vowels),
         (MaxRLLearner, MaxRLConfig(num_generations=4, credit="turn", turn_coef=0.5), Vowels),
         (MaxRLLearner, MaxRLConfig(num_generations=4, credit="turn", binarize=True), Vowels),
     ],
-    ids=["rloo", "rloo, failures", "rloo, reached", "grpo", "maxrl", "maxrl, binarize"],
+    ids=["rloo", "rloo, failures", "rloo, reached", "rloo, state", "grpo", "maxrl", "maxrl, binarize"],
 )
 def test_tokens_get_the_advantage_of_their_turn(kind, algo, environment, credits, tmp_path):
     """The oracle reads the rewards after each turn from the rollout file, and the turns from the mask."""
@@ -109,9 +134,21 @@ def test_tokens_get_the_advantage_of_their_turn(kind, algo, environment, credits
         rewards = [row["turn_rewards"] if row["reward"] is not None else [None] * longest for row in members]
         if algo.binarize:
             rewards = [[*row[:-1], float(row[-1] >= 1)] for row in rewards]
+        known = {
+            key: [row[f"turn_{key}"] for row in members] for key in ("states", "potentials") if environment is Mapped
+        }
         expected = turn_advantages(
-            rewards, name, algo.gamma or 1.0, algo.turn_baseline or "fixed_index", turn_coef=algo.turn_coef or 1.0
+            rewards,
+            name,
+            algo.gamma or 1.0,
+            algo.turn_baseline or "fixed_index",
+            turn_coef=algo.turn_coef or 1.0,
+            **known,
         )
+        if known:
+            assert [row[0] for row in known["states"]] == [None] * 4, "all begin in one state"
+            assert all(set(row[1:]) <= set("abcdefgh") for row in known["states"])
+            assert any(map(any, known["potentials"]))
         for sample, row in enumerate(members):
             sampled = batch.sampled[group, sample]
             turn = np.cumsum(np.diff(sampled.astype(int), prepend=0) == 1) - 1  # an observation is between two
@@ -179,6 +216,95 @@ def test_groups_of_equal_sums_and_other_turns_have_a_signal(credits):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("credit", ["trajectory", "turn"])
+def test_a_reward_function_of_turns_is_as_a_reward_of_the_environment(credit, tmp_path):
+    algo = RLOOConfig(num_generations=4, credit=credit)
+    by_environment = learner(algo=algo)
+    by_function = learner(algo=algo, environment=Silent, output_dir=str(tmp_path))
+    by_function.set_rewards([per_turn(vowels)], [0.5])
+    by_environment.set_rewards([lambda completions: [0.0 for _ in completions]])
+    halved = learner(algo=algo, environment=Halved)
+    for made in (by_environment, by_function, halved):
+        collect(made)
+    assert_same(params_of(by_function.model), params_of(halved.model))
+    assert differ(params_of(by_environment.model), params_of(halved.model))
+    rows = [json.loads(line) for line in (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    assert all(sum(row["turn_rewards"]) == row["reward"] == 0.5 * row["reward/vowels"] for row in rows)
+    assert len({tuple(row["turn_rewards"]) for row in rows}) > 3
+
+
+class Halved(Vowels):
+    def step(self, completion):
+        observation, reward, done = super().step(completion)
+        return observation, reward / 2, done
+
+
+@pytest.mark.slow
+def test_reward_functions_of_turns_see_the_conversation_before_the_turn():
+    seen = []
+
+    def look(prompts, completions, conversation, answer):
+        seen.extend(zip(prompts, completions, conversation, strict=True))
+        return [0.0] * len(completions)
+
+    made = learner(environment=Silent, max_steps=1)
+    made.set_rewards([per_turn(look)])
+    collect(made)
+    lengths = [len(conversation) for _, _, conversation in seen]
+    assert set(lengths) == {1, 3, 5}, "the prompt, and two messages per earlier turn"
+    for prompt, completion, conversation in seen:
+        roles = [message["role"] for message in conversation]
+        assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"]
+        assert prompt.startswith(conversation[0]["content"])
+        assert all(message["content"] in prompt for message in conversation)
+        assert isinstance(completion, str)
+
+
+@pytest.mark.slow
+def test_potentials_of_a_function_are_those_of_the_environment():
+    def potential(completions, conversation):
+        assert set(completions) == {""}
+        last = [messages[-2]["content"][-1:] if len(messages) > 1 else "none" for messages in conversation]
+        return [0.3 * (letter in "abcd") for letter in last]
+
+    def run(environment, **arguments):
+        made = learner(environment=environment)
+        made.set_rewards(**arguments)
+        collect(made)
+        return params_of(made.model)
+
+    shaped = run(Mapped, reward_fns=())
+    assert_same(run(Vowels, reward_fns=[per_turn(potential, potential=True)]), shaped)
+    assert differ(run(Vowels, reward_fns=()), shaped)
+
+
+@pytest.mark.slow
+def test_a_turn_that_cannot_be_scored_leaves_its_trajectory_unscored(tmp_path):
+    def partly(completions):
+        return [float("nan") if text[-1:] in "ab" else 1.0 for text in completions]
+
+    made = learner(environment=Silent, output_dir=str(tmp_path), max_steps=1)
+    made.set_rewards([per_turn(partly)])
+    collect(made)
+    rows = [json.loads(line) for line in (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    failed = [any(m["role"] == "assistant" and m["content"][-1:] in "ab" for m in row["turns"]) for row in rows]
+    assert [row["reward"] is None for row in rows] == failed and 0 < sum(failed) < len(rows)
+
+
+@pytest.mark.slow
+def test_the_critic_gets_the_reward_of_each_turn_at_its_last_token(credits, tmp_path):
+    """With `gae_lambda` and `gamma` 1 the returns are the rewards-to-go."""
+    made = learner(PPOLearner, PPOConfig(num_generations=4, credit="turn"), output_dir=str(tmp_path), max_steps=1)
+    (row,) = [row for row in collect(made) if row["step"] == 1]
+    ((batch, turns),) = credits
+    np.testing.assert_allclose(turns.sum(-1), batch.rewards, atol=1e-6)
+    returns = np.cumsum(turns[..., ::-1], axis=-1)[..., ::-1]
+    assert row["train/critic/return"] == pytest.approx(returns[batch.sampled].mean(), abs=1e-5)
+    last = batch.sampled & ~np.pad(batch.sampled, ((0, 0), (0, 0), (0, 1)))[..., 1:]
+    assert (turns[~last] == 0).all() and ((turns != 0).sum(-1) > 1).any()
+
+
+@pytest.mark.slow
 def test_groups_without_a_signal_are_left_out(credits):
     class Nothing(Vowels):
         def step(self, completion):
@@ -207,11 +333,21 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
         (RLOOConfig(num_generations=4, turn_baseline="reached"), "algorithm.turn_baseline"),
         (RLOOConfig(num_generations=4, credit="turn", binarize=True), "algorithm.binarize"),
         (RLOOConfig(num_generations=4, credit="turn", turn_coef=0.5), "algorithm.turn_coef"),
+        (PPOConfig(num_generations=4, credit="turn", gamma=0.5), "critic.gamma"),
+        (PPOConfig(num_generations=4, credit="turn", turn_baseline="state"), "algorithm.turn_baseline"),
     ],
 )
 def test_settings_that_do_not_fit(algo, named):
     with pytest.raises(UserError, match=named):
-        learner(algo=algo)
+        learner(PPOLearner if isinstance(algo, PPOConfig) else RLOOLearner, algo=algo)
+
+
+def test_reward_functions_of_turns_need_turns_and_potentials_credit_by_turn():
+    with pytest.raises(UserError, match="'vowels': it scores turns"):
+        make(reward=[per_turn(vowels)])
+    made = learner(algo=RLOOConfig(num_generations=4))
+    with pytest.raises(UserError, match=r"'vowels': only algorithm\.credit=turn"):
+        made.set_rewards([per_turn(vowels, potential=True)])
 
 
 def test_credit_of_turns_needs_turns_and_an_estimator_of_completions():

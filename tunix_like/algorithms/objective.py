@@ -30,7 +30,7 @@ from tunix_like.algorithms.off_policy import check_correction, kept_by_mask, sam
 from tunix_like.algorithms.ppo import PPO
 from tunix_like.algorithms.registry import Estimator, estimator_rewards, find_estimator, with_schedules
 from tunix_like.algorithms.token_baseline import TOKEN_BASELINE
-from tunix_like.algorithms.turns import BY_RETURN, NOT_BY_TURN
+from tunix_like.algorithms.turns import BY_CRITIC, BY_RETURN, NOT_BY_TURN, GroupTurns, turn_terms, with_potentials
 from tunix_like.config.schedules import Schedule
 from tunix_like.config.schema import AlgorithmConfig, TeacherConfig
 from tunix_like.config.sources import ESTIMATOR_KEYS
@@ -54,7 +54,8 @@ class GroupEstimator:
     """An advantage estimator with its configured parameters, some of which may be schedules.
 
     Attributes:
-      by_turn: whether the advantages of turns take the place of its own (`turns.BY_RETURN`), which are then 0.
+      by_turn: whether the advantages of turns, or of a critic that reads their rewards, take the place of its own,
+        which are then 0.
     """
 
     name: str
@@ -225,6 +226,17 @@ class Objective:
     def estimator_ids(self, sources: Sequence[Any]) -> Int[np.ndarray, "P"]:
         """Returns the index in `estimators` of each group's estimator, given the prompts' `sources` (None: unknown)."""
         return np.array([self.sources.get(source, 0) if isinstance(source, str) else 0 for source in sources], np.int32)
+
+    def turn_terms(self, estimator: GroupEstimator, turns: GroupTurns) -> list[Float[np.ndarray, " T"]]:
+        """Returns the advantages of the turns of a group beside those of its estimator (`turns.turn_terms`); for a
+        critic, the rewards of the turns."""
+        config = self.config
+        gamma = 1.0 if config.gamma is None else config.gamma
+        if estimator.name == BY_CRITIC:
+            return with_potentials(turns, gamma)
+        coef = 1.0 if config.turn_coef is None else config.turn_coef
+        params = estimator.params if estimator.by_turn else None
+        return turn_terms(turns, estimator.name, gamma, config.turn_baseline or "fixed_index", coef, params)
 
     def inputs(
         self, rewards: Float[np.ndarray, "P G"], scored: Bool[np.ndarray, "P G"], ids: Int[np.ndarray, "P"]
@@ -449,11 +461,15 @@ def _group_estimator(name: str, params: dict[str, Any], config: AlgorithmConfig)
 def _by_turn(estimator: GroupEstimator, config: AlgorithmConfig) -> GroupEstimator:
     if estimator.name in NOT_BY_TURN:
         raise UserError(f"algorithm.credit: '{estimator.name}' has no advantages of turns; use rloo, grpo or drgrpo.")
-    if config.binarize and estimator.name in BY_RETURN:
+    by_turn = estimator.name in (*BY_RETURN, BY_CRITIC)
+    if config.binarize and by_turn:
         raise UserError(
             "algorithm.binarize: it replaces a sum of rewards, and algorithm.credit=turn reads each; unset it."
         )
-    return dataclasses.replace(estimator, by_turn=estimator.name in BY_RETURN)
+    for key in ("gamma", "turn_baseline"):
+        if estimator.name == BY_CRITIC and getattr(config, key) is not None:
+            raise UserError(f"algorithm.{key}: '{BY_CRITIC}' has no baseline of a group, and critic.gamma; unset it.")
+    return dataclasses.replace(estimator, by_turn=by_turn)
 
 
 def _source_estimator(source: str, given: Mapping[str, Any], config: AlgorithmConfig) -> GroupEstimator:

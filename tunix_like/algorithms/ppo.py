@@ -54,26 +54,23 @@ class Estimates(NamedTuple):
 
 
 def estimate(
-    rewards: Float[np.ndarray, "P G"],
+    rewards: Float[np.ndarray, "P G T"],
     values: Float[np.ndarray, "P G T"],
     mask: Bool[np.ndarray, "P G T"],
     gamma: float,
     gae_lambda: float,
-    penalties: Float[np.ndarray, "P G T"] | None = None,
 ) -> Estimates:
-    """Returns the estimates for completions whose reward comes at their last action.
-
-    Args:
-      mask: the actions.
-      penalties: subtracted from the reward of each action, such as a KL; None: nothing.
-    """
-    mask_after = np.cumsum(mask[..., ::-1], axis=-1)[..., ::-1]
-    by_token = np.where(mask & (mask_after == 1), rewards[..., None].astype(np.float64), 0.0)
-    by_token -= 0.0 if penalties is None else penalties
-    advantages = gae(by_token, values, mask, gamma, gae_lambda)
+    """Returns the estimates for the rewards of the actions `mask`."""
+    advantages = gae(rewards, values, mask, gamma, gae_lambda)
     returns = np.where(mask, advantages + values, 0.0)
     parts = np.where(mask, values, 0.0), returns, whitened(advantages, mask)
     return Estimates(*(part.astype(np.float32) for part in parts))
+
+
+def at_last_action(rewards: Float[np.ndarray, "P G"], mask: Bool[np.ndarray, "P G T"]) -> Float[np.ndarray, "P G T"]:
+    """Returns rewards of actions, in float64, for completions whose reward comes at their last action."""
+    mask_after = np.cumsum(mask[..., ::-1], axis=-1)[..., ::-1]
+    return np.where(mask & (mask_after == 1), rewards[..., None].astype(np.float64), 0.0)
 
 
 def gae(

@@ -188,8 +188,8 @@ class AlgorithmConfig(Checked):
     gamma: float | None = key(doc="credit turn: discount per turn (unset: 1)", at_least=0, at_most=1)
     turn_baseline: str | None = key(
         doc="credit turn: fixed_index: mean over all others, 0 for those that ended; reached: over those that reach "
-        "the turn (unset: fixed_index)",
-        choices=("fixed_index", "reached"),
+        "the turn; state: over their turns that begin in an equal state (unset: fixed_index)",
+        choices=("fixed_index", "reached", "state"),
     )
     turn_coef: float | None = key(
         doc="credit turn, estimators other than rloo, grpo, drgrpo: weight of the rewards before the last (unset: 1)",
@@ -460,8 +460,9 @@ class RolloutConfig(Checked):
 class RewardsConfig(Checked):
     section = "rewards"
     functions: list[dict[str, Any]] | None = key(
-        doc="list of {name, weight}; a name is maze, gsm8k, gsm8k_lenient, last_number, reasoning_gym, exact_match, "
-        "FILE.py:function, judge (with url and rubric), served_reward_model (with url); unset: that of the data source"
+        doc="list of {name, weight, per}; a name is maze, gsm8k, gsm8k_lenient, last_number, reasoning_gym, "
+        "exact_match, FILE.py:function, judge (with url and rubric), served_reward_model (with url); per: completion, "
+        "turn or potential (of turns); unset: that of the data source"
     )
     success_threshold: float = key(1.0, doc="total reward that counts as success")
     workers: int | None = key(

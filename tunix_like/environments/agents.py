@@ -170,9 +170,9 @@ class AgentTrajectories(Trajectories):
                     self._environments.step(number, self.player.tokenizer.decode(turn.tokens), "length")
         super().submit(turns)
 
-    def _opened(self, group: int, first: Mapping[int, Any], most: int) -> tuple[str, list[int]] | None:
-        """Returns the first request of the first trajectory of the problem `group` that has a usable one, as text and
-        tokens; None if no trajectory has.
+    def _opened(self, group: int, first: Mapping[int, Any], most: int) -> dict[str, Any] | None:
+        """Returns the first request of the first trajectory of the problem `group` that has a usable one, as the text
+        and the tokens of the problem; None if no trajectory has.
 
         A trajectory is unscored if its first request is missing, cannot be rendered, has too many tokens or, with
         `one_conversation`, differs from the first requests of the problem's other trajectories.
@@ -202,7 +202,7 @@ class AgentTrajectories(Trajectories):
                 )
         if prompt is None:
             return None
-        return self.player.tokenizer.decode(prompt, skip_special_tokens=False), prompt
+        return {"text": self.player.tokenizer.decode(prompt, skip_special_tokens=False), "tokens": prompt}
 
     def _histories(self, group: int) -> list[History]:
         tokens = [int(token) for token in self.problems[group].tokens]

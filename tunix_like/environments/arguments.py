@@ -14,6 +14,7 @@ from tunix_like.environments.registry import runs_trajectories
 from tunix_like.environments.settings import check_effect
 from tunix_like.environments.trajectories import Player
 from tunix_like.errors import UserError, check_type
+from tunix_like.rewards.turns import TurnReward
 from tunix_like.rollout.episodes import REWARD
 from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Engine
@@ -75,6 +76,23 @@ def check_credit(algorithm: AlgorithmConfig, environments: bool) -> None:
     for name in ("gamma", "turn_baseline", "turn_coef"):
         if algorithm.credit != "turn" and getattr(algorithm, name) is not None:
             raise UserError(f"algorithm.{name}: only algorithm.credit=turn reads it; unset it.")
+
+
+def check_turn_rewards(
+    rewards: Sequence[tuple[str, Any, float]], algorithm: AlgorithmConfig, environments: bool
+) -> None:
+    """Raises UserError for reward functions of turns without an environment, or for potentials without
+    `algorithm.credit=turn`."""
+    for name, function, _ in rewards:
+        if not isinstance(function, TurnReward):
+            continue
+        if not environments:
+            raise UserError(
+                f"reward function '{name}': it scores turns (per), and completions have a single one without an "
+                "environment; set environment.name, or leave per unset."
+            )
+        if function.potential and algorithm.credit != "turn":
+            raise UserError(f"reward function '{name}': only algorithm.credit=turn reads potentials; set it.")
 
 
 def check_turns(environments: bool, engine: Engine | None) -> None:

@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
     observation: str | Sequence[Message] | None = None
     reward: float = 0.0
     done: bool = False
-    info: Mapping[str, float] = {}
+    info: Mapping[str, float | str] = {}
     failure: Failure | None = None
     environment: Any = None
     called: tuple[float, float] | None = None

@@ -26,6 +26,13 @@ MOST_INFO = 100
 """Maximum number of entries of `info` that are kept, and maximum number of characters of the name of an entry."""
 
 
+STATE = "state"
+"""Entry of `info` with the key of the state after a step, for `algorithm.turn_baseline=state`; the only text kept."""
+
+POTENTIAL = "potential"
+"""Entry of `info` with the potential of the state after a step, for `algorithm.credit=turn`."""
+
+
 class EnvStepResult(NamedTuple):
     """The result of one step of an environment.
 
@@ -34,7 +41,7 @@ class EnvStepResult(NamedTuple):
       reward: added to the reward of the trajectory.
       done: whether the trajectory is over.
       info: values by name. A number becomes a metric: the mean over trajectories of the last value in each trajectory.
-        Other values are ignored.
+        Other values are ignored, except a text as `state`.
     """
 
     observation: str | Sequence[Message] | None = None
@@ -65,7 +72,8 @@ class Environment(Protocol):
 
 
 def checked_step(value: Any, where: str) -> EnvStepResult:
-    """Checks and converts the value that a user's method returned for a step. Only the numbers in `info` are kept.
+    """Checks and converts the value that a user's method returned for a step. Of `info`, only numbers and a text as
+    `state` are kept.
 
     Args:
       value: an `EnvStepResult`, a tuple `(observation, reward, done)` or `(observation, reward, done, info)`, or an
@@ -161,13 +169,16 @@ def _checked_flag(value: Any, where: str) -> bool:
     return flag
 
 
-def _checked_info(value: Any, where: str) -> dict[str, float]:
-    """Returns the first `MOST_INFO` finite numbers of `info`, by name. Other values are left out."""
+def _checked_info(value: Any, where: str) -> dict[str, float | str]:
+    """Returns the first `MOST_INFO` finite numbers of `info`, by name, and a text as `state`. Other values are left
+    out."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
         raise UserError(f"{where}: info is {show(value)}, of type {type(value).__name__}; it must be a dict.")
-    kept: dict[str, float] = {}
+    kept: dict[str, float | str] = {}
+    if isinstance(state := value.get(STATE), str):
+        kept[STATE] = _text(state, MOST_CHARACTERS)
     for name, entry in value.items():
         if len(kept) == MOST_INFO:
             break

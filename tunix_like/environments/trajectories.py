@@ -15,6 +15,7 @@ from tunix_like.data.stream import render, usable
 from tunix_like.environments.bridge import with_observation
 from tunix_like.environments.history import Continuation, Histories, History
 from tunix_like.environments.outcomes import Environments, Outcome, check_configured, columns_for
+from tunix_like.environments.protocol import POTENTIAL, STATE
 from tunix_like.errors import EngineLost, EnvironmentMisconfigured, UserError
 from tunix_like.rewards.environment_state import failed_state
 from tunix_like.rollout.episodes import Episode
@@ -46,6 +47,7 @@ class State:
     Attributes:
       over: whether the environment has failed, or the end of the trajectory has been requested.
       environment: the environment at the end, as in `Outcome`.
+      key: of the state after the last step; None if the environment gave none.
     """
 
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
@@ -60,6 +62,9 @@ class State:
     history: History = dataclasses.field(default_factory=History)
     turn_rewards: list[float] = dataclasses.field(default_factory=list)
     turn_tokens: list[int] = dataclasses.field(default_factory=list)
+    key: str | float | None = None
+    turn_states: list[str | float | None] = dataclasses.field(default_factory=list)
+    turn_potentials: list[float] = dataclasses.field(default_factory=list)
 
     def episode(self, rewrites: bool) -> Episode:
         reward = float("nan") if self.failure is not None else self.reward
@@ -76,7 +81,19 @@ class State:
             rewritten,
             self.turn_rewards,
             self.turn_tokens,
+            self.turn_states,
+            self.turn_potentials,
         )
+
+    def begin_turn(self, text: str, tokens: Sequence[int]) -> None:
+        """Adds a turn of the policy."""
+        self.messages.append({"role": "assistant", "content": text})
+        self.turns += 1
+        self.turn_rewards.append(0.0)
+        self.turn_tokens.append(len(tokens))
+        self.turn_states.append(self.key)
+        self.turn_potentials.append(self.info.get(POTENTIAL, 0.0))
+        self.history.add_turn(text, tokens)
 
     def note(self, observation: Any) -> None:
         """Adds an observation to the messages of the trajectory. The role "assistant" in the observation is replaced by
@@ -240,11 +257,7 @@ class Trajectories:
             number = turn.group * self.size + turn.sample
             state = self._states[number]
             text = self.player.tokenizer.decode(turn.tokens)
-            state.messages.append({"role": "assistant", "content": text})
-            state.turns += 1
-            state.turn_rewards.append(0.0)
-            state.turn_tokens.append(len(turn.tokens))
-            state.history.add_turn(text, turn.tokens)
+            state.begin_turn(text, turn.tokens)
             if turn.truncated:
                 self._end(number)
             elif state.failure is not None:  # the environment failed before the first turn
@@ -347,7 +360,7 @@ class Trajectories:
         failures = [state.failure for state in self._states.values()]
         _check_available([failure for part in all_or_none(lambda: failures) for failure in part])
         return [
-            problem if prompt is None else dataclasses.replace(problem, text=prompt[0], tokens=prompt[1])
+            problem if prompt is None else dataclasses.replace(problem, **prompt)
             for problem, prompt in zip(self._given, opened, strict=True)
         ]
 
@@ -368,9 +381,9 @@ class Trajectories:
                     first[outcome.number] = outcome.observation
         return [self._opened(group, first, max_prompt_length) for group in self._own]
 
-    def _opened(self, group: int, first: Mapping[int, Any], most: int) -> tuple[str, list[int]] | None:
-        """Adds the first observation to the prompt of the problem `group`. Returns the new prompt as text and tokens;
-        None if there is no first observation, or if the new prompt has more than `most` tokens. The trajectories of the
+    def _opened(self, group: int, first: Mapping[int, Any], most: int) -> dict[str, Any] | None:
+        """Adds the first observation to the prompt of the problem `group`. Returns what changes in the problem; None
+        if there is no first observation, or if the new prompt has more than `most` tokens. The trajectories of the
         problem are then unscored."""
         problem = self._given[group]
         seen = [first[number] for number in self._numbers(group) if number in first]
@@ -391,7 +404,7 @@ class Trajectories:
                     f"than rollout.max_prompt_length={most}."
                 )
             return None
-        return prompt.text, prompt.tokens
+        return {"text": prompt.text, "tokens": prompt.tokens, "source": self._chats[group]}
 
     def _begin(self) -> None:
         """Begins the history of each trajectory. If the chat template can change the last tokens of a prompt in later
@@ -432,7 +445,8 @@ class Trajectories:
         state.reward += outcome.reward
         if state.turn_rewards:
             state.turn_rewards[-1] += outcome.reward
-        state.info |= outcome.info
+        state.key = outcome.info.get(STATE, state.key)
+        state.info |= {name: value for name, value in outcome.info.items() if not isinstance(value, str)}
         state.environment = outcome.environment
         if outcome.failure is not None:
             state.failure = outcome.failure

@@ -20,7 +20,7 @@ from tunix_like.errors import UserError, nearest
 from tunix_like.evaluation.statistics import intervals, mean_known, problem_values, value_ranges
 from tunix_like.rewards import ANSWERS, REWARDS, Scores, close_pools
 from tunix_like.rewards.pool import PooledFunction
-from tunix_like.rollout.episodes import episode_metrics, with_environment
+from tunix_like.rollout.episodes import episode_metrics
 from tunix_like.rollout.files import FirstFailure, nothing_scored_message, saved_on_failure, write_evaluation
 from tunix_like.rollout.requests import generate
 from tunix_like.rollout.rollouts import (
@@ -29,11 +29,11 @@ from tunix_like.rollout.rollouts import (
     completion_texts,
     first_axis,
     groups_by_source,
-    score_completions,
     succeeds,
     warn_cut,
     with_width,
 )
+from tunix_like.rollout.scoring import scored_rollout
 from tunix_like.runtime import progress, trace
 from tunix_like.runtime.profile import Stopwatch
 from tunix_like.text.tokenizer import Tokenizer
@@ -212,12 +212,12 @@ class Evaluator:
             with saved_on_failure(rollouts, step, part, flat):
                 episodes = None if trajectories is None else trajectories.episodes()
                 played = None if trajectories is None else trajectories.environments()
-                scores = score_completions(self.rewards, part, flat, config.samples, played)
-                scores = scores if episodes is None else with_environment(scores, episodes)
+                rollout = scored_rollout(self.rewards, part, flat, out, episodes, played)
+                scores = rollout.scores
                 if step == 0 and not parts and (scores.timeouts | scores.errors).all():
                     raise UserError(f"evaluation: {nothing_scored_message(scores)}")
             self.first_failure(scores, rollouts)
-            parts.append(Rollout(part, flat, out, scores, episodes))
+            parts.append(rollout)
             advance(len(part))
         if step == 0 and not any(rollout.scores.scored.any() for rollout in parts):
             scores = functools.reduce(Scores.join, [rollout.scores for rollout in parts])

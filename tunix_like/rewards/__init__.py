@@ -2,8 +2,9 @@
 
 Start with `scoring.py`: `score` calls the functions of a run and adds their weighted rewards. `calls.py` calls one
 function and finds the completions at which it fails, `pool.py` does so in worker processes, and `services.py` for
-functions that wait for servers, such as `judge.py`. `registry.py` finds a function by name, file or module; those of
-this library are in `math.py`, `maze.py`, `reasoning_gym.py` and `built_in.py`.
+functions that wait for servers, such as `judge.py`. `turns.py` marks functions that score turns. `registry.py` finds a
+function by name, file or module; those of this library are in `math.py`, `maze.py`, `reasoning_gym.py` and
+`built_in.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tunix_like.rewards.registry import ANSWERS, REWARDS, register_reward_fn, re
 from tunix_like.rewards.scoring import Scores, check_arguments, score
 from tunix_like.rewards.served_reward_model import ServedRewardModel
 from tunix_like.rewards.services import Limits, waiting
+from tunix_like.rewards.turns import per_turn
 
 __all__ = [
     "ANSWERS",
@@ -27,6 +29,7 @@ __all__ = [
     "check_arguments",
     "check_form",
     "close_pools",
+    "per_turn",
     "pooled",
     "register_reward_fn",
     "resolve",

@@ -65,10 +65,12 @@ class GroupFunction(abc.ABC):
 
     Attributes:
       unrendered: whether its `prompts` are those before rendering: texts or lists of messages.
+      adds: columns that its calls get beside those of the data.
     """
 
     __name__: str
     unrendered = False
+    adds: tuple[str, ...] = ()
 
     @property
     @abc.abstractmethod

@@ -83,7 +83,8 @@ def check_arguments(functions: Sequence[tuple[str, RewardFunction, float]], colu
             "rename the column."
         )
     for name, function, _ in functions:
-        arguments_of(name, function, ["prompts", "completions", *columns])
+        adds = function.adds if isinstance(function, GroupFunction) else ()
+        arguments_of(name, function, ["prompts", "completions", *columns, *adds])
 
 
 def score(

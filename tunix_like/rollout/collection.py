@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +18,13 @@ from jaxtyping import Bool, Float, Int
 from tunix_like.algorithms.advantages import sum_of_normalised
 from tunix_like.algorithms.objective import Objective
 from tunix_like.algorithms.registry import check_rewards
-from tunix_like.algorithms.turns import turn_terms
+from tunix_like.algorithms.turns import BY_CRITIC, GroupTurns
 from tunix_like.config.schema import AlgorithmConfig, RLTrainingConfig
 from tunix_like.data.curriculum import CurriculumBatches
 from tunix_like.data.source import SOURCE_COLUMN
 from tunix_like.data.stream import Prompt
 from tunix_like.errors import EngineLost, UserError
-from tunix_like.rollout.episodes import Episode, with_environment
+from tunix_like.rollout.episodes import Episode
 from tunix_like.rollout.files import FirstFailure, nothing_scored_message, saved_on_failure
 from tunix_like.rollout.requests import RolloutPlayer, RolloutTrajectories, generate
 from tunix_like.rollout.rollouts import (
@@ -36,11 +36,11 @@ from tunix_like.rollout.rollouts import (
     mixed_groups,
     pick_groups,
     rollout_metrics,
-    score_completions,
     succeeds,
     with_length,
     with_width,
 )
+from tunix_like.rollout.scoring import scored_rollout
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.runtime import progress
 from tunix_like.runtime.profile import Clock
@@ -251,13 +251,11 @@ class Collector:
         problems, texts, completions, trajectories, episodes = sampled
         with progress.task("rewards"), saved_on_failure(self.rollouts, step, problems, texts):
             played = None if trajectories is None else trajectories.environments()
-            scores = score_completions(self.task.rewards, problems, texts, self.task.algo.num_generations, played)
-            scores = scores if episodes is None else with_environment(scores, episodes)
-            rollout = Rollout(problems, texts, completions, scores, episodes)
+            rollout = scored_rollout(self.task.rewards, problems, texts, completions, episodes, played)
             self._check_rewards(step, rollout)
-            if self.objective.reads_rewards and problems[0].number == 0 and not scores.scored.any():
-                raise UserError(nothing_scored_message(scores))
-        self.first_failure(scores, self.rollouts)
+            if self.objective.reads_rewards and problems[0].number == 0 and not rollout.scores.scored.any():
+                raise UserError(nothing_scored_message(rollout.scores))
+        self.first_failure(rollout.scores, self.rollouts)
         clock.lap("reward")
         return rollout
 
@@ -364,15 +362,13 @@ def _turns_differ(rollout: Rollout, scored: Bool[np.ndarray, "P G"]) -> Bool[np.
     return np.array([len(kind) > 1 for kind in kinds])
 
 
-def turn_advantages_of_tokens(rollout: Rollout, batch: GroupBatch, objective: Objective) -> Float[np.ndarray, "P G T"]:
-    """Returns what the sampled tokens get by `algorithm.credit=turn` (`turns.turn_terms`), in float32. Rewards of
-    functions, and penalties, belong to the last turn."""
+def turn_signals(rollout: Rollout, batch: GroupBatch, objective: Objective) -> Float[np.ndarray, "P G T"]:
+    """Returns what the sampled tokens get by `algorithm.credit=turn`, in float32: the advantage of their turn, or the
+    reward of a turn at its last token for a critic (`Objective.turn_terms`). Rewards of functions that score whole
+    completions, and penalties, belong to the last turn."""
     assert rollout.episodes is not None and batch.estimator_ids is not None
-    config = objective.config
-    sampled = batch.sampled
-    place = np.maximum(sampled.cumsum(-1) - 1, 0)  # of a token among the sampled ones of its completion
     size = batch.rewards.shape[1]
-    out = np.zeros(sampled.shape, np.float32)
+    out = np.zeros(batch.sampled.shape, np.float32)
     for group, index in enumerate(batch.estimator_ids.tolist()):
         estimator = objective.estimators[index]
         episodes = rollout.episodes[group * size : (group + 1) * size]
@@ -382,16 +378,28 @@ def turn_advantages_of_tokens(rollout: Rollout, batch: GroupBatch, objective: Ob
             before = list(episode.turn_rewards[:-1])
             last = float(batch.rewards[group, sample]) - (sum(before) if estimator.by_turn else 0.0)
             rows.append([*before, last] if batch.scored[group, sample] else [None] * longest)
-        gamma = 1.0 if config.gamma is None else config.gamma
-        coef = 1.0 if config.turn_coef is None else config.turn_coef
-        baseline = config.turn_baseline or "fixed_index"
-        terms = turn_terms(rows, estimator.name, gamma, baseline, coef, estimator.params if estimator.by_turn else None)
+        lengths = [len(row) for row in rows]
+        potentials = [_filled(episode.turn_potentials, n, 0.0) for episode, n in zip(episodes, lengths, strict=True)]
+        states = [_filled(episode.turn_states, n, None) for episode, n in zip(episodes, lengths, strict=True)]
+        terms = objective.turn_terms(estimator, GroupTurns(rows, potentials, states))
         for sample, (episode, term) in enumerate(zip(episodes, terms, strict=True)):
             if batch.scored[group, sample]:
-                ends = np.cumsum(episode.turn_tokens[:-1])
-                turn = np.searchsorted(ends, place[group, sample], side="right")
-                out[group, sample] = np.where(sampled[group, sample], term[np.minimum(turn, len(term) - 1)], 0.0)
+                turn = _turn_of_tokens(batch.sampled[group, sample], episode.turn_tokens)
+                last_tokens = np.append(turn[1:] != turn[:-1], True) if estimator.name == BY_CRITIC else True
+                out[group, sample] = np.where((turn >= 0) & last_tokens, term[np.minimum(turn, len(term) - 1)], 0.0)
     return out
+
+
+def _filled(values: Sequence[Any], length: int, missing: Any) -> list[Any]:
+    """Returns one value per turn. Those of a trajectory without turns, or that is unscored, are not known."""
+    return [*values[:length], *[missing] * (length - len(values))]
+
+
+def _turn_of_tokens(sampled: Bool[np.ndarray, " T"], turn_tokens: Sequence[int]) -> Int[np.ndarray, " T"]:
+    """Returns for each token the index of its turn; -1 for tokens that were not sampled."""
+    ends = np.cumsum(turn_tokens[:-1])
+    turn = np.searchsorted(ends, np.maximum(sampled.cumsum() - 1, 0), side="right")
+    return np.where(sampled, turn, -1)
 
 
 def shape_rewards(

@@ -12,6 +12,9 @@ import numpy as np
 from tunix_like.rewards import Scores
 from tunix_like.runtime.visible import visible
 
+MOST_TURN_METRICS = 16
+"""Turns up to this number have a metric of their rewards."""
+
 REWARD = "environment"
 """Name of the environment's reward in `Scores.by_function`, which also has the names of the reward functions."""
 
@@ -25,13 +28,16 @@ class Episode(NamedTuple):
       turns: number of turns of the policy.
       limited: whether the limit `environment.max_turns` ended the trajectory.
       cut: number of observations that were shortened.
-      reward: the sum of the rewards of the environment; NaN if the environment failed.
+      reward: the sum of `turn_rewards`; NaN if the environment failed.
       info: the last value of each number that the environment returned in `info`, by name.
       failure: kind and reason of the environment's `Failure`; None if the environment did not fail.
       rewritten: number of times that the chat template has rewritten earlier turns; None with
         `environment.history=sampled`.
-      turn_rewards: the environment's reward after each turn, that of the end added to the last.
+      turn_rewards: the reward after each turn: that of the environment, whose reward at the end is added to the last,
+        and weighted ones of reward functions for turns.
       turn_tokens: number of tokens that the policy sampled in each turn.
+      turn_states: key of the state in which each turn begins; None in the first turn, or if there is no key.
+      turn_potentials: potential of this state.
     """
 
     messages: list[dict[str, str]]
@@ -44,6 +50,8 @@ class Episode(NamedTuple):
     rewritten: int | None = None
     turn_rewards: Sequence[float] = ()
     turn_tokens: Sequence[int] = ()
+    turn_states: Sequence[str | float | None] = ()
+    turn_potentials: Sequence[float] = ()
 
 
 def failure_kinds(episodes: Sequence[Episode]) -> list[str | None]:
@@ -87,6 +95,10 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     }
     if episodes[0].rewritten is not None:
         metrics["turns/rewritten"] = float(np.mean([episode.rewritten for episode in episodes]))
+    rewards = [episode.turn_rewards for episode in episodes if episode.failure is None]
+    if any(any(row[:-1]) for row in rewards):
+        for turn in range(min(MOST_TURN_METRICS, max(map(len, rewards)))):
+            metrics[f"turns/reward/{turn + 1}"] = float(np.mean([row[turn] for row in rewards if len(row) > turn]))
     names = sorted({name for episode in episodes for name in episode.info})
     for name in names:
         metrics[f"environment/{name}"] = float(np.mean([e.info[name] for e in episodes if name in e.info]))

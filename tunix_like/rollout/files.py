@@ -82,6 +82,10 @@ def _columns(rollout: Rollout) -> dict[str, Any]:
     if rollout.episodes is not None:
         columns |= {"sampled": rollout.sampled_lengths, "turns": [e.messages for e in rollout.episodes]}
         columns["turn_rewards"] = [list(episode.turn_rewards) for episode in rollout.episodes]
+        for name in ("turn_states", "turn_potentials"):
+            values = [list(getattr(episode, name)) for episode in rollout.episodes]
+            if any(map(any, values)):
+                columns[name] = values
         if any(episode.failure is not None for episode in rollout.episodes):
             columns["failure"] = [None if e.failure is None else _written(e.failure[1]) for e in rollout.episodes]
     if rollout.completions.segment_start is not None:

@@ -21,6 +21,7 @@ from tunix_like.data.source import REWARD_COLUMN, SOURCE_COLUMN, DataSource
 from tunix_like.errors import UserError, check_type
 from tunix_like.rewards import Scores, check_arguments, check_form, resolve, score
 from tunix_like.rewards.services import PerCompletion, WaitingFunction, scores_one
+from tunix_like.rewards.turns import TurnReward, inner
 from tunix_like.rollout.episodes import Episode, episode_metrics
 from tunix_like.runtime.processes import gather, spread
 from tunix_like.text.tokenizer import Tokenizer
@@ -66,8 +67,14 @@ def weighted_rewards(functions: Any, weights: Sequence[float] | None) -> list[We
         names = list(named)
     for name, function in zip(names, functions, strict=True):
         check_form(name, function)
-    functions = [PerCompletion(name, f) if scores_one(f) else f for name, f in zip(names, functions, strict=True)]
-    return list(zip(names, functions, weights, strict=True))
+    return [(n, _single(n, f), weight) for n, f, weight in zip(names, functions, weights, strict=True)]
+
+
+def _single(name: str, function: Any) -> Any:
+    """Returns a function that scores one completion, or turn, per call as one that scores groups."""
+    if isinstance(function, TurnReward):
+        return function.with_function(_single(name, function.function))
+    return PerCompletion(name, function) if scores_one(function) else function
 
 
 def check_rewards(source: DataSource, functions: Sequence[tuple[str, RewardFunction, float]]) -> None:
@@ -87,7 +94,8 @@ def check_rewards(source: DataSource, functions: Sequence[tuple[str, RewardFunct
 
 def call_metrics(rewards: Sequence[WeightedReward]) -> dict[str, float]:
     """Returns the number of calls and what else the rewards that wait for services count, of all processes."""
-    own = {name: function.take_counts() for name, function, _ in rewards if isinstance(function, WaitingFunction)}
+    called = {name: inner(function) for name, function, _ in rewards}
+    own = {name: function.take_counts() for name, function in called.items() if isinstance(function, WaitingFunction)}
     metrics: collections.Counter[str] = collections.Counter()
     for counts in gather(own) if own else ():
         for name, values in counts.items():

@@ -30,7 +30,7 @@ from tunix_like.config.sources import entries, template_variables
 from tunix_like.data import DataSource, check_parts, load_source
 from tunix_like.data.curriculum import check_curriculum, curriculum_of
 from tunix_like.data.shared import warn_text_prompts
-from tunix_like.environments.arguments import check_credit, make_player, with_tools
+from tunix_like.environments.arguments import check_credit, check_turn_rewards, make_player, with_tools
 from tunix_like.environments.kinds import environments_of, kind_of
 from tunix_like.environments.outcomes import Environments
 from tunix_like.errors import UserError
@@ -242,6 +242,7 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     if config.trains_pairs:
         check_columns(source.train[0], "training")
     rewards = reward_functions(config, source, mesh)
+    check_turn_rewards(rewards, config.algorithm, kind_of(config) is not None)
     given = [{"weight": 1.0} | entry for entry in config.rewards.functions or ()]
     entries = given or [{"name": name, "weight": weight} for name, _, weight in rewards]
     # A run with an environment can have no reward functions. The key then stays unset, because an empty list is

@@ -19,6 +19,7 @@ from tunix_like.rewards.judge import Judge
 from tunix_like.rewards.registry import labels_of
 from tunix_like.rewards.served_reward_model import ServedRewardModel
 from tunix_like.rewards.services import Limits, PerCompletion, WaitingFunction, scores_one
+from tunix_like.rewards.turns import per_turn
 from tunix_like.rollout.rollouts import WeightedReward, check_rewards
 from tunix_like.runtime.user_code import check_arguments as check_parameters
 from tunix_like.training.reward_model import PREFIX, RewardModel
@@ -28,6 +29,13 @@ SERVED: dict[str, type[Judge] | type[ServedRewardModel]] = {"judge": Judge, "ser
 """Models on servers, by their names in `rewards.functions`. An entry has their arguments, and may occur repeatedly."""
 
 
+_KEYS = ("name", "weight", "per")
+"""Keys of every entry."""
+
+PER = ("completion", "turn", "potential")
+"""What a reward function scores: values of `per` in `rewards.functions`."""
+
+
 class RewardEntry(NamedTuple):
     """An entry of `rewards.functions`. `label` is the name in metrics; `arguments` are those of `SERVED`."""
 
@@ -35,6 +43,7 @@ class RewardEntry(NamedTuple):
     label: str
     weight: float
     arguments: dict[str, Any]
+    per: str = "completion"
 
 
 def reward_entries(config: Config, default: str | None = None) -> list[RewardEntry]:
@@ -48,12 +57,15 @@ def reward_entries(config: Config, default: str | None = None) -> list[RewardEnt
     for i, entry in enumerate(entries):
         name = entry.get("name")
         weight = entry.get("weight", 1.0)
-        arguments = {key: value for key, value in entry.items() if key not in ("name", "weight")}
+        per = entry.get("per", "completion")
+        arguments = {key: value for key, value in entry.items() if key not in _KEYS}
         if not isinstance(name, str) or (arguments and name not in SERVED):
-            hint = f" {nearest(str(min(arguments)), ('name', 'weight'))}" if arguments else ""
+            hint = f" {nearest(str(min(arguments)), _KEYS)}" if arguments else ""
             raise UserError(
                 f"rewards.functions[{i}]: expected {{name: ...}} or {{name: ..., weight: ...}}; got {entry}.{hint}"
             )
+        if per not in PER:
+            raise UserError(f"rewards.functions[{i}].per: got {shortened(per)}. {nearest(str(per), PER)}")
         if name in SERVED:
             check_parameters(f"rewards.functions[{i}]", name, SERVED[name], arguments, named=("limits",))
             for key, value in arguments.items():
@@ -68,7 +80,8 @@ def reward_entries(config: Config, default: str | None = None) -> list[RewardEnt
             raise UserError(f"rewards.functions[{i}].weight: got {shortened(weight)}; {problem}.")
         if name not in SERVED and any(other.name == name for other in out):
             raise UserError(f"rewards.functions: {name} is listed twice; list it once.")
-        out.append(RewardEntry(name, labels_of([*(other.name for other in out), name])[-1], float(weight), arguments))
+        label = labels_of([*(other.name for other in out), name])[-1]
+        out.append(RewardEntry(name, label, float(weight), arguments, per))
     return out
 
 
@@ -86,16 +99,20 @@ def reward_functions(config: Config, source: DataSource, mesh: Mesh | None = Non
     try:
         # Two judges have one name and different labels.
         labelled = [
-            (entry.label, function, weight) for entry, (_, function, weight) in zip(entries, functions, strict=True)
+            (entry.label, _of_turns(entry, function), weight)
+            for entry, (_, function, weight) in zip(entries, functions, strict=True)
         ]
         check_arguments(labelled, columns)
-        check_rewards(source, functions)
+        check_rewards(source, labelled)
     except UserError:
         if config.algorithm.advantage_estimator == DISTILLATION and config.rewards.functions is None:
             return []  # the reward of the data source is only reported, and its rows lack a column, such as `answer`
         raise
     moved = _in_workers(config.rewards, functions)
-    return [(entry.label, function, weight) for entry, (_, function, weight) in zip(entries, moved, strict=True)]
+    return [
+        (entry.label, _of_turns(entry, function), weight)
+        for entry, (_, function, weight) in zip(entries, moved, strict=True)
+    ]
 
 
 def _resolved(entry: RewardEntry, config: RewardsConfig, mesh: Mesh | None) -> RewardFunction:
@@ -106,6 +123,10 @@ def _resolved(entry: RewardEntry, config: RewardsConfig, mesh: Mesh | None) -> R
         return RewardModel(entry.name.removeprefix(PREFIX), mesh)
     function: Any = resolve_reward(entry.name)
     return PerCompletion(entry.label, function, limits) if scores_one(function) else function
+
+
+def _of_turns(entry: RewardEntry, function: RewardFunction) -> RewardFunction:
+    return function if entry.per == "completion" else per_turn(function, potential=entry.per == "potential")
 
 
 RISKY = ("gsm8k", "gsm8k_lenient", "reasoning_gym", "by_source")

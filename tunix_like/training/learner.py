@@ -35,7 +35,13 @@ from tunix_like.config.schema import (
 from tunix_like.data.curriculum import Curriculum, CurriculumBatches, check_curriculum
 from tunix_like.data.shared import warn_shared, warn_text_prompts
 from tunix_like.data.stream import check_prompts, refusing
-from tunix_like.environments.arguments import check_credit, check_reward_names, check_turns, make_player
+from tunix_like.environments.arguments import (
+    check_credit,
+    check_reward_names,
+    check_turn_rewards,
+    check_turns,
+    make_player,
+)
 from tunix_like.errors import EngineLost, UserError
 from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluation, Evaluator, check_best_metric, eval_problems
 from tunix_like.models.decoder import Decoder
@@ -43,7 +49,8 @@ from tunix_like.models.loading import check_fit
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
 from tunix_like.planning.memory import Companions
 from tunix_like.rewards import close_pools
-from tunix_like.rollout.collection import Collector, training_batch, turn_advantages_of_tokens
+from tunix_like.rewards.turns import TurnReward
+from tunix_like.rollout.collection import Collector, training_batch, turn_signals
 from tunix_like.rollout.engines.registry import check_engine
 from tunix_like.rollout.files import FirstFailure, RolloutFiles, saved_on_failure
 from tunix_like.rollout.rollouts import Rollout, Task, WeightedReward, warn_cut, weighted_rewards
@@ -237,6 +244,7 @@ class Learner(Trainer):
         nothing = (self.player is not None or not objective.reads_rewards) and not reward_fns
         rewards = [] if nothing else weighted_rewards(reward_fns, reward_weights)
         check_reward_names(self.player, [name for name, _, _ in rewards])
+        check_turn_rewards(rewards, self.algo, self.player is not None)
         if any(weight < 0 for _, _, weight in rewards):
             check_accepts_negative(objective, "reward_weights", "weights of at least 0")
         self._rewards = rewards
@@ -420,6 +428,10 @@ class Learner(Trainer):
             "success_threshold": self.success_threshold,
             "source_estimators": self.source_estimators,
         }
+        of_turns = {
+            name: "potential" if f.potential else "turn" for name, f, _ in self.rewards if isinstance(f, TurnReward)
+        }
+        own |= {"reward_per": of_turns} if of_turns else {}
         if self.teacher is not None:
             own["teacher"] = self.teacher.identity(self.mesh)
         if self.critic is not None:
@@ -482,7 +494,7 @@ class Learner(Trainer):
             with progress.task("update"), saved_on_failure(call.files.folder, number, rollout.problems, rollout.texts):
                 stale = metrics.get("staleness", 0) > 0
                 try:
-                    turns = turn_advantages_of_tokens(rollout, batch, objective) if self.algo.credit == "turn" else None
+                    turns = turn_signals(rollout, batch, objective) if self.algo.credit == "turn" else None
                     advantages, update_metrics = call.updates.run(number, rollout.problems, batch, ref, stale, turns)
                 except EngineLost:  # of a teacher
                     call.rollouts.put_back()

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from tunix_like.algorithms.distillation import teacher_advantages
 from tunix_like.algorithms.losses import kl_estimate
 from tunix_like.algorithms.objective import Objective, Scheduled
-from tunix_like.algorithms.ppo import Estimates, estimate
+from tunix_like.algorithms.ppo import Estimates, at_last_action, estimate
 from tunix_like.algorithms.token_baseline import TOKEN_BASELINE, token_baseline_advantages
 from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError
@@ -167,7 +167,8 @@ class Updates:
         Args:
           ref: the reference model's log-probabilities, or None.
           stale: whether older weights have sampled the completions. Their log-probabilities are then not compared.
-          turns: advantages of tokens by their turn, beside those of the estimator.
+          turns: `collection.turn_signals`: advantages of tokens beside those of the estimator, or rewards of tokens for
+            the critic.
 
         Raises:
           UserError: the estimator returned a non-finite advantage, too many consecutive updates were skipped, or the
@@ -182,9 +183,7 @@ class Updates:
         live, metrics = self._live_rows(step, batch, scheduled, credited)
         mini_batches = self._mini_batches(len(problems))
         several = len(mini_batches) > 1
-        old, signals = self._signals(problems, batch, live, ref, several)
-        if turns is not None:
-            signals = signals._replace(from_estimator=turns)
+        old, signals = self._signals(problems, batch, live, ref, several, turns)
         metrics |= (signals.metrics or {}) | expert_metrics(batch, self.trainer.model.config)
         if self.trainer.schedule is not None:
             metrics["learning_rate"] = float(self.trainer.schedule(updates_done(self.trainer.state.opt_state)))
@@ -304,6 +303,7 @@ class Updates:
         live: Bool[np.ndarray, "P G"],
         ref: Float[np.ndarray, "P G T"] | None,
         several: bool,
+        turns: Float[np.ndarray, "P G T"] | None,
     ) -> tuple[Float[np.ndarray, "P G T"] | None, _TokenSignals]:
         """Returns the log-probabilities of the policy, if they are needed before the first update, and the signals per
         token of the completions `live`. `several`: the batch has several updates."""
@@ -325,9 +325,12 @@ class Updates:
                 taught, metrics = self._taught_advantages(teacher, batch, seen, live, old)
                 signals = signals._replace(from_teacher=taught, metrics=metrics)
         if critic is not None:
-            estimates, metrics = self._estimates(critic, batch, live, old if penalised else None, ref)
+            rewards = at_last_action(batch.rewards, batch.sampled) if turns is None else turns
+            estimates, metrics = self._estimates(critic, batch, live, rewards, old if penalised else None, ref)
             metrics |= signals.metrics or {}
             return old, signals._replace(from_estimator=estimates.advantages, estimates=estimates, metrics=metrics)
+        if turns is not None:
+            return old, signals._replace(from_estimator=turns)
         names = np.array([estimator.name for estimator in self.objective.estimators])[batch.estimator_ids]
         if (names == TOKEN_BASELINE).any():
             assert batch.scored is not None
@@ -366,26 +369,27 @@ class Updates:
         critic: Critic,
         batch: GroupBatch,
         live: Bool[np.ndarray, "P G"],
+        rewards: Float[np.ndarray, "P G T"],
         old: Float[np.ndarray, "P G T"] | None,
         ref: Float[np.ndarray, "P G T"] | None,
     ) -> tuple[Estimates, dict[str, float]]:
         """Returns what the critic gives for the tokens of the completions `live`, and metrics.
 
         Args:
+          rewards: of the tokens.
           old: log-probabilities of the policy, if the KL to the reference is subtracted from the rewards of tokens.
         """
         mask = batch.sampled & live[..., None]
         metrics = dict[str, float]()
-        penalties = None
         if old is not None:
             assert ref is not None
             given = (jnp.asarray(values) for values in (old, ref, mask))
             kl = np.where(mask, np.asarray(kl_estimate(str(self.algo.kl_loss_mode), *given)), 0.0)
-            penalties = self.algo.beta * kl
+            rewards = rewards - self.algo.beta * kl
             metrics = {"kl": float(kl.sum() / max(mask.sum(), 1))}
         values = self._logprobs(critic.graphdef, critic.params, batch.routed_freely, live)
         settings = critic.settings
-        found = estimate(batch.rewards, values, mask, settings.gamma, settings.gae_lambda, penalties)
+        found = estimate(rewards, values, mask, settings.gamma, settings.gae_lambda)
         return found, metrics | found.metrics(mask)
 
     def _logprobs(

@@ -1,0 +1,64 @@
+"""Reward functions for the turns of trajectories: `per_turn`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tunix_like.rewards.calls import FunctionRewards, GroupFunction, call_in_process
+
+CONVERSATION = "conversation"
+"""Column with the messages before each turn, for reward functions of turns."""
+
+
+class TurnReward(GroupFunction):
+    """A reward function whose `completions` are turns; created by `per_turn`."""
+
+    adds = (CONVERSATION,)
+
+    def __init__(self, function: Callable[..., Any], potential: bool):
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        self.function = function
+        self.potential = potential
+        self.unrendered = getattr(function, "unrendered", False)
+        self.__signature__ = inspect.signature(function)
+
+    def with_function(self, function: Callable[..., Any]) -> TurnReward:
+        return TurnReward(function, self.potential)
+
+    @property
+    def code(self) -> Any:
+        return getattr(self.function, "code", self.function)
+
+    def close(self) -> None:
+        if isinstance(self.function, GroupFunction):
+            self.function.close()
+
+    def score_groups(
+        self, name: str, arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
+    ) -> FunctionRewards:
+        if isinstance(self.function, GroupFunction):
+            return self.function.score_groups(name, arguments, count, group_size)
+        return call_in_process(name, self.function, arguments, count, group_size)
+
+
+def per_turn(function: Callable[..., Any], *, potential: bool = False) -> TurnReward:
+    """Returns a reward function that scores each turn of a trajectory, for `reward_fns`.
+
+    `function` gets one item per turn: `completions` has the text of the turn, `prompts` the text before it, the column
+    `conversation` the messages before it, and the other columns the values of the row. Its weighted values are added to
+    the rewards that the environment gives after these turns; None adds nothing, and with NaN or an exception the whole
+    trajectory is unscored.
+
+    Args:
+      potential: the values are potentials Phi of the state before each turn, and `completions` are empty texts. Each
+        turn gets `gamma Phi(next) - Phi`, with 0 after the end, which keeps the expected gradient. Needs
+        `algorithm.credit=turn`; the total reward of a trajectory does not include it.
+    """
+    return TurnReward(function, potential)
+
+
+def inner(function: Any) -> Any:
+    """Returns the function that a `TurnReward` calls; any other function unchanged."""
+    return function.function if isinstance(function, TurnReward) else function
