@@ -9,6 +9,9 @@ import pytest
 
 from tests.report.runs import SHOWN, write_run, write_trajectories
 from tunix_like.cli.main import main
+from tunix_like.rollout.files import write_rollouts
+from tunix_like.storage.metrics import MetricsLog
+from tunix_like.types import Problem
 
 playwright = pytest.importorskip("playwright.sync_api")
 
@@ -249,3 +252,19 @@ def test_page_fits_the_width_and_has_contrast(browser, file, width, scheme):
         ink, paper = page.evaluate("(s => [s.color, s.backgroundColor])(getComputedStyle(document.body))")
         lightness = [sum(map(int, colour.split("(")[1].rstrip(")").split(",")[:3])) / 3 for colour in (ink, paper)]
         assert abs(lightness[0] - lightness[1]) > 150 and (lightness[1] > 128) == (scheme == "light")
+
+
+def test_rewards_and_advantages_of_turns_are_shown(browser, tmp_path):
+    turns = [[{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}] * 2] * 2
+    columns = {"reward": [1.5, 0.0], "advantage": [0.5, -0.5], "length": [4, 4], "finished": [True, True]}
+    columns |= {"turns": turns, "turn_rewards": [[1.0, 0.5], [0.0, 0.0]]}
+    columns |= {"turn_advantages": [[0.75, 0.25], [-0.75, -0.25]]}
+    MetricsLog(tmp_path).write({"step": 1, "train/rewards/mean": 0.75})
+    write_rollouts(tmp_path / "rollouts", 1, [Problem(0, "Find it.", [1], {})], ["ab", "ab"], columns)
+    out = tmp_path / "page.html"
+    assert main(["report", str(tmp_path), "--out", str(out)]) == 0
+    with browser.new_context(offline=True) as context:
+        page = context.new_page()
+        page.goto(out.as_uri())
+        labels = page.locator("#rollouts .completion").first.locator(".role").all_inner_texts()
+    assert labels == ["model · reward 1 · advantage 0.75", "user", "model · reward 0.5 · advantage 0.25", "user"]

@@ -153,6 +153,8 @@ def test_tokens_get_the_advantage_of_their_turn(kind, algo, environment, credits
             sampled = batch.sampled[group, sample]
             turn = np.cumsum(np.diff(sampled.astype(int), prepend=0) == 1) - 1  # an observation is between two
             assert turn.max() + 1 == len(row["turn_rewards"])
+            count = len(row["turn_rewards"])  # `expected` has more for an unscored trajectory
+            np.testing.assert_allclose(row["turn_advantages"], expected[sample][:count], atol=1e-4)
             whole = row["advantage"] if name == "maxrl" else 0.0
             term = expected[sample][turn[sampled]]
             if name == "maxrl":  # the file has the mean over the tokens, with the advantage of the outcome

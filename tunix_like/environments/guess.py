@@ -17,13 +17,16 @@ class Guess:
 
     The reward is `1 - COST * (turns - 1)` if the hidden number is found after `turns` turns, otherwise 0. `COST` is a
     constant. A turn without a valid number counts as a turn, and the environment answers INVALID. The game ends after
-    `MOST_GUESSES` turns. If the number is not found, the metric `turns_to_success` is `MOST_GUESSES + 1`.
+    `MOST_GUESSES` turns. If the number is not found, the metric `turns_to_success` is `MOST_GUESSES + 1`. The `state`
+    is what is known of the number, and the number of turns.
     """
 
     def reset(self, number: int) -> None:
         """Starts a game with the hidden number `number`."""
         self.number = number
         self.turns = 0
+        self.lowest = 0
+        self.highest = NUMBERS - 1
 
     def step(self, completion: str) -> EnvStepResult:
         """Compares the guess in a turn with the hidden number. Answers HIGHER or LOWER if the hidden number is higher
@@ -36,4 +39,10 @@ class Guess:
             return EnvStepResult(None, 1 - COST * (self.turns - 1), True, info)
         over = self.turns == MOST_GUESSES
         text = INVALID if not 0 <= guess < NUMBERS else HIGHER if guess < self.number else LOWER
-        return EnvStepResult(None if over else text, 0.0, over, {"turns_to_success": MOST_GUESSES + 1.0, "solved": 0.0})
+        if text == HIGHER:
+            self.lowest = max(self.lowest, guess + 1)
+        if text == LOWER:
+            self.highest = min(self.highest, guess - 1)
+        info = {"turns_to_success": MOST_GUESSES + 1.0, "solved": 0.0}
+        state = f"{self.lowest}-{self.highest} after {self.turns}"
+        return EnvStepResult(None if over else text, 0.0, over, info | {"state": state})

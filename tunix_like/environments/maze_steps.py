@@ -13,7 +13,7 @@ class MazeSteps:
     Cells are at odd rows and columns of the grid. Between two neighbouring cells there is a wall or an opening. The
     observation lists the moves that are open, such as `DOWN+RIGHT`. A turn must contain exactly one of the words UP,
     DOWN, LEFT and RIGHT. For any other turn, or if a wall blocks the move, the position stays the same and the turn
-    still counts. The reward is 1 when the goal is reached.
+    still counts. The reward is 1 when the goal is reached. The `state` of a turn is the cell.
     """
 
     def reset(self, hidden: str) -> str:
@@ -37,7 +37,7 @@ class MazeSteps:
             self.blocked += 1
         reached = self.rows[self.row][self.column] == "G"
         over = reached or self.turns == MOST_MOVES
-        info = {"moves": float(self.turns), "blocked": float(self.blocked)}
+        info = {"moves": float(self.turns), "blocked": float(self.blocked), "state": f"{self.row},{self.column}"}
         return EnvStepResult(None if over else self._open(), float(reached), over, info)
 
     def _is_open(self, move: str) -> bool:

@@ -20,6 +20,7 @@ from tunix_like.errors import UserError, nearest
 from tunix_like.evaluation.statistics import intervals, mean_known, problem_values, value_ranges
 from tunix_like.rewards import ANSWERS, REWARDS, Scores, close_pools
 from tunix_like.rewards.pool import PooledFunction
+from tunix_like.rewards.turns import is_potential
 from tunix_like.rollout.episodes import episode_metrics
 from tunix_like.rollout.files import FirstFailure, nothing_scored_message, saved_on_failure, write_evaluation
 from tunix_like.rollout.requests import generate
@@ -212,7 +213,8 @@ class Evaluator:
             with saved_on_failure(rollouts, step, part, flat):
                 episodes = None if trajectories is None else trajectories.episodes()
                 played = None if trajectories is None else trajectories.environments()
-                rollout = scored_rollout(self.rewards, part, flat, out, episodes, played)
+                rewards = [reward for reward in self.rewards if not is_potential(reward[1])]  # no part of the total
+                rollout = scored_rollout(rewards, part, flat, out, episodes, played)
                 scores = rollout.scores
                 if step == 0 and not parts and (scores.timeouts | scores.errors).all():
                     raise UserError(f"evaluation: {nothing_scored_message(scores)}")

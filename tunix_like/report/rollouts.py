@@ -98,7 +98,7 @@ def _group(row: Mapping[str, Any]) -> dict[str, Any]:
 def _completion(row: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """Converts a row of `step_*.jsonl` to the format of the page, without missing and default values."""
     text = _text(row["completion"])
-    out: dict[str, Any] = {"text": text} if row.get("turns") is None else {"turns": [_turn(t) for t in row["turns"]]}
+    out: dict[str, Any] = {"text": text} if row.get("turns") is None else {"turns": _turns(row)}
     for name in ("reward", "advantage"):
         if (value := _number(row.get(name))) is not None:
             out[name] = value
@@ -117,7 +117,22 @@ def _completion(row: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, A
     return out
 
 
-def _turn(turn: Mapping[str, Any]) -> dict[str, str]:
+def _turns(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the messages of a trajectory; those of the model with the advantage of the turn and, if not only last
+    turns have one, with its reward."""
+    found = [_turn(turn) for turn in row["turns"]]
+    own = [turn for turn in found if turn["role"] == "assistant"]
+    rewards = row.get("turn_rewards") or ()
+    advantages = row.get("turn_advantages") or ()
+    shown = {"reward": rewards if any(rewards[:-1]) or advantages else (), "advantage": advantages}
+    for name, values in shown.items():
+        for turn, value in zip(own, values, strict=False):
+            if (number := _number(value)) is not None:
+                turn[name] = number
+    return found
+
+
+def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
     out = {"role": _text(turn["role"]), "text": _text(turn["content"])}
     return out | ({"name": turn["name"]} if isinstance(turn.get("name"), str) else {})
 

@@ -7,6 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tunix_like.rewards.calls import FunctionRewards, GroupFunction, call_in_process
+from tunix_like.rewards.pool import PooledFunction
+
+TURNS_PER_CALL = 32
+"""Of a function in workers: a call per turn would take longer than most functions."""
 
 CONVERSATION = "conversation"
 """Column with the messages before each turn, for reward functions of turns."""
@@ -38,9 +42,22 @@ class TurnReward(GroupFunction):
     def score_groups(
         self, name: str, arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
     ) -> FunctionRewards:
+        if isinstance(self.function, PooledFunction):
+            return self._in_workers(self.function, name, arguments, count)
         if isinstance(self.function, GroupFunction):
             return self.function.score_groups(name, arguments, count, group_size)
         return call_in_process(name, self.function, arguments, count, group_size)
+
+    def _in_workers(
+        self, function: PooledFunction, name: str, arguments: Mapping[str, Sequence[Any]], count: int
+    ) -> FunctionRewards:
+        """Scores the turns in equally large groups; the last turn is repeated to fill the last group."""
+        size = min(TURNS_PER_CALL, count)
+        missing = -count % size
+        filled = {key: [*column, *[column[-1]] * missing] for key, column in arguments.items()}
+        found = function.score_groups(name, filled, count + missing, size)
+        failures = {i: failure for i, failure in found.failures.items() if i < count}
+        return FunctionRewards(found.rewards[:count], failures, found.abstained[:count])
 
 
 def per_turn(function: Callable[..., Any], *, potential: bool = False) -> TurnReward:
@@ -62,3 +79,7 @@ def per_turn(function: Callable[..., Any], *, potential: bool = False) -> TurnRe
 def inner(function: Any) -> Any:
     """Returns the function that a `TurnReward` calls; any other function unchanged."""
     return function.function if isinstance(function, TurnReward) else function
+
+
+def is_potential(function: Any) -> bool:
+    return isinstance(function, TurnReward) and function.potential

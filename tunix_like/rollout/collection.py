@@ -390,6 +390,27 @@ def turn_signals(rollout: Rollout, batch: GroupBatch, objective: Objective) -> F
     return out
 
 
+def advantages_of_turns(
+    rollout: Rollout, batch: GroupBatch, turns: Float[np.ndarray, "P G T"], advantages: Float[np.ndarray, "P G"]
+) -> list[list[float]]:
+    """Returns the advantages of the turns of each trajectory.
+
+    Args:
+      turns: `turn_signals`.
+      advantages: means over the tokens, with those of the estimator.
+    """
+    assert rollout.episodes is not None
+    found = []
+    for number, episode in enumerate(rollout.episodes):
+        row = divmod(number, batch.rewards.shape[1])
+        own = turns[row]
+        sampled = batch.sampled[row]
+        turn = _turn_of_tokens(sampled, episode.turn_tokens)
+        of_estimator = advantages[row] - own[sampled].mean()
+        found.append([float(of_estimator + own[turn == each].mean()) for each in np.unique(turn[sampled])])
+    return found
+
+
 def _filled(values: Sequence[Any], length: int, missing: Any) -> list[Any]:
     """Returns one value per turn. Those of a trajectory without turns, or that is unscored, are not known."""
     return [*values[:length], *[missing] * (length - len(values))]

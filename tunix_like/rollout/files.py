@@ -62,12 +62,21 @@ class RolloutFiles:
         self.folder = folder
         self._warned = False
 
-    def write(self, step: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]) -> None:
+    def write(
+        self,
+        step: int,
+        rollout: Rollout,
+        batch: GroupBatch,
+        advantages: Float[np.ndarray, "P G"],
+        of_turns: list[list[float]] | None = None,
+    ) -> None:
+        """Writes the completions of a step. `of_turns`: the advantages of the turns of each trajectory."""
         if self.folder is None:
             return
         columns = _columns(rollout) | {"estimator_reward": np.where(batch.scored, batch.rewards, np.nan)}
+        columns |= {"advantage": advantages} | ({} if of_turns is None else {"turn_advantages": of_turns})
         try:
-            write_rollouts(self.folder, step, rollout.problems, rollout.texts, columns | {"advantage": advantages})
+            write_rollouts(self.folder, step, rollout.problems, rollout.texts, columns)
         except OSError as error:
             if not self._warned:
                 logger.warning("%s: cannot write the completions of step %d (%s)", self.folder, step, error)
@@ -81,7 +90,7 @@ def _columns(rollout: Rollout) -> dict[str, Any]:
     columns |= {f"reward/{name}": values for name, values in rollout.scores.by_function.items()}
     if rollout.episodes is not None:
         columns |= {"sampled": rollout.sampled_lengths, "turns": [e.messages for e in rollout.episodes]}
-        columns["turn_rewards"] = [list(episode.turn_rewards) for episode in rollout.episodes]
+        columns["turn_rewards"] = [[None if r != r else r for r in e.turn_rewards] for e in rollout.episodes]
         for name in ("turn_states", "turn_potentials"):
             values = [list(getattr(episode, name)) for episode in rollout.episodes]
             if any(map(any, values)):

@@ -244,6 +244,9 @@ def score_completions(
         processes.
     """
     names = [name for name, _, _ in functions]
+    if not problems:
+        none = np.zeros(0)
+        return Scores(none, dict.fromkeys(names, none), none > 0, none > 0, none > 0, None)
     columns = {name for problem in problems for name in problem.columns}  # including columns that a share lacks
 
     def share(groups: Sequence[int]) -> list[tuple[list[list[float]], str | None]]:

@@ -46,61 +46,51 @@ def _with_turns(
     """Calls a reward function for all turns. Adds its values to the rewards of the turns, or to their potentials."""
     name, function, weight = reward
     assert isinstance(function, TurnReward)
-    items = [
-        _before(problems[number // size], episode, place)
-        for number, episode in enumerate(episodes)
-        for place, message in enumerate(episode.messages)
-        if message["role"] == "assistant"
-    ]
-    if not items:  # programs that sent no request
-        return dataclasses.replace(scores, by_function=scores.by_function | {name: np.zeros(len(episodes))}), [
-            *episodes
-        ]
-    turns = [problem for problem, _ in items]
-    texts = ["" if function.potential else text for _, text in items]
+    turns: list[Problem] = []
+    texts: list[str] = []
+    for number, episode in enumerate(episodes):
+        for place, message in enumerate(episode.messages):
+            if message["role"] == "assistant":
+                turns.append(_before(problems[number // size], episode, place))
+                texts.append("" if function.potential else message["content"])
     found = score_completions([(name, function, weight)], turns, texts, 1)
-    ends = np.cumsum([episode.turns for episode in episodes])
-    values = np.split(np.where(found.failed, np.nan, np.nan_to_num(found.total)), ends[:-1])
+    ends = np.cumsum([episode.turns for episode in episodes])[:-1]
+    values = np.split(np.where(found.failed, np.nan, np.nan_to_num(found.total)), ends)
     failed = np.array([bool(np.isnan(row).any()) for row in values])
+    scores = dataclasses.replace(
+        scores,
+        total=np.where(failed, np.nan, scores.total),
+        failed=scores.failed | failed,
+        timeouts=scores.timeouts | [bool(row.any()) for row in np.split(found.timeouts, ends)],
+        errors=scores.errors | [bool(row.any()) for row in np.split(found.errors, ends)],
+        first_failure=scores.first_failure or found.first_failure,
+    )
     if function.potential:
-        episodes = [
+        shaped = [
             episode._replace(turn_potentials=(np.array(episode.turn_potentials) + row).tolist())
             for episode, row in zip(episodes, values, strict=True)
         ]
-        sums = np.zeros(len(episodes))
-    else:
-        episodes = [
-            episode._replace(
-                turn_rewards=(np.array(episode.turn_rewards) + row).tolist(), reward=episode.reward + row.sum()
-            )
-            for episode, row in zip(episodes, values, strict=True)
-        ]
-        sums = np.array([row.sum() for row in values])
-    unweighted = [np.nan_to_num(row).sum() for row in np.split(found.by_function[name], ends[:-1])]
-    scores = dataclasses.replace(
-        scores,
-        total=scores.total + np.where(failed, np.nan, sums),
-        by_function=scores.by_function | {name: np.where(failed, np.nan, unweighted)},
-        failed=scores.failed | failed,
-        timeouts=scores.timeouts | _any_of(found.timeouts, ends),
-        errors=scores.errors | _any_of(found.errors, ends),
-        first_failure=scores.first_failure or found.first_failure,
-    )
-    return scores, episodes
+        return scores, shaped
+    rewarded = [
+        episode._replace(
+            turn_rewards=(np.array(episode.turn_rewards) + row).tolist(), reward=episode.reward + row.sum()
+        )
+        for episode, row in zip(episodes, values, strict=True)
+    ]
+    sums = np.array([np.nan_to_num(row).sum() for row in np.split(found.by_function[name], ends)])
+    by_function = scores.by_function | {name: np.where(failed, np.nan, sums)}
+    total = scores.total + [row.sum() for row in values]
+    return dataclasses.replace(scores, total=total, by_function=by_function), rewarded
 
 
-def _any_of(mask: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    return np.array([bool(row.any()) for row in np.split(mask, ends[:-1])])
-
-
-def _before(problem: Problem, episode: Episode, place: int) -> tuple[Problem, str]:
-    """Returns the conversation before the turn that is the message `place`, as a problem, and the text of the turn."""
+def _before(problem: Problem, episode: Episode, place: int) -> Problem:
+    """Returns the conversation before the turn that is the message `place`, as a problem."""
     earlier = episode.messages[:place]
     given = problem.source
     begin: list[Mapping[str, Any]] = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
     conversation = [*begin, *earlier]
     text = "\n".join([problem.text, transcript(earlier)]) if earlier else problem.text
     source = text if isinstance(given, str) else conversation
-    columns = {**problem.columns, CONVERSATION: conversation}
-    turn = dataclasses.replace(problem, text=text, source=source, columns=columns)
-    return turn, episode.messages[place]["content"]
+    return dataclasses.replace(
+        problem, text=text, source=source, columns={**problem.columns, CONVERSATION: conversation}
+    )

@@ -50,7 +50,7 @@ from tunix_like.models.sharding import check_batch, fetch, place_replicated, sco
 from tunix_like.planning.memory import Companions
 from tunix_like.rewards import close_pools
 from tunix_like.rewards.turns import TurnReward
-from tunix_like.rollout.collection import Collector, training_batch, turn_signals
+from tunix_like.rollout.collection import Collector, advantages_of_turns, training_batch, turn_signals
 from tunix_like.rollout.engines.registry import check_engine
 from tunix_like.rollout.files import FirstFailure, RolloutFiles, saved_on_failure
 from tunix_like.rollout.rollouts import Rollout, Task, WeightedReward, warn_cut, weighted_rewards
@@ -504,18 +504,25 @@ class Learner(Trainer):
             made = kl_metrics | update_metrics
             made |= advantage_metrics(rollout, batch, advantages, objective, self.success_threshold)
             metrics = made | user_metrics(self.metric_fns, rollout, advantages) | metrics
-            self._show(call, number, rollout, batch, advantages)
+            self._show(call, number, rollout, batch, advantages, None if self.critic is not None else turns)
             clock.lap("other")
             metrics |= clock.seconds
             speed = speed_metrics(self.model.config, batch, metrics, call.compilations)
             return metrics | speed | {"perf/update_programs": float(self.programs.traces)}
 
     def _show(
-        self, call: _Call, number: int, rollout: Rollout, batch: GroupBatch, advantages: Float[np.ndarray, "P G"]
+        self,
+        call: _Call,
+        number: int,
+        rollout: Rollout,
+        batch: GroupBatch,
+        advantages: Float[np.ndarray, "P G"],
+        turns: Float[np.ndarray, "P G T"] | None,
     ) -> None:
         """Writes completions and picks samples at the configured steps, and warns if there is no training signal."""
         if number == 1 or number % self.training.log_rollouts_every_n_steps == 0:
-            call.files.write(number, rollout, batch, advantages)
+            of_turns = None if turns is None else advantages_of_turns(rollout, batch, turns, advantages)
+            call.files.write(number, rollout, batch, advantages, of_turns)
         if number == 1 and call.evaluator is None:  # which has warned before the first step
             warn_cut(f"step {number}", rollout.completions.finished)
         if call.updates.objective.reads_rewards:

@@ -90,9 +90,10 @@ const CALLS = /(<tool_call>[\s\S]*?(?:<\/tool_call>|(?=<tool_call>)|$))/;
 // Returns the parts of a completion: its text, or its turns, those of the model apart from those of the environment.
 function shownTexts(each, query) {
   if (!each.turns) return [make("pre", {}, marked(each.text, query))];
-  return each.turns.map(({ role, text, name }) => {
+  return each.turns.map(({ role, text, name, reward, advantage }) => {
     const own = role === "assistant";
-    const label = make("div", { class: "role" }, own ? "model" : [role, name].filter(Boolean).join(" · "));
+    const numbers = Object.entries({ reward, advantage }).filter(([, value]) => value !== undefined);
+    const label = make("div", { class: "role" }, [own ? "model" : role, name, ...numbers.map(([key, value]) => `${key} ${format(value)}`)].filter(Boolean).join(" · "));
     return make("div", { class: own ? "turn" : "turn theirs" }, label, ...(own ? turnParts(text, query) : [make("pre", {}, marked(text, query))]));
   });
 }

@@ -1,0 +1,152 @@
+"""`python -m benchmarks.credit`: credit by turn and by trajectory, on `guess`, `maze_steps` and `calculator`.
+
+    python -m benchmarks.credit variance [--groups 256]   # of the gradient, at the weights after SFT
+    python -m benchmarks.credit train [--seeds 3]         # held-out results after equally many groups
+
+The variance is the trace of the covariance of the gradient of one group, over prompts and completions; an optimizer
+that changes nothing adds up the gradients and their squares, so that all kinds of credit see the same completions.
+Results that are in the folder are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tunix_like.config.load import load
+from tunix_like.runs.build import assemble
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "environments"
+NEAR_GOAL = f"rewards.functions=[{{name: {EXAMPLES / 'turn_rewards.py'}:near_goal, per: potential}}]"
+CALLS = f"{{name: {EXAMPLES / 'turn_rewards.py'}:calls, per: turn, weight: 0.1}}"
+TURN = "algorithm.credit=turn"
+CREDITS: dict[str, list[str]] = {
+    "trajectory": [],
+    "turn, fixed_index": [TURN],
+    "turn, reached": [TURN, "algorithm.turn_baseline=reached"],
+    "turn, state": [TURN, "algorithm.turn_baseline=state"],
+    "turn, potential": [TURN, NEAR_GOAL],
+}
+TASKS: dict[str, tuple[list[str], list[str]]] = {
+    "guess": (["training.max_steps=60"], ["turn, potential"]),
+    "maze_steps": (["training.max_steps=40"], []),
+    "calculator": (
+        ["training.max_steps=40", f"rewards.functions=[{{name: gsm8k}}, {CALLS}]"],
+        ["turn, state", "turn, potential"],
+    ),
+}
+"""Further settings of each task, and the kinds of credit that it does not have."""
+
+
+def settings(task: str, credit: str, seed: int, folder: Path) -> list[str]:
+    own = ["algorithm.advantage_estimator=rloo", f"training.seed={seed}", f"training.output_dir={folder}"]
+    return [str(EXAMPLES / f"{task}.yaml"), *own, "rewards.workers=0", *TASKS[task][0], *CREDITS[credit]]
+
+
+def command(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "tunix_like", *arguments], check=True, stdout=subprocess.DEVNULL)
+
+
+def recorder() -> optax.GradientTransformation:
+    """Returns an optimizer that changes no weight. Its state is the sums of the gradients and of their squares."""
+
+    def init(params: Any) -> Any:
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+        return zeros, zeros
+
+    def update(gradients: Any, state: Any, params: Any = None) -> Any:
+        sums, squares = state
+        sums = jax.tree.map(jnp.add, sums, gradients)
+        squares = jax.tree.map(lambda old, g: old + g * g, squares, gradients)
+        return jax.tree.map(jnp.zeros_like, gradients), (sums, squares)
+
+    return optax.GradientTransformation(init, update)
+
+
+def variance(task: str, credit: str, sft: Path, folder: Path, groups: int) -> dict[str, float]:
+    """Returns the trace of the covariance of the gradient of one group, and the squared norm of its mean."""
+    file, *overrides = settings(task, credit, 0, folder)
+    more = [
+        f"training.max_steps={groups}",
+        "data.batch_size=1",
+        f"model.path={sft}",
+        "model.init=pretrained",
+        "sft.max_steps=0",
+    ]
+    parts = assemble(load(file, [*overrides, *more, "model.config=null", "eval.max_problems=1"]))
+    config = parts.config
+    learner: Any = parts.learner(
+        model=parts.model,
+        tokenizer=parts.tokenizer,
+        reward_fns={name: function for name, function, _ in parts.rewards},
+        reward_weights=[weight for _, _, weight in parts.rewards],
+        algo_config=config.algorithm,
+        rollout_config=config.rollout,
+        training_config=dataclasses.replace(config.training, output_dir=None, actor_optimizer=recorder()),
+        environment=parts.environments,
+        environment_config=config.environment,
+    )
+    learner.train(parts.source.train, batch_size=1)
+    sums, squares = learner.state.opt_state
+    mean = [np.asarray(leaf, np.float64) / groups for leaf in jax.tree.leaves(sums)]
+    square = [np.asarray(leaf, np.float64) / groups for leaf in jax.tree.leaves(squares)]
+    signal = sum(float((leaf**2).sum()) for leaf in mean)
+    total = sum(float(leaf.sum()) for leaf in square)
+    noise = (total - signal) * groups / (groups - 1)
+    return {"variance": noise, "signal": signal - noise / groups}
+
+
+def trained(task: str, credit: str, seed: int, folder: Path) -> dict[str, Any]:
+    command("train", *settings(task, credit, seed, folder))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "step" in row]
+    last = [row for row in steps if "eval/pass@1" in row][-1]
+    first = next(row for row in steps if "eval/pass@1" in row)
+    kept = {"before": first["eval/pass@1"], "after": last["eval/pass@1"]}
+    kept |= {"low": last["eval/low/pass@1"], "high": last["eval/high/pass@1"], "reward": last["eval/rewards/mean"]}
+    length = sum(row.get("train/completions/mean_length", 0.0) for row in steps)
+    return kept | {"mean_length": length / max(1, sum("train/completions/mean_length" in row for row in steps))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("variance", "train"))
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/credit"))
+    parser.add_argument("--groups", type=int, default=256)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=TASKS)
+    arguments = parser.parse_args()
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    for task in arguments.tasks:
+        sft = out / f"{task}-sft"
+        if arguments.what == "variance" and not sft.exists():
+            command(
+                "train", *settings(task, "trajectory", 0, sft), "training.max_steps=1", "optimizer.learning_rate=1e-12"
+            )
+        for credit in (each for each in CREDITS if each not in TASKS[task][1]):
+            for seed in range(arguments.seeds if arguments.what == "train" else 1):
+                name = f"{arguments.what}-{task}-{credit.replace(', ', '-')}-s{seed}"
+                file = out / f"{name}.json"
+                if not file.exists():
+                    made = (
+                        trained(task, credit, seed, out / name)
+                        if arguments.what == "train"
+                        else variance(task, credit, sft, out / name, arguments.groups)
+                    )
+                    file.write_text(json.dumps(made) + "\n")
+                print(name, json.loads(file.read_text()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
