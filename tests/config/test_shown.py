@@ -27,7 +27,8 @@ PLANTED = [
     "data.system_prompt=SECRET09",
     "data.chat_template_args={token: SECRET10}",
     "data.split=SECRET11",
-    "data.sources=[{name: jsonl, path: 's3://SECRET12/x', label: SECRET13, system_prompt: SECRET14}]",
+    "data.sources=[{name: jsonl, path: 's3://SECRET12/x', label: SECRET13, system_prompt: SECRET14, "
+    "teacher: /SECRET51}]",
     "algorithm.advantage_estimator=/home/SECRET15/estimator.py:weigh",
     "algorithm.policy_loss_fn=../SECRET16/loss.py:loss",
     "algorithm.estimator_params={webhook: 'https://hooks.example/SECRET17', scale: 2.5}",
@@ -57,7 +58,7 @@ def run(tmp_path):
     folder = write_run(tmp_path / "run")
     config = load(None, PLANTED)
     save(config, folder / "config.yaml")
-    assert len(set(re.findall("SECRET..", (folder / "config.yaml").read_text()))) == 41
+    assert len(set(re.findall("SECRET..", (folder / "config.yaml").read_text()))) == 42
     return folder, config
 
 

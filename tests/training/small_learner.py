@@ -28,7 +28,7 @@ TOKENIZER = reverse_text.tokenizer()
 SGD = optax.sgd(0.5)
 OWN = ("tokenizer", "engine", "mesh", "metric_fns", "eval_config", "ref_model", "on_row", "reward_weights",
        "source_estimators", "success_threshold", "environment", "environment_config",
-       "teacher", "teacher_config", "critic", "critic_config")  # fmt: skip
+       "teacher", "source_teachers", "teacher_config", "critic", "critic_config")  # fmt: skip
 
 
 def make_model(seed=0):

@@ -324,16 +324,17 @@ def test_adapters_learn_from_their_base_with_another_prompt(divergence):
         frozen = jax.tree.map(np.asarray, made.frozen)
         rows[weights] = [row["train/teacher/divergence"] for row in collect(made)]
         assert_same(frozen, jax.tree.map(np.asarray, made.frozen))
-        assert (made.teacher.params is None) == (weights == "current")
+        assert (made.teachers.default.params is None) == (weights == "current")
     assert rows["current"][0] == pytest.approx(rows["initial"][0], rel=1e-5)
     assert rows["current"][1] != pytest.approx(rows["initial"][1], rel=1e-4)
 
 
 def test_rows_that_are_skipped_are_not_checked():
     made = distilled(settings=SEES_ANSWER)
-    made.teacher.check_rows([*ROWS, reverse_text.record("abcdefghijklmnop")], 8)
+    rows = [*ROWS, reverse_text.record("abcdefghijklmnop")]
+    made.teachers.check_rows(rows, 8, made._objective(1))
     with pytest.raises(UserError, match="training row 8: it has 34 tokens"):
-        made.teacher.check_rows([*ROWS, reverse_text.record("abcdefghijklmnop")], 64)
+        made.teachers.check_rows(rows, 64, made._objective(1))
 
 
 def test_a_prompt_that_an_environment_changes_is_refused():
@@ -341,10 +342,11 @@ def test_a_prompt_that_an_environment_changes_is_refused():
     made = distilled(settings=SEES_ANSWER, rollout=TURN_LENGTHS, environment=Vowels, environment_config=TURNS)
     problem = Problem(0, "ab>", TOKENIZER.encode_prompt("ab>", False)[1], {"answer": "ba"}, "ab>")
     batch = GroupBatch(*[np.zeros((1, 1), np.int32)] * len(GroupBatch._fields))
-    assert made.teacher.batch(batch, [problem]).prompt_lengths == 6
+    everyone = np.ones(1, bool)
+    assert made.teachers.default.batch(batch, [problem], everyone).prompt_lengths == 6
     opened = dataclasses.replace(problem, text="ab>a", tokens=TOKENIZER.encode_prompt("ab>a", False)[1])
     with pytest.raises(UserError, match="teacher.prompt: prompt 'ab>a': the environment has changed it"):
-        made.teacher.batch(batch, [opened])
+        made.teachers.default.batch(batch, [opened], everyone)
 
 
 @pytest.mark.slow
@@ -402,7 +404,7 @@ WRONG = {
         dict(settings={}),
         "teacher.path: the estimator 'distillation' has no rewards, so it needs a teacher",
     ),
-    "no model": (dict(settings={"path": "folder"}), "teacher: give the model of teacher_config.path='folder'"),
+    "no model": (dict(settings={"path": "folder"}), "teacher: give the model of 'folder' itself"),
     "a model of self": (dict(teacher=True, settings=SEES_ANSWER), "teacher: teacher_config.path='self' takes no model"),
     "no settings": (dict(settings={"coef": 2.0}), "teacher.coef: it needs teacher.path"),
     "no prompt": (

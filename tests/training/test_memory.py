@@ -235,8 +235,8 @@ def test_estimate_of_an_update_with_a_teacher(name):
     inputs = TeacherInputs(params, shape(work.prompts, prompt_width), shape(work.prompts))
     compiled = compiled_update(work, size, TeacherSpec(graphdef, 0.5), inputs)
     foreseen, alone = (
-        max(phase.bytes for phase in update_phases(dataclasses.replace(work, teacher=each), size))
-        for each in (teacher, None)
+        max(phase.bytes for phase in update_phases(dataclasses.replace(work, teachers=each), size))
+        for each in ((teacher,), ())
     )
     assert foreseen == pytest.approx(compiled, rel=0.3) and alone < 0.8 * compiled
 
@@ -245,11 +245,11 @@ def test_a_teacher_is_counted_in_every_phase():
     """Its weights are always in memory. With advantages per token, it runs before the update."""
     share = BASE.share
     teacher = TeacherWork(SMALL, share, jnp.dtype(jnp.float32), None, 32, in_loss=False)
-    phases = [*update_phases(changed(teacher=teacher), 4), rollout_phase(changed(teacher=teacher), 8, 4)]
+    phases = [*update_phases(changed(teachers=(teacher,)), 4), rollout_phase(changed(teachers=(teacher,)), 8, 4)]
     assert {phase.name for phase in phases} == {"update", "optimizer", "teacher", "rollout"}
     assert all(phase.parts["teacher"] == share.weights and phase.fixed >= share.weights for phase in phases)
     before = next(
-        phase for phase in update_phases(changed(teacher=teacher, backend="gpu"), 4) if phase.name == "teacher"
+        phase for phase in update_phases(changed(teachers=(teacher,), backend="gpu"), 4) if phase.name == "teacher"
     )
     assert before.parts["teacher's cast weights"] == share.weights, "accelerators stack the layers, a second copy"
 

@@ -80,7 +80,7 @@ def test_each_segment_follows_the_prompt(server):
     made = learner(server.url)
     rows = np.ones(BATCH_OF_SEGMENTS.scored.shape, bool)
     rows[0, 1] = False
-    found = made.teacher.logprobs(lambda *_: None, None, BATCH_OF_SEGMENTS, rows)
+    found = made.teachers.default.logprobs(lambda *_: None, None, BATCH_OF_SEGMENTS, rows)
     expected = np.where(MASK & rows[..., None], np.asarray(segment_logprobs(PARAMS)[0]), 0.0)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -116,7 +116,7 @@ def test_a_lost_server_ends_the_run_with_its_state_saved(server, tmp_path, monke
     monkeypatch.setattr(served_teacher, "_WAIT_SECONDS", 0.5)
     whole = collect(learner(server.url, max_steps=4, output_dir=str(tmp_path / "whole")))
     made = learner(server.url, max_steps=4, output_dir=str(tmp_path / "run"))
-    scores, calls = made.teacher.logprobs, []
+    scores, calls = made.teachers.default.logprobs, []
 
     def stop_at_the_third_step(*arguments):
         calls.append(arguments)
@@ -124,7 +124,7 @@ def test_a_lost_server_ends_the_run_with_its_state_saved(server, tmp_path, monke
             server.stop()
         return scores(*arguments)
 
-    made.teacher.logprobs = stop_at_the_third_step
+    made.teachers.default.logprobs = stop_at_the_third_step
     with pytest.raises(EngineLost, match="teacher.path: the server .* has failed for 0.5 s"):
         collect(made)
     server.start()

@@ -129,7 +129,7 @@ class Objective:
       sources: maps a data source to the index of its estimator in `estimators`. Other sources use the run's estimator.
       loss_params: the configured parameters of the policy loss.
       max_tokens: `rollout.max_tokens_to_generate`.
-      teacher: the settings of the teacher; None without a teacher.
+      teacher: the settings of the teachers; None without a teacher.
       arrays: the values of the schedules, inside the compiled step (see `bound`).
     """
 
@@ -196,6 +196,15 @@ class Objective:
     def reads_rewards(self) -> bool:
         """False if every estimator is `distillation`, so that completions need no rewards."""
         return any(estimator.name != DISTILLATION for estimator in self.estimators)
+
+    def check_taught(self, source: Any, key: str) -> None:
+        """Raises UserError, with `key` first, if rows of a data source (None: unknown) have no signal without a
+        teacher."""
+        if self.estimators[int(self.estimator_ids([source])[0])].name == DISTILLATION:
+            raise UserError(
+                f"{key}: the estimator '{DISTILLATION}' has no rewards, so it needs a teacher. Set a model folder, a "
+                "hub id, or self with teacher.prompt."
+            )
 
     @property
     def teacher_in_loss(self) -> float | None:
@@ -421,7 +430,7 @@ def build_objective(
       max_tokens: `rollout.max_tokens_to_generate`.
       updates_per_batch: optimizer updates per rollout batch.
       source_estimators: maps a data source to its estimator, `{advantage_estimator: NAME, PARAMETER: VALUE, ...}`.
-      teacher: the settings of the teacher; None, or without `path`, if there is none.
+      teacher: the settings of the teachers; None if there are none (see `resolve_teacher`).
 
     Raises:
       UserError: a key is set but not used, a required key is unset, a value is out of range, or keys conflict.
@@ -433,7 +442,6 @@ def build_objective(
         *(_source_estimator(source, fields, config) for source, fields in by_source.items()),
     )
     sources = {source: index for index, source in enumerate(by_source, start=1)}
-    teacher = None if teacher is None or teacher.path is None else teacher
     if config.credit == "turn":
         estimators = tuple(_by_turn(estimator, config) for estimator in estimators)
         if config.turn_coef is not None and all(estimator.by_turn for estimator in estimators):
@@ -508,11 +516,8 @@ def _loss_parameters(config: AlgorithmConfig) -> dict[str, Any]:
 
 def _check_teacher(objective: Objective) -> None:
     config = objective.config
-    if objective.teacher is None and any(estimator.name == DISTILLATION for estimator in objective.estimators):
-        raise UserError(
-            f"teacher.path: the estimator '{DISTILLATION}' has no rewards, so it needs a teacher. Set a model folder, "
-            "a hub id, or self with teacher.prompt."
-        )
+    for source in (None, *objective.sources) if objective.teacher is None else ():
+        objective.check_taught(source, "teacher.path")
     if objective.reads_rewards:
         return
     unread = {

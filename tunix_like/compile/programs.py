@@ -26,6 +26,7 @@ from tunix_like.algorithms.sources import source_estimators
 from tunix_like.algorithms.token_baseline import TOKEN_BASELINE
 from tunix_like.compile.costs import Trips
 from tunix_like.config.schema import SELF, Config
+from tunix_like.config.sources import OF_OTHER_SOURCES, teachers_of
 from tunix_like.data import load_source
 from tunix_like.errors import UserError
 from tunix_like.models.attention import resolve_attention
@@ -67,6 +68,7 @@ from tunix_like.step.packing import Packed, choose_layout, pack
 from tunix_like.step.train_step import StepInputs, StepSpec, TeacherInputs, TeacherSpec, TrainState, jit_train_step
 from tunix_like.training.arguments import forward_options, likelihood_options
 from tunix_like.training.critic import new_critic
+from tunix_like.training.teacher import resolve_teacher
 from tunix_like.types import GroupBatch
 
 logger = logging.getLogger("tunix_like")
@@ -181,6 +183,8 @@ def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | No
     if config.trains_pairs:
         name = config.algorithm.advantage_estimator
         raise UserError(f"doctor: programs of algorithm.advantage_estimator={name} are not described; use --dry-run.")
+    if of_sources := [each.key for each in teachers_of(config) if each.key != OF_OTHER_SOURCES]:
+        raise UserError(f"doctor: programs of {of_sources[0]} are not described; use --dry-run.")
     section = config.model
     incomplete = section.path is None and "vocab_size" not in (section.config or {})
     what = named_model(section, chosen_tokenizer(config, load_source(config.data)) if incomplete else None)
@@ -230,7 +234,8 @@ def update_program(plan: Plan) -> Program:
     """Describes the program of one optimizer update (`training/updates.py`)."""
     config = plan.config
     own = source_estimators(config.data, config.algorithm)
-    objective = build_objective(config.algorithm, plan.widths[1], updates_per_batch(config), own, config.teacher)
+    taught_with = resolve_teacher(None, config.teacher, of_sources=False)
+    objective = build_objective(config.algorithm, plan.widths[1], updates_per_batch(config), own, taught_with)
     options = forward_options(config.rollout, config.training, config.algorithm, plan.device.backend)
     beta = objective.teacher_in_loss
     teacher = None if beta is None else TeacherSpec(plan.taught_by[0], beta)

@@ -12,7 +12,7 @@ from typing import Any
 
 from tunix_like.config.keys import Checked, key
 from tunix_like.config.schedules import read_schedule
-from tunix_like.config.urls import check_server_url
+from tunix_like.config.urls import check_server_url, is_server
 from tunix_like.errors import UserError, nearest
 
 LOSS_AGG_MODES = ("token-mean", "sequence-mean-token-mean", "seq-mean-token-sum", "sequence-mean-token-scale")
@@ -91,7 +91,7 @@ class DataConfig(Checked):
         "verifiers, or mix (of sources)",
     )
     sources: list[dict[str, Any]] | None = key(
-        doc="of a mix: each has name, the data keys of its source and, optionally, label, weight, "
+        doc="of a mix: each has name, the data keys of its source and, optionally, label, weight, teacher, "
         "advantage_estimator and its parameters"
     )
     path: str | None = key(
@@ -345,6 +345,14 @@ class TeacherConfig(Checked):
         if self.divergence != "jsd" and self.beta is not None:
             raise UserError("teacher.beta: only teacher.divergence=jsd reads it; unset it, or set that divergence.")
 
+    def with_path(self, path: str, key: str) -> TeacherConfig:
+        """Returns the settings of another teacher, which the config key `key` names. Raises UserError if a setting does
+        not fit it."""
+        try:
+            return dataclasses.replace(self, path=path)
+        except UserError as error:
+            raise UserError(str(error).replace("teacher.path", key)) from None
+
     @property
     def of_policy(self) -> bool:
         """Whether the teacher has the current weights of the policy."""
@@ -353,7 +361,7 @@ class TeacherConfig(Checked):
     @property
     def served(self) -> bool:
         """Whether `path` is the address of a server."""
-        return self.path is not None and self.path.startswith(("http://", "https://"))
+        return is_server(self.path)
 
     @property
     def mixture(self) -> float | None:

@@ -1,17 +1,18 @@
 """Reads and checks the entries of `data.sources`, the sources of a mix.
 
-An entry has the `data` keys of one source, and the label, the weight and the advantage estimator of this source.
+An entry has the `data` keys of one source, and the label, the weight, the teacher and the advantage estimator of this
+source.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tunix_like.config.keys import check_ranges, key
 from tunix_like.config.load import read_section
-from tunix_like.config.schema import AlgorithmConfig, DataConfig
+from tunix_like.config.schema import AlgorithmConfig, Config, DataConfig, TeacherConfig
 from tunix_like.errors import UserError, nearest
 
 ESTIMATOR_KEYS = ("k", "truncation_order", "ddof", "alpha", "coefficients", "weights", "statistic")
@@ -22,6 +23,9 @@ OF_THE_RUN = (
     *("curriculum", "curriculum_correct", "curriculum_floor", "curriculum_discount"),
 )
 """Keys of the section `data` that apply to the rows of any source."""
+
+OF_OTHER_SOURCES = "teacher.path"
+"""The key of the teacher of rows whose source has none of its own."""
 
 _OF_A_SOURCE = tuple(
     field.name for field in dataclasses.fields(DataConfig) if field.name not in (*OF_THE_RUN, "sources")
@@ -36,6 +40,7 @@ class _Share:
     section = "data"
     label: str | None = key(doc="name of the source in rows, metrics and messages; unset: its `name`")
     weight: float | None = key(doc="share of the training prompts, as a ratio; unset: by number of rows", above=0)
+    teacher: str | None = key(doc="teacher of its rows, as teacher.path; unset: that of teacher.path, if it is set")
 
     def __post_init__(self) -> None:
         check_ranges(self, self.section)
@@ -44,12 +49,14 @@ class _Share:
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """One entry of `data.sources`. `place` is its key, `label` the value of the column `data_source` in its rows,
-    `weight` its share of the training prompts (None: by number of rows), `config` the `data` section of a run with this
-    source only, and `estimator` the estimator and its parameters that the entry sets."""
+    `weight` its share of the training prompts (None: by number of rows), `teacher` the path of its own teacher,
+    `config` the `data` section of a run with this source only, and `estimator` the estimator and its parameters that
+    the entry sets."""
 
     place: str
     label: str
     weight: float | None
+    teacher: str | None
     config: DataConfig
     estimator: dict[str, Any]
 
@@ -104,7 +111,47 @@ def _entry(values: Mapping[str, Any], place: str) -> Entry:
     estimator = dataclasses.asdict(section(AlgorithmConfig, _OF_AN_ESTIMATOR))
     label = (config.task or config.name) if share.label is None else share.label
     chosen = {name: estimator[name] for name in _OF_AN_ESTIMATOR if estimator[name] is not None}
-    return Entry(place, label, share.weight, config, chosen)
+    return Entry(place, label, share.weight, share.teacher, config, chosen)
+
+
+class NamedTeacher(NamedTuple):
+    """A teacher that a config names.
+
+    Attributes:
+      key: the first key that names it: `OF_OTHER_SOURCES` or that of an entry.
+      settings: the section `teacher` with the path of this teacher.
+      sources: the labels of the entries of a mix whose rows it scores.
+    """
+
+    key: str
+    settings: TeacherConfig
+    sources: tuple[str, ...] = ()
+
+
+def teachers_of(config: Config) -> list[NamedTeacher]:
+    """Returns the teachers of a config, each path once. Rows of a source without a teacher of its own have that of
+    `teacher.path`.
+
+    Raises:
+      UserError: a setting of the section `teacher` does not fit one of them, or no row has the teacher of
+        `teacher.path`.
+    """
+    shared = config.teacher
+    parts = entries(config.data)
+    found = dict[str | None, NamedTeacher]()
+    if shared.path is not None:
+        found[shared.path] = NamedTeacher(OF_OTHER_SOURCES, shared)
+    for entry in parts:
+        key = f"{entry.place}.teacher"
+        settings = shared if entry.teacher is None else shared.with_path(entry.teacher, key)
+        if settings.path is not None:
+            named = found.get(settings.path, NamedTeacher(key, settings))
+            found[settings.path] = named._replace(sources=(*named.sources, entry.label))
+    if parts and shared.path is not None and not found[shared.path].sources:
+        raise UserError(
+            f"{OF_OTHER_SOURCES}: every entry of data.sources has its own teacher, so no row has it. Unset it."
+        )
+    return list(found.values())
 
 
 def template_variables(config: DataConfig) -> dict[str, Any]:

@@ -29,6 +29,11 @@ def plain_hub_id(name: Any, key: str, kind: str = "models") -> Any:
     return found
 
 
+def is_server(path: str | None) -> bool:
+    """Returns whether the path of a model is the address of a server."""
+    return path is not None and path.startswith(("http://", "https://"))
+
+
 def check_server_url(key: str, url: str, key_variable: str) -> None:
     """Raises UserError if the value `url` of a config key is not the address of a server, or contains a password.
 

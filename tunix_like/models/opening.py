@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from tunix_like.config.load import load, read_yaml
 from tunix_like.config.schema import SELF, Config, LoraConfig
+from tunix_like.config.urls import is_server
 from tunix_like.errors import UserError
 from tunix_like.models import loading
 from tunix_like.models.config import DecoderConfig
@@ -97,16 +98,26 @@ def find_checkpoint(path: str | Path, overrides: Sequence[str] = ()) -> RunCheck
 
 
 def with_steps(config: Config) -> Config:
-    """Returns the config with the step in each path of a run (`model.path`, `teacher.path`, `critic.path`), so that a
-    resumed run does not open newer weights."""
+    """Returns the config with the step in each path of a run (`model.path`, `teacher.path`, `critic.path` and the
+    teachers of `data.sources`), so that a resumed run does not open newer weights."""
     for name in ("model", "teacher", "critic"):
         section = getattr(config, name)
-        path = section.path
-        if path in (None, SELF) or (name == "teacher" and config.teacher.served):
-            continue
-        if (found := find_checkpoint(path)) is not None:
-            config = dataclasses.replace(config, **{name: dataclasses.replace(section, path=found.name)})
-    return config
+        config = dataclasses.replace(config, **{name: dataclasses.replace(section, path=_with_step(section.path))})
+    if config.data.sources is None:
+        return config
+    sources = [
+        entry if entry.get("teacher") is None else {**entry, "teacher": _with_step(entry["teacher"])}
+        for entry in config.data.sources
+    ]
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, sources=sources))
+
+
+def _with_step(path: str | None) -> str | None:
+    """Returns the path of a checkpoint of a run, or any other path unchanged."""
+    if path is None or path == SELF or is_server(path):
+        return path
+    found = find_checkpoint(path)
+    return path if found is None else found.name
 
 
 def newest_checkpoints(run: Path) -> Path | None:

@@ -202,11 +202,12 @@ class Companions(NamedTuple):
 
     Attributes:
       reference: whether there is a reference of the KL.
-      teacher, critic: None without one.
+      teachers: those in memory.
+      critic: None without one.
     """
 
     reference: bool = False
-    teacher: TeacherWork | None = None
+    teachers: tuple[TeacherWork, ...] = ()
     critic: CriticWork | None = None
 
 
@@ -230,7 +231,7 @@ class Work:
       moments: number of optimizer state arrays of the size of the trained weights; 2 for AdamW.
       clipped: whether the gradient's global norm is clipped.
       reference: whether a second model, the reference of the KL, is held in memory.
-      teacher: the teacher; None without one.
+      teachers: the teachers in memory; only one, if its divergence is a term of the loss.
       critic: the critic; None without one.
       remat: whether layers are recomputed in the backward pass.
       logits_chunk: number of tokens whose logits are computed at once.
@@ -260,7 +261,7 @@ class Work:
     moments: int = 2
     clipped: bool = True
     reference: bool = False
-    teacher: TeacherWork | None = None
+    teachers: tuple[TeacherWork, ...] = ()
     critic: CriticWork | None = None
     remat: bool = False
     logits_chunk: int = 1024
@@ -323,7 +324,7 @@ def update_phases(work: Work, micro_batch: int) -> list[Phase]:
     held = _held(work) | {"batch": _batch(work)}
     phases = _update_phases(work, micro_batch, held)
     if work.critic is not None:
-        own = dataclasses.replace(work, model=work.critic.model, share=work.critic.share, teacher=None)
+        own = dataclasses.replace(work, model=work.critic.model, share=work.critic.share, teachers=())
         peak = max(_update_phases(own, micro_batch, held), key=lambda phase: phase.bytes)
         phases.append(dataclasses.replace(peak, name="critic"))
     return phases
@@ -354,15 +355,17 @@ def _update_phases(work: Work, micro_batch: int, held: dict[str, int]) -> list[P
         temporaries |= _with_stacked_layers(work, tokens, prompt_tokens, copied)
         factor = ALLOCATED.get(work.backend, max(ALLOCATED.values()))
         temporaries = {name: int(factor * size) for name, size in temporaries.items()}
-    forward = {} if work.teacher is None else _teacher_forward(work, work.teacher, layout)
-    if work.teacher is not None and work.teacher.in_loss:
-        temporaries |= forward
+    for teacher in work.teachers:
+        temporaries |= _teacher_forward(work, teacher, layout) if teacher.in_loss else {}
     gradient = held | temporaries
     step = held | {"gradients and new weights": STEP_COPIES[work.clipped] * work.trained}
     phases = [Phase("update", gradient), Phase("optimizer", step)]
-    if work.teacher is not None and not work.teacher.in_loss:
-        phases.append(Phase("teacher", held | forward | {"logits": _logits(work, tokens)}))
-    return phases
+    before = [
+        Phase("teacher", held | _teacher_forward(work, teacher, layout) | {"logits": _logits(work, tokens)})
+        for teacher in work.teachers
+        if not teacher.in_loss
+    ]
+    return [*phases, max(before, key=lambda phase: phase.bytes)] if before else phases
 
 
 def _teacher_forward(work: Work, teacher: TeacherWork, layout: Layout) -> dict[str, int]:
@@ -508,7 +511,7 @@ def _held(work: Work) -> dict[str, int]:
     held |= {"reference": work.weights} if work.reference and work.adapters is None else {}
     if work.critic is not None:
         held["critic"] = work.critic.own + work.moments * work.critic.share.trained
-    return held | ({"teacher": work.teacher.weights} if work.teacher is not None else {})
+    return held | ({"teacher": sum(teacher.weights for teacher in work.teachers)} if work.teachers else {})
 
 
 def _cache(work: Work, width: int, tp: int = 1) -> int:
@@ -623,7 +626,7 @@ def _logits(work: Work, tokens: int) -> int:
     if work.model.scalar_head:
         return 4 * tokens
     pieces = -(-tokens // work.logits_chunk)
-    copies = DIVERGENCE_COPIES if work.teacher is not None and work.teacher.in_loss else LOGITS_COPIES
+    copies = DIVERGENCE_COPIES if any(teacher.in_loss for teacher in work.teachers) else LOGITS_COPIES
     return copies * -(-tokens // pieces) * work.model.vocab_size * 4
 
 

@@ -26,6 +26,7 @@ from jax.sharding import AxisType, Mesh
 
 from tunix_like.algorithms.ppo import PPO
 from tunix_like.config.schema import SELF, Config, OptimizerConfig, RLTrainingConfig, RolloutConfig, TeacherConfig
+from tunix_like.config.sources import teachers_of
 from tunix_like.errors import UserError
 from tunix_like.models.counts import Share, parameter_shapes, share_of
 from tunix_like.models.opening import load_config
@@ -324,16 +325,18 @@ def teacher_work(
     return TeacherWork(config, share, jnp.dtype(dtype), quantized, width, settings.mixture is not None)
 
 
-def described_teacher(config: Config, policy: Decoder, mesh: Mesh | None) -> TeacherWork | None:
-    """Returns `teacher_work` of a config, from the config.json of the teacher; None without a teacher. Its weights have
-    the compute dtype of the policy."""
-    settings = config.teacher
-    if settings.path is None or settings.served:
-        return None
-    kinds = (policy.config, policy.param_dtype, policy.quantized)
-    if settings.path != SELF:
-        kinds = (load_config(settings.path, "teacher.path"), policy.dtype, settings.quantize)
-    return teacher_work(settings, config.rollout, policy, kinds, mesh)
+def described_teachers(config: Config, policy: Decoder, mesh: Mesh | None) -> tuple[TeacherWork, ...]:
+    """Returns `teacher_work` of each teacher of a config that is held in memory, from its config.json. Their weights
+    have the compute dtype of the policy."""
+    works = []
+    for key, settings, _ in teachers_of(config):
+        kinds = (policy.config, policy.param_dtype, policy.quantized)
+        if settings.served:
+            continue
+        if settings.path != SELF:
+            kinds = (load_config(str(settings.path), key), policy.dtype, settings.quantize)
+        works.append(teacher_work(settings, config.rollout, policy, kinds, mesh))
+    return tuple(works)
 
 
 def critic_work(
@@ -352,15 +355,15 @@ def critic_work(
 def described_companions(config: Config, policy: Decoder, mesh: Mesh | None) -> Companions:
     """Returns the models that a run holds in memory beside the policy. The critic is that of the config.json of
     `critic.path`."""
-    teacher = described_teacher(config, policy, mesh)
+    teachers = described_teachers(config, policy, mesh)
     if config.algorithm.advantage_estimator != PPO:
-        return Companions(config.has_reference, teacher)
+        return Companions(config.has_reference, teachers)
     path = config.critic.path
     described = policy.config if path is None else load_config(path, "critic.path")
     described = dataclasses.replace(described, scalar_head=True)
     kinds = policy.param_dtype, policy.adapters, policy.quantized
     own_base = path is not None or policy.adapters is None
-    return Companions(config.has_reference, teacher, critic_work(described, kinds, own_base, mesh))
+    return Companions(config.has_reference, teachers, critic_work(described, kinds, own_base, mesh))
 
 
 def micro_batch_size(width: int, backend: str = "cpu") -> int:

@@ -18,6 +18,7 @@ from tunix_like.algorithms.ppo import PPO
 from tunix_like.algorithms.sources import source_estimators
 from tunix_like.algorithms.token_baseline import TOKEN_BASELINE
 from tunix_like.config.schema import Config
+from tunix_like.config.sources import teachers_of
 from tunix_like.errors import UserError
 from tunix_like.models.lora import split_params
 from tunix_like.models.sharding import fetch, place_replicated, scope
@@ -95,8 +96,8 @@ def replay(skipped: SkippedUpdate, trained: Trained, on_progress: Callable[[int]
 
 def refuse_others(config: Config, command: str) -> None:
     """Raises UserError if a run has a teacher or a critic, which these commands do not load."""
-    if config.teacher.path is not None:
-        raise UserError(f"teacher.path: {command} cannot compute the gradients of a run with a teacher.")
+    if teachers := teachers_of(config):
+        raise UserError(f"{teachers[0].key}: {command} cannot compute the gradients of a run with a teacher.")
     if config.algorithm.credit == "turn":
         raise UserError(f"algorithm.credit: {command} cannot compute the gradients of advantages of turns.")
     for name in (PPO, TOKEN_BASELINE):

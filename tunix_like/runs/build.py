@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ from tunix_like.config.schema import (
     RolloutConfig,
     TeacherConfig,
 )
-from tunix_like.config.sources import entries, template_variables
+from tunix_like.config.sources import OF_OTHER_SOURCES, NamedTeacher, entries, teachers_of, template_variables
 from tunix_like.data import DataSource, check_parts, load_source
 from tunix_like.data.curriculum import check_curriculum, curriculum_of
 from tunix_like.data.shared import warn_text_prompts
@@ -78,7 +79,8 @@ class Parts(NamedTuple):
     Attributes:
       weights: empty if the weights are loaded. If the model is abstract (shapes only), a text about its weights: the
         result of the comparison of the shapes with the stored weights, or that they are initialised at random.
-      teacher: the model of `teacher.path`; None without one, and if the policy is its own teacher.
+      teacher: the model of `teacher.path`; None without one, and if it is a server or the policy itself.
+      source_teachers: the teachers of data sources that have their own, see `Learner`.
       critic: the model of `critic.path`, with a scalar head and, like the policy, adapters; None without one.
       first_observation: the text or the messages that the environment adds to the prompt of the first data row; None
         without an environment.
@@ -95,6 +97,7 @@ class Parts(NamedTuple):
     environments: Environments | None = None
     first_observation: Any = None
     teacher: Decoder | None = None
+    source_teachers: Mapping[str, Decoder | str] | None = None
     critic: Decoder | None = None
 
     def evaluator(self, settings: EvalConfig) -> Evaluator:
@@ -133,10 +136,16 @@ def check_config(config: Config) -> tuple[Config, type[Learner] | type[DPOLearne
     template_variables(config.data)
     max_tokens = config.rollout.max_tokens_to_generate
     by_source = source_estimators(config.data, algorithm)
-    teacher = resolve_teacher(None, config.teacher)
-    check_served(teacher, config.rollout)
+    teachers = teachers_of(config)
+    of_sources = any(each.key != OF_OTHER_SOURCES for each in teachers)
+    teacher = resolve_teacher(None, config.teacher, of_sources)
+    for key, settings, _ in teachers:
+        check_served(settings, config.rollout, key)
     resolve_critic(None, config.critic, algorithm)
     objective = build_objective(algorithm, max_tokens, updates_per_batch(config), by_source, teacher)
+    for part in entries(config.data) if config.teacher.path is None else ():
+        if part.teacher is None:
+            objective.check_taught(part.label, f"{part.place}.teacher")
     trace_user_functions(objective, config.data.batch_size, algorithm.num_generations)
     algorithm = dataclasses.replace(algorithm, **_defaults_read(algorithm))
     if config.rollout.temperature == 0:
@@ -186,6 +195,7 @@ def _check_pairs(config: Config) -> tuple[Config, type[DPOLearner]]:
     unread += ["environment.name"] if kind_of(config) is not None else []
     unread += ["data.curriculum"] if config.data.curriculum else []
     unread += [f"teacher.{key}" for key in _changed(config.teacher, TeacherConfig())]
+    unread += [each.key for each in teachers_of(config)]
     unread += [f"critic.{key}" for key in _changed(config.critic, CriticConfig())]
     if name == "reward_model":  # it neither samples nor answers
         unread += ["rewards.functions"] if config.rewards.functions is not None else []
@@ -260,11 +270,12 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     player = make_player(environments, config.environment, tokenizer, config.rollout)
     # Also checks that the prompts of the data can have several turns.
     first = None if player is None else player.check(source.train, config.rollout.max_prompt_length)
-    teacher = _load_teacher(config, model, tokenizer, abstract, mesh)
+    teacher, source_teachers = _load_teachers(config, model, tokenizer, abstract, mesh)
     critic = _load_critic(config, tokenizer, abstract, mesh)
     parts = Parts(
-        config, learner, source, model, tokenizer, rewards, mesh, weights, environments, first, teacher, critic
-    )
+        config, learner, source, model, tokenizer, rewards, mesh, weights, environments, first,
+        teacher, source_teachers, critic,
+    )  # fmt: skip
     if (
         config.training.best_metric is not None and not config.trains_pairs
     ):  # checked here, because SFT can run before the learner is built
@@ -357,24 +368,54 @@ def load_policy(
     return model, tokenizer.with_template_variables(template_variables(config.data)), weights
 
 
-def _load_teacher(
+def _load_teachers(
     config: Config, policy: Decoder, tokenizer: Tokenizer, abstract: bool, mesh: Mesh | None
+) -> tuple[Decoder | None, dict[str, Decoder | str]]:
+    """Loads the teachers, after the checks of all that need no weights. Their weights have the compute dtype of the
+    policy.
+
+    Returns:
+      the model of `teacher.path`, and for each source with a teacher of its own this model, or its path, if this is
+      `self` or a server.
+    """
+    named = teachers_of(config)
+    kinds = kinds_of(config) | {"param_dtype": policy.dtype}
+    models = dict[str, Decoder]()
+    for each in named:
+        if (model := _checked_teacher(each, config, policy, tokenizer, kinds)) is not None:
+            models[str(each.settings.path)] = model
+    for path in () if abstract else models:
+        models[path], _ = load_model(path, quantize=config.teacher.quantize, mesh=mesh, **kinds)
+    by_source = dict[str, Decoder | str]()
+    for each in named:
+        path = str(each.settings.path)
+        if each.key != OF_OTHER_SOURCES:
+            by_source |= dict.fromkeys(each.sources, models.get(path, path))
+    return models.get(str(config.teacher.path)), by_source
+
+
+def _checked_teacher(
+    teacher: NamedTeacher, config: Config, policy: Decoder, tokenizer: Tokenizer, kinds: Mapping[str, Any]
 ) -> Decoder | None:
-    """Loads the model of `teacher.path`, if there is one, after the checks that need no weights. Its weights have the
-    compute dtype of the policy."""
-    settings = config.teacher
-    if settings.path is None or settings.served:
+    """Returns the abstract model of a teacher after its checks; None if it is a server or the policy itself.
+
+    Args:
+      kinds: further arguments of `load_abstract`.
+    """
+    key = teacher.key
+    settings = teacher.settings
+    if settings.served:
         return None
     if settings.path == SELF:
-        check_positions(settings, policy.config, config.rollout)
+        check_positions(settings, policy.config, config.rollout, key)
         return None
-    described = load_config(settings.path, "teacher.path")
-    check_positions(settings, described, config.rollout)
-    check_scorer("teacher.path", described, tokenizer)
-    kinds = kinds_of(config) | {"param_dtype": policy.dtype}
-    model, theirs, _ = load_abstract(settings.path, quantize=settings.quantize, **kinds)
-    check_tokenizers(theirs, tokenizer, "teacher.path")
-    return model if abstract else load_model(settings.path, quantize=settings.quantize, mesh=mesh, **kinds)[0]
+    path = str(settings.path)
+    described = load_config(path, key)
+    check_positions(settings, described, config.rollout, key)
+    check_scorer(key, described, tokenizer)
+    model, theirs, _ = load_abstract(path, quantize=settings.quantize, **kinds)
+    check_tokenizers(theirs, tokenizer, key)
+    return model
 
 
 def _load_critic(config: Config, tokenizer: Tokenizer, abstract: bool, mesh: Mesh | None) -> Decoder | None:

@@ -12,8 +12,8 @@ from tunix_like.algorithms.objective import LOSS_KEYS
 from tunix_like.algorithms.off_policy import sampler_correction
 from tunix_like.algorithms.ppo import PPO
 from tunix_like.config.schedules import Schedule
-from tunix_like.config.schema import SELF, AlgorithmConfig, Config, CriticConfig, RolloutConfig, TeacherConfig
-from tunix_like.config.sources import ESTIMATOR_KEYS
+from tunix_like.config.schema import SELF, AlgorithmConfig, Config, CriticConfig, RolloutConfig
+from tunix_like.config.sources import ESTIMATOR_KEYS, NamedTeacher, teachers_of
 from tunix_like.errors import UserError
 from tunix_like.models.counts import adapter_count, parameter_count
 from tunix_like.models.decoder import Decoder
@@ -43,7 +43,7 @@ def describe(parts: Parts) -> list[tuple[str, str]]:
         total = f"{prompts} prompts x {size} completions = {prompts * size} per step"
         learning = [
             ("loss", f"{algorithm.policy_loss_fn}, aggregation {algorithm.loss_agg_mode}, KL {kl}"),
-            *([] if config.teacher.path is None else [("teacher", _describe_teacher(config.teacher))]),
+            *[("teacher", _describe_teacher(teacher)) for teacher in teachers_of(config)],
             *([("critic", _describe_critic(config.critic))] if algorithm.advantage_estimator == PPO else []),
             ("options", _describe_options(algorithm)),
             ("batch", f"{total}, {updates} optimizer update(s)"),
@@ -82,12 +82,14 @@ def check_memory(parts: Parts) -> bool:
     return estimate.device.known
 
 
-def _describe_teacher(teacher: TeacherConfig) -> str:
+def _describe_teacher(named: NamedTeacher) -> str:
+    teacher = named.settings
+    sources = f", for {', '.join(named.sources)}" if named.sources else ""
     beta = "" if teacher.mixture is None else f" (beta {teacher.mixture:g})"
     weights = f" with its {teacher.weights or 'current'} weights" if teacher.path == SELF else ""
     quantized = "" if teacher.quantize is None else f" in {teacher.quantize}"
     prompt = "" if teacher.prompt is None else f", prompt {teacher.prompt!r}"
-    return f"{teacher.path}{weights}{quantized}, {teacher.divergence}{beta}, coef {teacher.coef:g}{prompt}"
+    return f"{teacher.path}{weights}{quantized}, {teacher.divergence}{beta}, coef {teacher.coef:g}{prompt}{sources}"
 
 
 def _describe_critic(critic: CriticConfig) -> str:

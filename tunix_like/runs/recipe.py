@@ -185,6 +185,7 @@ def make_learner(parts: Parts, folder: Path, engine: Engine | None = None) -> Le
         training_config=dataclasses.replace(config.training, output_dir=str(folder), actor_optimizer=config.optimizer),
         eval_config=config.eval,
         teacher=parts.teacher,
+        source_teachers=parts.source_teachers,
         teacher_config=config.teacher,
         critic=parts.critic,
         critic_config=config.critic,

@@ -28,6 +28,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "engine": (Engine, MEMBERS),
     "success_threshold": ((int, float, np.number), "give a number"),
     "source_estimators": (Mapping, "give {data source: {'advantage_estimator': ...}}"),
+    "source_teachers": (Mapping, "give {data source: model}"),
 }
 """Maps the name of an argument of a learner to its type and to the advice in the error message."""
 

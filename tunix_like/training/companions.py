@@ -1,20 +1,22 @@
-"""Makes the models beside a policy in training: the reference of the KL and the teacher. The critic, which is trained
-too, is `critic.Critic`."""
+"""Makes the models beside a policy in training: the reference of the KL and the teachers. The critic, which is
+trained too, is `critic.Critic`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
 from tunix_like.config.schema import SELF, TeacherConfig
+from tunix_like.config.sources import OF_OTHER_SOURCES
 from tunix_like.errors import UserError, one_line
 from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.lora import without_adapters
 from tunix_like.models.sharding import check_divides, fetch, place_params, without_shared
 from tunix_like.planning.sizes import teacher_work
-from tunix_like.training.teacher import Teacher, check_positions, check_scorer, check_served
+from tunix_like.training.teacher import Teacher, Teachers, check_positions, check_scorer, check_served
 from tunix_like.training.trainer import Trainer
 
 
@@ -49,15 +51,49 @@ def _second_halves(adapters: Any) -> list[jax.Array]:
     return [leaf for path, leaf in leaves if path[-1].key == "lora_b"]
 
 
-def make_teacher(trainer: Trainer, model: Decoder | None, settings: TeacherConfig, plays: bool) -> Teacher:
-    """Checks and builds the teacher of a trainer's model, the policy.
+def make_teachers(
+    trainer: Trainer,
+    settings: TeacherConfig,
+    model: Decoder | None,
+    of_sources: Mapping[str, Decoder | str],
+    plays: bool,
+) -> Teachers:
+    """Checks and builds the teachers of a trainer's model, the policy. Sources with the same model or path share one.
+
+    Args:
+      model: that of `settings.path`, see `make_teacher`.
+      of_sources: for each data source with a teacher of its own this model, the address of a server, or `self`.
+      plays: whether environments answer the policy.
+    """
+    default = None if settings.path is None else make_teacher(trainer, model, settings, plays)
+    made = dict[Any, Teacher]()
+    if default is not None:
+        made[settings.path if model is None else id(model)] = default
+    by_source = {}
+    for source, given in of_sources.items():
+        key = f"data source '{source}': teacher"
+        path, scorer = (given, None) if isinstance(given, str) else (key, given)
+        own = settings.with_path(path, key)
+        place = own.path if scorer is None else id(scorer)
+        if place not in made:
+            made[place] = make_teacher(trainer, scorer, own, plays, key)
+        by_source[source] = made[place]
+    return Teachers(settings, default, by_source)
+
+
+def make_teacher(
+    trainer: Trainer, model: Decoder | None, settings: TeacherConfig, plays: bool, key: str = OF_OTHER_SOURCES
+) -> Teacher:
+    """Checks and builds a teacher of a trainer's model, the policy.
 
     Args:
       model: the teacher; None if `settings.path` is `self` or a server.
       plays: whether environments answer the policy.
+      key: names the teacher in error messages.
     """
     policy = trainer.model
-    check_served(settings, trainer.rollout_config)
+    argument = key.removesuffix(".path")
+    check_served(settings, trainer.rollout_config, key)
     if settings.served:
         if model is not None:
             raise UserError("teacher: teacher_config.path is a server; leave teacher unset.")
@@ -65,9 +101,9 @@ def make_teacher(trainer: Trainer, model: Decoder | None, settings: TeacherConfi
             from tunix_like.training.served_teacher import ServedTeacher  # imports aiohttp
         except ImportError as error:
             raise UserError(
-                f"teacher.path: a server needs more packages ({one_line(error)}); run pip install 'tunix-like[vllm]'."
+                f"{key}: a server needs more packages ({one_line(error)}); run pip install 'tunix-like[vllm]'."
             ) from None
-        return ServedTeacher(settings, policy.config, trainer.tokenizer, trainer.rollout_config, plays)
+        return ServedTeacher(settings, policy.config, trainer.tokenizer, trainer.rollout_config, plays, key)
     if settings.path == SELF:
         if model is not None:
             raise UserError("teacher: teacher_config.path='self' takes no model; leave teacher unset.")
@@ -75,17 +111,16 @@ def make_teacher(trainer: Trainer, model: Decoder | None, settings: TeacherConfi
     else:
         if model is None:
             raise UserError(
-                f"teacher: give the model of teacher_config.path={settings.path!r}, e.g. "
-                "teacher=tunix_like.load_model(folder)[0]."
+                f"{argument}: give the model of {settings.path!r} itself, e.g. tunix_like.load_model(folder)[0]."
             )
-        check_decoder("teacher", model)
+        check_decoder(argument, model)
         check_divides(trainer.mesh, model.config)
-        check_scorer("teacher.path", model.config, trainer.tokenizer)
+        check_scorer(key, model.config, trainer.tokenizer)
         if settings.quantize not in (None, model.quantized):
             raise UserError("teacher.quantize: the model has other weights; give load_model(folder, quantize=...).")
         kinds = model.config, model.param_dtype, model.quantized
     # With the current weights of the policy there is nothing to hold; other weights must not be those that are trained.
     held = Reference(trainer.graphdef, None) if settings.of_policy else make_reference(trainer, model)
-    check_positions(settings, kinds[0], trainer.rollout_config)
+    check_positions(settings, kinds[0], trainer.rollout_config, key)
     work = teacher_work(settings, trainer.rollout_config, policy, kinds, trainer.mesh)
     return Teacher(settings, *held, kinds[0], trainer.tokenizer, work, work.prompt_width, plays)

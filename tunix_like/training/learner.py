@@ -70,13 +70,13 @@ from tunix_like.training.arguments import (
     rollout_identity,
     source_settings,
 )
-from tunix_like.training.companions import Reference, make_reference, make_teacher
+from tunix_like.training.companions import Reference, make_reference, make_teachers
 from tunix_like.training.critic import Critic, resolve_critic
 from tunix_like.training.engine import CheckedEngine, check_routing_replay, check_staleness, make_engine
 from tunix_like.training.generation import complete, sampling_of, with_rollout
 from tunix_like.training.rollouts_ahead import RolloutsAhead
 from tunix_like.training.step_metrics import advantage_metrics, speed_metrics, user_metrics
-from tunix_like.training.teacher import Teacher, check_reference, resolve_teacher
+from tunix_like.training.teacher import Teacher, Teachers, check_reference, resolve_teacher
 from tunix_like.training.trainer import Trainer, check_batch_size
 from tunix_like.training.updates import Updates
 from tunix_like.types import Engine, GroupBatch, RewardFunction
@@ -117,7 +117,10 @@ class Learner(Trainer):
         initialised, the default is the frozen base without adapters, and nothing is copied.
       teacher: scores every sampled token (on-policy distillation), in addition to the rewards, or alone with
         `DistillationLearner`. It can be another model with the same vocabulary, and can be quantised.
-      teacher_config: settings of the teacher. With `path="self"`, the policy with another prompt is the teacher.
+      source_teachers: `{data source: model}`: the teacher of rows with this data source in their column `data_source`;
+        the address of a vLLM server or "self" can take the place of a model. Rows of other sources have `teacher`, or
+        no teacher.
+      teacher_config: settings of all teachers. With `path="self"`, the policy with another prompt is the teacher.
       critic: the critic of `PPOLearner`, a model with a scalar head (`tunix_like.add_scalar_head`) and the vocabulary
         of the policy. Its trained weights are donated and written back like those of the model. Defaults to the model
         with its initial weights (if it has adapters: its frozen base, with new adapters) and a head that gives 0.
@@ -159,6 +162,7 @@ class Learner(Trainer):
         eval_config: EvalConfig | None = None,
         ref_model: Decoder | None = None,
         teacher: Decoder | None = None,
+        source_teachers: Mapping[str, Decoder | str] | None = None,
         teacher_config: TeacherConfig | None = None,
         critic: Decoder | None = None,
         critic_config: CriticConfig | None = None,
@@ -180,6 +184,7 @@ class Learner(Trainer):
             engine=engine,
             success_threshold=success_threshold,
             source_estimators=source_estimators,
+            source_teachers=source_teachers,
         )
         self.algo = resolve_algorithm(type(self).__name__, self.config_class, algo_config)
         self.eval_config = EvalConfig() if eval_config is None else eval_config
@@ -198,7 +203,7 @@ class Learner(Trainer):
         if self.rollout_config.top_p < 1 or self.rollout_config.top_k is not None:
             logger.warning("rollout.top_p, top_k: they truncate sampling, so completions are not samples of the policy")
         self.source_estimators = source_settings(source_estimators or {})
-        self.teacher_config = resolve_teacher(teacher, teacher_config)
+        self.teacher_config = resolve_teacher(teacher, teacher_config, of_sources=bool(source_teachers))
         self.critic_config = resolve_critic(critic, critic_config, self.algo)
         objective = self._objective(1)
         trace_user_functions(objective, 2, self.algo.num_generations)
@@ -208,14 +213,16 @@ class Learner(Trainer):
         check_engine(self.rollout_config)
         check_routing_replay(self.rollout_config, model.config)
         check_staleness(self.algo, self.rollout_config, self.training, engine is not None)
-        self.teacher: Teacher | None = None
-        if self.teacher_config.path is not None:
-            self.teacher = make_teacher(self, teacher, self.teacher_config, plays=self.player is not None)
+        self.teachers: Teachers | None = None
+        if self.teacher_config is not None:
+            plays = self.player is not None
+            self.teachers = make_teachers(self, self.teacher_config, teacher, source_teachers or {}, plays)
         self.options = forward_options(self.rollout_config, self.training, self.algo)
         self.reference: Reference | None = make_reference(self, ref_model) if self.algo.beta > 0 else None
         self.critic: Critic | None = None
         if self.algo.advantage_estimator == PPO:
-            held = [model.params for model in (self.reference, self.teacher) if model is not None]
+            others = (self.reference, *self._distinct_teachers)
+            held = [model.params for model in others if model is not None]
             self.critic = Critic(self.critic_config, self, critic, held)
         self.engine: Engine = (
             make_engine(self.graphdef, self.tokenizer, self.rollout_config, mesh, self.companions)
@@ -254,9 +261,13 @@ class Learner(Trainer):
         return build_objective(self.algo, length, updates_per_batch, self.source_estimators, self.teacher_config)
 
     @property
+    def _distinct_teachers(self) -> list[Teacher]:
+        return [] if self.teachers is None else self.teachers.distinct
+
+    @property
     def companions(self) -> Companions:
-        teacher = None if self.teacher is None else self.teacher.work
-        return Companions(self.reference is not None, teacher, None if self.critic is None else self.critic.work)
+        works = tuple(teacher.work for teacher in self._distinct_teachers if teacher.work is not None)
+        return Companions(self.reference is not None, works, None if self.critic is None else self.critic.work)
 
     @property
     def rewards(self) -> list[WeightedReward]:
@@ -382,8 +393,8 @@ class Learner(Trainer):
         check_batch(self.mesh, "training.mini_batch_size", mini)
         updates = -(-batch_size // mini) * self.algo.num_iterations
         objective = self._objective(updates)
-        if self.teacher is not None:
-            self.teacher.check_rows(train_ds, self.rollout_config.max_prompt_length)
+        if self.teachers is not None:
+            self.teachers.check_rows(train_ds, self.rollout_config.max_prompt_length, objective)
         drawn_by = None if curriculum is None else (curriculum, self.algo.num_generations)
         forever = training.max_steps is not None
         batches = refusing(self._open_stream(train_ds, batch_size, shuffle, forever, curriculum=drawn_by), overlong)
@@ -401,7 +412,7 @@ class Learner(Trainer):
             self.options,
             optimizer,
             None if self.total is None else max(self.total - self._warmup, 1) * updates,
-            None if self.teacher is None else self.teacher.spec,
+            None if self.teachers is None else self.teachers.spec,
         )
         if self.critic is not None:
             self.critic.compile(training, None if self.total is None else self.total * updates)
@@ -412,7 +423,7 @@ class Learner(Trainer):
             self.first_failure, drawn, self.player, training.max_unscored_steps,
         )  # fmt: skip
         own_engine = isinstance(self.engine, CheckedEngine)
-        step_updates = Updates(self, self.algo, objective, mini, self.reference, own_engine, self.teacher, self.critic)
+        step_updates = Updates(self, self.algo, objective, mini, self.reference, own_engine, self.teachers, self.critic)
         staleness = self.rollout_config.max_staleness
         rollouts = RolloutsAhead(collector, self.engine, self.iterator, staleness, self.total)
         self.iterator = None if self.iterator is None else rollouts
@@ -432,8 +443,8 @@ class Learner(Trainer):
             name: "potential" if f.potential else "turn" for name, f, _ in self.rewards if isinstance(f, TurnReward)
         }
         own |= {"reward_per": of_turns} if of_turns else {}
-        if self.teacher is not None:
-            own["teacher"] = self.teacher.identity(self.mesh)
+        if self.teachers is not None:
+            own |= self.teachers.identity(self.mesh)
         if self.critic is not None:
             own["critic"] = self.critic.identity()
         if self.player is not None:

@@ -33,15 +33,25 @@ _WAIT_SECONDS = 600.0
 class ServedTeacher(Teacher):
     """A teacher on a vLLM server, which scores prompt and completion of each request.
 
+    Args:
+      key: names the teacher in error messages, as `teacher.path` does.
+
     Raises:
       UserError: the server cannot be used.
     """
 
     def __init__(
-        self, settings: TeacherConfig, config: DecoderConfig, tokenizer: Tokenizer, rollout: RolloutConfig, plays: bool
+        self,
+        settings: TeacherConfig,
+        config: DecoderConfig,
+        tokenizer: Tokenizer,
+        rollout: RolloutConfig,
+        plays: bool,
+        key: str,
     ):
         limit = settings.max_prompt_length or rollout.max_prompt_length
         super().__init__(settings, None, None, config, tokenizer, None, limit, plays)
+        self.key = key
         self.most = limit + rollout.max_tokens_to_generate + 1
         self.model = by_first(lambda: _in_a_loop(self._check()))
 
@@ -99,7 +109,7 @@ class ServedTeacher(Teacher):
                     failed = time.monotonic() if failed is None else failed
                     if time.monotonic() - failed > _WAIT_SECONDS:
                         raise EngineLost(
-                            f"teacher.path: the server {server.url} has failed for {_WAIT_SECONDS:g} s: {error}. Start "
+                            f"{self.key}: the server {server.url} has failed for {_WAIT_SECONDS:g} s: {error}. Start "
                             "it, then start the run with the same command; it resumes."
                         ) from None
                     await asyncio.sleep(1.0)
@@ -114,7 +124,7 @@ class ServedTeacher(Teacher):
             await server.close()
 
     def _server(self) -> Server:
-        return Server(str(self.settings.path), _REQUEST_SECONDS, "teacher.path")
+        return Server(str(self.settings.path), _REQUEST_SECONDS, self.key)
 
 
 def _in_a_loop(call: Coroutine[Any, Any, Any]) -> Any:

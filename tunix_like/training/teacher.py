@@ -1,4 +1,4 @@
-"""A teacher, which scores the tokens that the policy samples (section `teacher` of a config)."""
+"""Teachers, which score the tokens that the policy samples (section `teacher` of a config)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float
 
+from tunix_like.algorithms.objective import Objective
 from tunix_like.config.schema import SELF, RolloutConfig, TeacherConfig
+from tunix_like.data.source import SOURCE_COLUMN
 from tunix_like.data.stream import SCANNED_ROWS, render, usable
 from tunix_like.errors import UserError, check_type
 from tunix_like.models.config import DecoderConfig
@@ -76,30 +78,33 @@ class Teacher:
         """The teacher of the compiled step; None if its divergence is not a term of the loss."""
         return None if self.settings.mixture is None else TeacherSpec(self.graphdef, self.settings.mixture)
 
-    def check_rows(self, rows: Any, limit: int) -> None:
-        """Checks the teacher's prompts of the first rows, without those whose own prompt is skipped because it is empty
-        or has more than `limit` tokens. Raises UserError if one cannot be built or is too long."""
-        if self.settings.prompt is None or not isinstance(rows, Sequence | grain.MapDataset):
-            return
-        for number in range(min(len(rows), SCANNED_ROWS)):
-            if (row := rows[number]) is None:
-                continue
-            prompt = render(row, self.tokenizer, limit)
-            if usable(prompt, limit):
-                self._tokens(prompt.source, prompt.columns, f"training row {number}")
+    def prompt_tokens(self, source: Any, columns: Mapping[str, Any], where: str) -> list[int]:
+        """Returns the tokens of the teacher's own prompt (`teacher.prompt`) of a row. Raises UserError, which names the
+        row with `where`, if it cannot be built or is too long."""
+        assert self.settings.prompt is not None
+        _, tokens = self.tokenizer.encode_prompt(taught_prompt(self.settings.prompt, source, columns, where), False)
+        if not 0 < len(tokens) <= self.limit:
+            raise UserError(
+                f"teacher.prompt: {where}: it has {len(tokens)} tokens; the limit is {self.limit}. Raise "
+                "teacher.max_prompt_length, or shorten it."
+            )
+        return tokens
 
-    def batch(self, batch: GroupBatch, problems: Sequence[Problem]) -> GroupBatch:
-        """Returns the batch as the teacher sees it: with its prompts, and with token ids of its vocabulary."""
+    def batch(self, batch: GroupBatch, problems: Sequence[Problem], taught: Bool[np.ndarray, "P"]) -> GroupBatch:
+        """Returns the batch as the teacher sees it: with its prompts, and with token ids of its vocabulary. Only the
+        problems `taught` have a prompt; the columns of others may lack what it needs."""
         if self.settings.prompt is None:
             return with_prompts(batch, batch.prompt_tokens, batch.prompt_lengths, self.config.vocab_size)
-        for each in problems if self.plays else ():
+        own = list(itertools.compress(problems, taught))
+        for each in own if self.plays else ():
             if self.tokenizer.encode_prompt(each.source, False)[1] != list(each.tokens):
                 raise UserError(
                     f"teacher.prompt: prompt {each.text!r:.80}: the environment has changed it (by a first "
                     "observation or environment.history), which a teacher's own prompt would lack. Leave "
                     "teacher.prompt unset."
                 )
-        rows = [self._tokens(each.source, each.columns, f"prompt {each.text!r:.80}") for each in problems]
+        made = (self.prompt_tokens(each.source, each.columns, f"prompt {each.text!r:.80}") for each in own)
+        rows = [next(made) if one else [0] for one in taught]
         lengths = np.array([len(row) for row in rows], np.int32)
         width = length_bucket(int(lengths.max()), self.limit)
         return with_prompts(batch, pad_tokens(rows, width), lengths, self.config.vocab_size)
@@ -116,15 +121,78 @@ class Teacher:
         """
         return scores(self.graphdef, policy if self.params is None else self.params, batch, rows)
 
-    def _tokens(self, source: Any, columns: Mapping[str, Any], where: str) -> list[int]:
-        assert self.settings.prompt is not None
-        _, tokens = self.tokenizer.encode_prompt(taught_prompt(self.settings.prompt, source, columns, where), False)
-        if not 0 < len(tokens) <= self.limit:
-            raise UserError(
-                f"teacher.prompt: {where}: it has {len(tokens)} tokens; the limit is {self.limit}. Raise "
-                "teacher.max_prompt_length, or shorten it."
-            )
-        return tokens
+
+class Teachers:
+    """The teachers of a run. Their settings differ in `path` only.
+
+    Attributes:
+      default: that of rows whose data source has none of its own; None: these rows have no teacher.
+      by_source: the teachers of data sources (column `data_source`). Several sources can have the same.
+    """
+
+    def __init__(self, settings: TeacherConfig, default: Teacher | None, by_source: Mapping[str, Teacher]):
+        self.settings = settings
+        self.default = default
+        self.by_source = by_source
+
+    @property
+    def distinct(self) -> list[Teacher]:
+        """Each teacher once."""
+        first = [] if self.default is None else [self.default]
+        return list(dict.fromkeys([*first, *self.by_source.values()]))
+
+    @property
+    def spec(self) -> TeacherSpec | None:
+        """See `Teacher.spec`. If it is not None, `default` is the only teacher."""
+        return None if self.default is None else self.default.spec
+
+    def identity(self, mesh: Any) -> dict[str, Any]:
+        """Returns what a run and its checkpoint must share (see `Teacher.identity`), by arguments of the learner."""
+        shared = {} if self.default is None else {"teacher": self.default.identity(mesh)}
+        by_source = {source: teacher.identity(mesh) for source, teacher in self.by_source.items()}
+        return shared | ({"source_teachers": by_source} if by_source else {})
+
+    def of(self, columns: Mapping[str, Any], objective: Objective, where: str) -> Teacher | None:
+        """Returns the teacher of a row with these columns; None without one.
+
+        Args:
+          where: names the row in an error message.
+
+        Raises:
+          UserError: the row has no teacher and, by its estimator, no other signal.
+        """
+        source = columns.get(SOURCE_COLUMN)
+        teacher = self.by_source.get(source, self.default) if isinstance(source, str) else self.default
+        if teacher is None:
+            objective.check_taught(source, f"data source {source!r}: {where}")
+        return teacher
+
+    def check_rows(self, rows: Any, limit: int, objective: Objective) -> None:
+        """Checks the first rows: that those without another signal have a teacher, and the teacher's prompts, but not
+        of rows whose own prompt is skipped because it is empty or has more than `limit` tokens. Raises UserError if a
+        teacher is missing, or if its prompt cannot be built or is too long."""
+        if not isinstance(rows, Sequence | grain.MapDataset):
+            return
+        if self.settings.prompt is None and self.default is not None:
+            return
+        for number in range(min(len(rows), SCANNED_ROWS)):
+            if (row := rows[number]) is None:
+                continue
+            where = f"training row {number}"
+            teacher = self.of(row, objective, where)
+            if teacher is None or self.settings.prompt is None:
+                continue
+            prompt = render(row, teacher.tokenizer, limit)
+            if usable(prompt, limit):
+                teacher.prompt_tokens(prompt.source, prompt.columns, where)
+
+    def of_batch(
+        self, problems: Sequence[Problem], objective: Objective
+    ) -> list[tuple[Teacher, Bool[np.ndarray, "P"]]]:
+        """Returns the teachers of a batch, each with the mask of its problems. Raises UserError as `of` does."""
+        found = [self.of(each.columns, objective, f"prompt {each.text!r:.80}") for each in problems]
+        masks = ((teacher, np.array([each is teacher for each in found])) for teacher in self.distinct)
+        return [(teacher, mask) for teacher, mask in masks if mask.any()]
 
 
 def taught_prompt(template: str, source: Any, columns: Mapping[str, Any], where: str) -> Any:
@@ -167,22 +235,30 @@ def _filled(template: str, prompt: str, columns: Mapping[str, Any], where: str) 
     return out
 
 
-def check_served(settings: TeacherConfig, rollout: RolloutConfig) -> None:
-    """Raises UserError if a server is the teacher of a policy that is sampled at another temperature than 1."""
+def check_served(settings: TeacherConfig, rollout: RolloutConfig, key: str) -> None:
+    """Raises UserError if a server is the teacher of a policy that is sampled at another temperature than 1.
+
+    Args:
+      key: names the teacher in the message, as `teacher.path` does.
+    """
     if settings.served and rollout.temperature != 1:
         raise UserError(
-            f"rollout.temperature: got {rollout.temperature:g}; a teacher on a server (teacher.path) gives "
+            f"rollout.temperature: got {rollout.temperature:g}; a teacher on a server ({key}) gives "
             "probabilities at temperature 1. Set 1."
         )
 
 
-def check_positions(settings: TeacherConfig, config: DecoderConfig, rollout: RolloutConfig) -> None:
-    """Raises UserError if the prompts of a teacher and the completions do not fit into its context."""
+def check_positions(settings: TeacherConfig, config: DecoderConfig, rollout: RolloutConfig, key: str) -> None:
+    """Raises UserError if the prompts of a teacher and the completions do not fit into its context.
+
+    Args:
+      key: names the teacher in the message, as `teacher.path` does.
+    """
     total = (settings.max_prompt_length or rollout.max_prompt_length) + rollout.max_tokens_to_generate
     if total > config.max_positions:
-        key = "rollout" if settings.max_prompt_length is None else "teacher"
+        section = "rollout" if settings.max_prompt_length is None else "teacher"
         raise UserError(
-            f"teacher.path: {key}.max_prompt_length + rollout.max_tokens_to_generate is {total}, but the teacher has "
+            f"{key}: {section}.max_prompt_length + rollout.max_tokens_to_generate is {total}, but the teacher has "
             f"{config.max_positions} positions (max_position_embeddings). Lower them."
         )
 
@@ -191,7 +267,7 @@ def check_scorer(key: str, config: DecoderConfig, tokenizer: Tokenizer) -> None:
     """Raises UserError if a model lacks log-probabilities of tokens of the policy's tokenizer. Padding may differ.
 
     Args:
-      key: `teacher.path` or `ref_model`, for the message.
+      key: names the model in the message, as `teacher.path` or `ref_model` do.
     """
     if config.scalar_head:
         raise UserError(f"{key}: it is a reward model (a scalar head), which gives no log-probabilities of tokens.")
@@ -209,20 +285,31 @@ def check_reference(model: Any, tokenizer: Tokenizer, mesh: Mesh | None) -> None
     check_divides(mesh, model.config)
 
 
-def resolve_teacher(model: Any, settings: TeacherConfig | None) -> TeacherConfig:
-    """Returns the settings of a teacher (None: the defaults); `path` is set if the `model` is given.
+def resolve_teacher(model: Any, settings: TeacherConfig | None, of_sources: bool) -> TeacherConfig | None:
+    """Returns the settings of the teachers (None: the defaults); None if there is no teacher. `path` is set if the
+    `model` is given.
+
+    Args:
+      of_sources: whether data sources have teachers of their own.
 
     Raises:
-      UserError: a setting has no effect, because there is no teacher.
+      UserError: a setting has no effect, because there is no teacher, or data sources cannot have their own.
     """
     settings = TeacherConfig() if settings is None else settings
     check_type("teacher_config", settings, TeacherConfig, "give a tunix_like.TeacherConfig(...)")
+    if of_sources and settings.mixture is not None:
+        raise UserError(
+            "teacher.divergence: jsd runs inside the update, which has one teacher for all rows; teachers of data "
+            "sources (data.sources[].teacher) need reverse_kl."
+        )
     if model is not None and settings.path is None:
         return dataclasses.replace(settings, path="the argument teacher")
-    for field in dataclasses.fields(settings) if settings.path is None else ():
+    if settings.path is not None or of_sources:
+        return settings
+    for field in dataclasses.fields(settings):
         if getattr(settings, field.name) != field.default:
             raise UserError(f"teacher.{field.name}: it needs teacher.path; set a model folder, a hub id or self.")
-    return settings
+    return None
 
 
 def check_tokenizers(other: Tokenizer | None, policy: Tokenizer, key: str) -> None:
@@ -235,5 +322,5 @@ def check_tokenizers(other: Tokenizer | None, policy: Tokenizer, key: str) -> No
         if ours != theirs and not any(token == f"<no token {number}>" for token in (ours, theirs)):
             raise UserError(
                 f"{key}: its tokenizer is not that of the policy: token {number} is {theirs!r} there and {ours!r} "
-                f"here. A {key.partition('.')[0]} must have the tokenizer of the policy."
+                "here. It must have the tokenizer of the policy."
             )

@@ -28,7 +28,7 @@ from tunix_like.step.train_step import MAXIMA, TeacherInputs, step_inputs
 from tunix_like.training.companions import Reference
 from tunix_like.training.critic import Critic
 from tunix_like.training.step_metrics import expert_metrics
-from tunix_like.training.teacher import Teacher
+from tunix_like.training.teacher import Teachers
 from tunix_like.training.trainer import Trainer
 from tunix_like.types import GroupBatch, Problem
 
@@ -102,7 +102,7 @@ class Updates:
       mini_batch_size: prompts per optimizer update.
       reference: the reference model of the KL, or None.
       own_engine: whether another engine than the in-process sampler generates the completions.
-      teacher: scores the sampled tokens, or None.
+      teachers: score the sampled tokens, or None.
       critic: gives the advantages of tokens, or None.
     """
 
@@ -114,13 +114,13 @@ class Updates:
         mini_batch_size: int,
         reference: Reference | None,
         own_engine: bool,
-        teacher: Teacher | None = None,
+        teachers: Teachers | None = None,
         critic: Critic | None = None,
     ):
         self.trainer = trainer
         self.algo = algo
         self.objective = objective
-        self.teacher = teacher
+        self.teachers = teachers
         self.critic = critic
         self.critic_watch = SkipWatch("the loss of the critic", trainer.training.max_skipped_updates)
         self.mini_batch_size = mini_batch_size
@@ -308,22 +308,23 @@ class Updates:
         """Returns the log-probabilities of the policy, if they are needed before the first update, and the signals per
         token of the completions `live`. `several`: the batch has several updates."""
         trainer = self.trainer
-        teacher = self.teacher
+        teachers = self.teachers
         critic = self.critic
         old = None
         signals = _TokenSignals()
         penalised = critic is not None and ref is not None and bool(self.algo.kl_in_reward)
-        if several or (teacher is not None and teacher.spec is None) or penalised:
+        if several or (teachers is not None and teachers.spec is None) or penalised:
             old = self._logprobs(trainer.graphdef, trainer.params, batch, live)
-        if teacher is not None:
-            seen = teacher.batch(batch.routed_freely, problems)
-            if teacher.spec is not None:
-                prompts = place_replicated((seen.prompt_tokens, seen.prompt_lengths), trainer.mesh)
-                signals = signals._replace(teacher_loss=TeacherInputs(teacher.params, *prompts))
-            else:
-                assert old is not None
-                taught, metrics = self._taught_advantages(teacher, batch, seen, live, old)
-                signals = signals._replace(from_teacher=taught, metrics=metrics)
+        if teachers is not None and teachers.spec is not None:
+            teacher = teachers.default
+            assert teacher is not None
+            seen = teacher.batch(batch.routed_freely, problems, np.ones(len(problems), bool))
+            prompts = place_replicated((seen.prompt_tokens, seen.prompt_lengths), trainer.mesh)
+            signals = signals._replace(teacher_loss=TeacherInputs(teacher.params, *prompts))
+        elif teachers is not None:
+            assert old is not None
+            taught, metrics = self._taught_advantages(teachers, batch, problems, live, old)
+            signals = signals._replace(from_teacher=taught, metrics=metrics)
         if critic is not None:
             rewards = at_last_action(batch.rewards, batch.sampled) if turns is None else turns
             estimates, metrics = self._estimates(critic, batch, live, rewards, old if penalised else None, ref)
@@ -343,26 +344,32 @@ class Updates:
 
     def _taught_advantages(
         self,
-        teacher: Teacher,
+        teachers: Teachers,
         batch: GroupBatch,
-        seen: GroupBatch,
+        problems: Sequence[Problem],
         live: Bool[np.ndarray, "P G"],
         old: Float[np.ndarray, "P G T"],
     ) -> tuple[Float[np.ndarray, "P G T"], dict[str, float]]:
-        """Returns the advantages of tokens that a teacher gives, and metrics.
+        """Returns the advantages of tokens that teachers give, 0 in rows without a teacher, and metrics.
 
         Args:
-          seen: the batch as the teacher sees it.
           old: log-probabilities of the policy.
         """
-        mask = batch.sampled & live[..., None]
-        found = teacher.logprobs(self._logprobs, self.trainer.params, seen, live)
-        found = np.where(batch.completion_tokens < teacher.config.vocab_size, found, -np.inf)
-        values = teacher_advantages(jnp.asarray(found), jnp.asarray(old), jnp.asarray(mask))
-        divergence = np.asarray(values)[mask]
-        own = found[mask]
-        metrics = {"teacher/divergence": float(-divergence.mean()), "teacher/logprob": float(own.mean())}
-        return teacher.settings.coef * np.asarray(values), metrics if mask.any() else {}
+        found = np.zeros_like(old)
+        mask = np.zeros_like(batch.sampled)
+        for teacher, taught in teachers.of_batch(problems, self.objective):
+            rows = live & taught[:, None]
+            seen = teacher.batch(batch.routed_freely, problems, taught)
+            scores = teacher.logprobs(self._logprobs, self.trainer.params, seen, rows)
+            scores = np.where(batch.completion_tokens < teacher.config.vocab_size, scores, -np.inf)
+            found = np.where(rows[..., None], scores, found)
+            mask = mask | (batch.sampled & rows[..., None])
+        values = np.asarray(teacher_advantages(jnp.asarray(found), jnp.asarray(old), jnp.asarray(mask)))
+        metrics = {}
+        if mask.any():
+            metrics["teacher/divergence"] = float(-values[mask].mean())
+            metrics["teacher/logprob"] = float(found[mask].mean())
+        return teachers.settings.coef * values, metrics
 
     def _estimates(
         self,
