@@ -206,8 +206,12 @@ def _make_pair_learner(parts: Parts, learner: type[DPOLearner], folder: Path) ->
         evaluator = parts.evaluator(config.eval)
         names = evaluator.objectives()
         kept = folder / "rollouts" / "eval" if processes.is_first() else None
-        evaluate = lambda params, step: evaluator(params, rollouts=kept, step=step).metrics  # noqa: E731
-    return learner(
+
+
+        def evaluate(params: Any, step: int) -> dict[str, float]:
+            return evaluator(params, kept, step, moment_of(step, step, made.total)).metrics
+
+    made = learner(
         model=parts.model,
         tokenizer=parts.tokenizer,
         preference_config=config.preference,
@@ -217,6 +221,7 @@ def _make_pair_learner(parts: Parts, learner: type[DPOLearner], folder: Path) ->
         evaluate=evaluate,
         metrics_of_evaluate=names,
     )
+    return made
 
 
 def fine_tune(parts: Parts, folder: Path, callbacks: Sequence[Callback], another_follows: bool) -> NotSaved | None:
