@@ -23,6 +23,7 @@ from tunix_like.rollout.engines.registry import EngineSetup, engine_of, find_eng
 from tunix_like.runs.build import Parts, assemble
 from tunix_like.runs.folder import claim, run_folder
 from tunix_like.runtime import console, processes
+from tunix_like.runtime.moment import moment_of
 from tunix_like.session.callbacks import Callback, check_callbacks
 from tunix_like.session.display import displayed
 from tunix_like.storage.mirror import local_folder
@@ -206,12 +207,8 @@ def _make_pair_learner(parts: Parts, learner: type[DPOLearner], folder: Path) ->
         evaluator = parts.evaluator(config.eval)
         names = evaluator.objectives()
         kept = folder / "rollouts" / "eval" if processes.is_first() else None
-
-
-        def evaluate(params: Any, step: int) -> dict[str, float]:
-            return evaluator(params, kept, step, moment_of(step, step, made.total)).metrics
-
-    made = learner(
+        evaluate = lambda params, step: evaluator(params, kept, step, moment_of(step, step, made.total)).metrics  # noqa: E731
+    made: DPOLearner = learner(
         model=parts.model,
         tokenizer=parts.tokenizer,
         preference_config=config.preference,
