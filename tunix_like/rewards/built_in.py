@@ -30,7 +30,7 @@ def by_source(
     """Scores each completion with a registered reward function. `source_reward` has the name of this function for each
     completion.
 
-    Each reward function is called once, with all its completions.
+    Each reward function is called once, with all its completions, and gets `step` and `progress` if it asks for them.
 
     Raises:
       UserError: a name is not registered, or a reward function returned an invalid reward (the message names the
