@@ -34,6 +34,7 @@ class Problem:
       source: the prompt before rendering: a text, or a list of messages.
       row: index of the row in the training data; None without a curriculum.
       weight: factor of the loss of the prompt's completions; None without a curriculum that corrects its draws.
+      moment: step and progress of the run, which user functions can ask for (see `runtime.moment`); None: before a run.
     """
 
     number: int
@@ -43,6 +44,7 @@ class Problem:
     source: Any = None
     row: int | None = None
     weight: float | None = None
+    moment: Mapping[str, float] | None = None
 
 
 class GroupBatch(NamedTuple):
@@ -312,5 +314,6 @@ RewardFunction = Callable[..., Sequence[float | None]]
 """`f(prompts, completions, **columns) -> one number per completion (None: does not apply; NaN: cannot be scored)`.
 
 The function is called once with all completions of a rollout batch or, in a worker, once per group. If the call fails,
-it is called again with fewer completions. Each column is a list of the same length as `completions`.
+it is called again with fewer completions. Each column is a list of the same length as `completions`. Parameters `step`
+and `progress` get one number (see `runtime.moment`), unless columns have these names.
 """

@@ -11,7 +11,7 @@ import pytest
 
 from tunix_like.environments.adapters import as_environment
 from tunix_like.environments.local import LocalEnvironments
-from tunix_like.environments.outcomes import Outcome
+from tunix_like.environments.outcomes import Outcome, reset_arguments
 from tunix_like.environments.protocol import EnvStepResult
 from tunix_like.environments.registry import (
     ENVIRONMENTS,
@@ -21,6 +21,8 @@ from tunix_like.environments.registry import (
     resolve_tools,
 )
 from tunix_like.errors import UserError
+from tunix_like.runtime.moment import moment_of
+from tunix_like.types import Problem
 
 
 def call(name, **arguments):
@@ -47,6 +49,37 @@ def test_reset_gets_the_columns_that_it_takes():
     assert as_environment(lambda: All()).start({}).reset({"b": 1}) == [{"role": "user", "content": "b"}]
     with pytest.raises(UserError, match="Own.reset needs an argument 'start', but the rows have no such column; .*: x"):
         as_environment(Own).start({}).reset({"x": 1})
+
+
+class Annealed(Own):
+    def reset(self, step, progress=-1.0, **columns):
+        assert not columns, "these numbers are no columns"
+        return f"{step} {progress}"
+
+
+def test_reset_gets_the_numbers_of_the_run_that_it_names():
+    trajectory = as_environment(Annealed).start({})
+    assert trajectory.reset({}, moment_of(3, 2, 4)) == "3 0.5"
+    assert trajectory.reset({"step": 7}, moment_of(3, 2, 4)) == "7 0.5", "a column goes first"
+    assert trajectory.reset({}, moment_of(3, 2, None)) == "3 -1.0"
+    assert as_environment(All).start({}).reset({"b": 1}, moment_of(3, 2, 4)) == [{"role": "user", "content": "b"}]
+
+
+def test_reset_that_needs_an_unknown_progress():
+    class Needs(Own):
+        def reset(self, progress):
+            pass
+
+    with pytest.raises(UserError, match="Needs.reset needs an argument 'progress': the number of steps of this run"):
+        as_environment(Needs).start({}).reset({}, moment_of(3, 2, None))
+
+
+def test_an_object_that_runs_all_trajectories_may_take_the_moment():
+    environments = LocalEnvironments(Own)
+    problem = Problem(0, "p", [1], {"start": 1}, "p", moment=moment_of(3, 2, 4))
+    assert reset_arguments(environments, problem) == ({"start": 1}, {"step": 3, "progress": 0.5})
+    environments.reset = lambda number, row: None
+    assert reset_arguments(environments, problem) == ({"start": 1},)
 
 
 def test_steps_of_an_environment_of_this_library():

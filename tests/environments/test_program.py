@@ -26,6 +26,7 @@ from tunix_like.config.load import load
 from tunix_like.config.schema import EnvironmentConfig, RolloutConfig
 from tunix_like.environments.arguments import make_player
 from tunix_like.environments.kinds import environments_of
+from tunix_like.runtime.moment import moment_of
 from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.types import Problem, Turn
 from tunix_like.workers.process import children_of
@@ -48,7 +49,8 @@ def opened():
         made.append(environments)
         player = make_player(environments, EnvironmentConfig(max_turns=max_turns), tokenizer, rollout)
         assert player is not None
-        problems = [Problem(n, "", TOKENIZER.encode("ab"), row, "ab") for n, row in enumerate(rows)]
+        moment = moment_of(3, 2, 4)
+        problems = [Problem(n, "", TOKENIZER.encode("ab"), row, "ab", moment=moment) for n, row in enumerate(rows)]
         return player.start(problems, size, 16)
 
     yield begin
@@ -241,6 +243,20 @@ def test_the_row_has_the_prompt_and_no_gold_columns(opened, tmp_path):
         seen.append(json.loads((tmp_path / "row.json").read_text()))
         assert not Path((tmp_path / "place").read_text().strip()).exists()
     assert seen == [{"word": "x", "numbers": [0, 1], "prompt": "ab"}, {"answer": "gold", "prompt": "ab"}]
+
+
+def test_a_command_gets_step_and_progress_as_variables(opened, tmp_path):
+    line = f"echo $TUNIX_LIKE_STEP $TUNIX_LIKE_PROGRESS > {tmp_path}/moment"
+    play(opened(line, [{}]))
+    assert (tmp_path / "moment").read_text() == "3 0.5\n"
+
+
+@needs_openai
+def test_a_function_gets_step_and_progress_by_name(opened):
+    (episode,) = play(opened(functions.asking, [{}]))
+    assert (episode.failure, episode.reward) == (None, 3.5)
+    (episode,) = play(opened(functions.asking, [{}], arguments={"step": 10}))
+    assert episode.reward == 10.5, "an argument of the config stays"
 
 
 def config(tmp_path, environment):

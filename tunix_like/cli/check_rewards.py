@@ -23,7 +23,7 @@ from tunix_like.config.schema import Config
 from tunix_like.data import load_source
 from tunix_like.data.source import Record, is_conversation
 from tunix_like.environments.kinds import environments_of, kind_of
-from tunix_like.environments.outcomes import Environments, Outcome, check_configured, columns_for
+from tunix_like.environments.outcomes import Environments, Outcome, check_configured, reset_arguments
 from tunix_like.rewards.environment_state import failed_state
 from tunix_like.rewards.pool import close_pools
 from tunix_like.rewards.scoring import Scores
@@ -192,7 +192,7 @@ def _tried(
     games = [Game() for _ in problems]
     seconds = list[float]()
     for number, problem in enumerate(problems):
-        environments.reset(number, columns_for(environments, problem))
+        environments.reset(number, *reset_arguments(environments, problem))
     for outcome, _ in _outcomes(environments, len(games)):
         games[outcome.number].add(outcome)
     for turn in range(config.environment.max_turns):
@@ -235,7 +235,7 @@ def _called(environments: Environments, tool: Mapping[str, Any], problem: Proble
     """Calls a tool once in a new environment, with arguments made from its schema."""
     function = tool["function"]
     call = {"name": function["name"], "arguments": arguments_of(function)}
-    environments.reset(0, columns_for(environments, problem))
+    environments.reset(0, *reset_arguments(environments, problem))
     ((outcome, _),) = _outcomes(environments, 1)
     if outcome.failure is None:
         environments.step(0, f"<tool_call>\n{json.dumps(call)}\n</tool_call>")

@@ -104,7 +104,7 @@ def measured(source: str, overrides: Sequence[str]) -> Measured:
     if is_first():  # to standard error: if standard output cannot be written, the files still are
         print("\n".join(prompt_lines(evaluator.problems[0])), file=sys.stderr)
     try:
-        return Measured(trained, split, evaluator, evaluator(trained.params))
+        return Measured(trained, split, evaluator, evaluator(trained.params, moment=trained.moment))
     finally:
         evaluator.close()
 

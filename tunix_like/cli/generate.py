@@ -137,7 +137,7 @@ def _print_score(trained: Trained, row: Mapping[str, Any], completion: str) -> N
         print(f"no reward: {error}", file=sys.stderr)
         return
     try:
-        scores = score_completions(rewards, [Problem(0, *prompt)], [completion], 1)
+        scores = score_completions(rewards, [Problem(0, *prompt, moment=trained.moment)], [completion], 1)
     finally:
         close_pools(function for _, function, _ in rewards)
     parts = [f"{name} {values[0]:g}" for name, values in scores.by_function.items()]
@@ -261,7 +261,7 @@ def play(
     tokenizer = trained.tokenizer
     prompt = rendered(row["prompt"], tokenizer, engine.max_prompt_length)
     columns = {name: value for name, value in row.items() if name != "prompt"}
-    problem = Problem(0, prompt.text, prompt.tokens, columns, row["prompt"])
+    problem = Problem(0, prompt.text, prompt.tokens, columns, row["prompt"], moment=trained.moment)
     player = make_player(environments, config.environment, tokenizer, config.rollout)
     assert player is not None, "environments were given"
     cure = (

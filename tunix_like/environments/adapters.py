@@ -17,6 +17,7 @@ from tunix_like.environments.protocol import (
 )
 from tunix_like.environments.tools import ToolCalls, ToolResult, schema_of, tool_message
 from tunix_like.errors import UserError
+from tunix_like.runtime.moment import NAMES, START, UNKNOWN, Moment, asked_numbers
 from tunix_like.runtime.user_code import check_arguments
 from tunix_like.text.tool_calls import ToolCall
 
@@ -33,7 +34,7 @@ class Trajectory(Protocol):
     """The environment of one trajectory. Its methods check the values that user code returns, and do not catch
     exceptions of user code."""
 
-    def reset(self, columns: Mapping[str, Any]) -> str | Sequence[Message] | None: ...
+    def reset(self, columns: Mapping[str, Any], moment: Moment = START) -> str | Sequence[Message] | None: ...
 
     def step(self, completion: str) -> EnvStepResult: ...
 
@@ -223,8 +224,8 @@ class _StepEnvironment:
         self.environment = environment
         self.name = type(environment).__name__
 
-    def reset(self, columns: Mapping[str, Any]) -> str | Sequence[Message] | None:
-        return _reset(self.environment, columns)
+    def reset(self, columns: Mapping[str, Any], moment: Moment = START) -> str | Sequence[Message] | None:
+        return _reset(self.environment, columns, moment)
 
     def step(self, completion: str) -> EnvStepResult:
         return checked_step(self.environment.step(completion), f"{self.name}.step")
@@ -250,8 +251,8 @@ class _ToolEnvironment:
         self._functions = functions
         self._calls = ToolCalls(schemas)
 
-    def reset(self, columns: Mapping[str, Any]) -> str | Sequence[Message] | None:
-        return None if self.environment is None else _reset(self.environment, columns)
+    def reset(self, columns: Mapping[str, Any], moment: Moment = START) -> str | Sequence[Message] | None:
+        return None if self.environment is None else _reset(self.environment, columns, moment)
 
     def step(self, completion: str) -> EnvStepResult:
         return self._calls.step(completion, self._run)
@@ -279,7 +280,7 @@ class _TunixEnvironment(_StepEnvironment):
         super().__init__(environment)
         self._calls = ToolCalls() if hasattr(environment, "tool_manager") else None
 
-    def reset(self, columns: Mapping[str, Any]) -> str | Sequence[Message] | None:
+    def reset(self, columns: Mapping[str, Any], moment: Moment = START) -> str | Sequence[Message] | None:
         result = self.environment.reset()
         if not (isinstance(result, tuple) and len(result) == 2):
             raise UserError(f"{self.name}.reset returned {show(result)}; return the tuple (observation, info).")
@@ -301,25 +302,29 @@ class _TunixEnvironment(_StepEnvironment):
         return step._replace(info={**step.info, **counts})
 
 
-def _reset(environment: Any, columns: Mapping[str, Any]) -> str | Sequence[Message] | None:
-    """Calls `reset` with the columns of a data row for which it has parameters (with `**kwargs`: all columns), and
-    checks the observation.
+def _reset(environment: Any, columns: Mapping[str, Any], moment: Moment) -> str | Sequence[Message] | None:
+    """Calls `reset` with the columns of a data row for which it has parameters (with `**kwargs`: all columns) and the
+    numbers of the run that it asks for, and checks the observation.
 
     Raises:
       UserError: `reset` requires a column that the rows do not have.
     """
+    numbers = {name: moment[name] for name in asked_numbers(environment.reset, moment, columns)}
     where = f"{type(environment).__name__}.reset"
     parameters = inspect.signature(environment.reset).parameters.values()
     for p in parameters:
         needed = p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        if needed and (p.name not in columns or p.kind is p.POSITIONAL_ONLY):
+        missing = needed and (p.name not in {*columns, *numbers} or p.kind is p.POSITIONAL_ONLY)
+        if missing and p.name in {*NAMES} - {*moment}:
+            raise UserError(f"{where} needs an argument '{p.name}': {UNKNOWN}")
+        if missing:
             raise UserError(
                 f"{where} needs an argument '{p.name}', but the rows have no such column; they have: "
                 f"{', '.join(sorted(columns)) or 'none'}. Give it a default value, or rename it."
             )
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         columns = {p.name: columns[p.name] for p in parameters if p.name in columns}
-    return checked_observation(environment.reset(**columns), where)
+    return checked_observation(environment.reset(**columns, **numbers), where)
 
 
 def _tunix_action(completion: str, calls: Sequence[Any]) -> Any:

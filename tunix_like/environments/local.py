@@ -9,6 +9,7 @@ from typing import Any
 
 from tunix_like.environments.adapters import Adapted, Trajectory, as_environment
 from tunix_like.environments.outcomes import Outcome, failure_of
+from tunix_like.runtime.moment import START, Moment
 
 
 class LocalEnvironments:
@@ -40,13 +41,13 @@ class LocalEnvironments:
             self._tools = self._adapted.tools()
         return self._tools
 
-    def reset(self, number: int, columns: Mapping[str, Any]) -> None:
+    def reset(self, number: int, columns: Mapping[str, Any], moment: Moment = START) -> None:
         if number in self._trajectories:
             raise ValueError(f"Trajectory {number} already has an environment; finish it first.")
 
         def start() -> Outcome:
             self._trajectories[number] = trajectory = self._adapted.start(columns)
-            return Outcome(number, trajectory.reset(columns))
+            return Outcome(number, trajectory.reset(columns, moment))
 
         self._run(number, start)
 

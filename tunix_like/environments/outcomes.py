@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from tunix_like.errors import EnvironmentMisconfigured, EnvironmentUnavailable, UserError
+from tunix_like.runtime.moment import START
 from tunix_like.workers.failures import Failure, FailureKind, explain
 
 if TYPE_CHECKING:  # worker processes import this module, and `types` imports jax
@@ -63,7 +65,8 @@ class Environments(Protocol):
 
     def reset(self, number: int, columns: Mapping[str, Any]) -> None:
         """Makes the environment of a trajectory, and starts the environment's `reset` with the columns of the
-        trajectory's data row."""
+        trajectory's data row. If `reset` has a third parameter `moment`, it gets step and progress of the run (see
+        `runtime.moment`)."""
 
     def step(self, number: int, completion: str) -> None:
         """Starts one step of a trajectory's environment. `completion` is the text of the turn."""
@@ -89,11 +92,15 @@ def failure_of(name: str, error: BaseException) -> Failure:
     return Failure(next(kinds, "error"), explain(name, error, "Environment"))
 
 
-def columns_for(environments: Environments, problem: Problem) -> Mapping[str, Any]:
-    """Returns the columns of a problem that the `reset` of environments gets: all but the prompt, which the policy
-    sees. Programs get the prompt too, because they write the conversation (`reads_prompt`)."""
+def reset_arguments(environments: Environments, problem: Problem) -> tuple[Mapping[str, Any], ...]:
+    """Returns the arguments of `reset` that follow the number of the trajectory.
+
+    The columns are all but the prompt, which the policy sees. Programs get the prompt too, because they write the
+    conversation (`reads_prompt`)."""
     prompt = {"prompt": problem.source} if getattr(environments, "reads_prompt", False) else {}
-    return {**problem.columns, **prompt}
+    columns = {**problem.columns, **prompt}
+    takes_moment = "moment" in inspect.signature(environments.reset).parameters
+    return (columns, problem.moment or START) if takes_moment else (columns,)
 
 
 def check_configured(failure: Failure | None) -> None:

@@ -18,6 +18,7 @@ from tunix_like.environments.protocol import checked_number, checked_observation
 from tunix_like.environments.worker import settings_of
 from tunix_like.errors import UserError
 from tunix_like.rewards.environment_state import EnvironmentState
+from tunix_like.runtime.moment import START, Moment
 from tunix_like.workers.failures import LONGEST_REASON, Failure, FailureKind
 from tunix_like.workers.fork_server import Fork, ForkServer
 from tunix_like.workers.messages import packed
@@ -97,7 +98,7 @@ class EnvironmentPool:
                 raise UserError(self._problem.reason)
         return self._tools
 
-    def reset(self, number: int, columns: Mapping[str, Any]) -> None:
+    def reset(self, number: int, columns: Mapping[str, Any], moment: Moment = START) -> None:
         """Makes and resets the environment of a trajectory; see `Environments.reset`.
 
         Raises:
@@ -106,7 +107,7 @@ class EnvironmentPool:
         """
         if number in self._forks:
             raise ValueError(f"Trajectory {number} already has an environment; finish it first.")
-        self._submit(number, "reset", dict(columns))
+        self._submit(number, "reset", (dict(columns), dict(moment)), f"a column ({', '.join(columns)})")
 
     def step(self, number: int, completion: str) -> None:
         """Steps the environment of a trajectory; see `Environments.step`.
@@ -116,7 +117,7 @@ class EnvironmentPool:
         """
         if number not in self._forks:
             raise ValueError(f"Trajectory {number} has no environment; reset it first.")
-        self._submit(number, "step", completion)
+        self._submit(number, "step", completion, "the argument of step")
 
     def finish(self, number: int) -> None:
         """Ends a trajectory; see `Environments.finish`. A trajectory without an environment gets an outcome with reward
@@ -124,7 +125,7 @@ class EnvironmentPool:
         if number not in self._forks:
             self._ready.append(Outcome(number))
         else:
-            self._submit(number, "finish", None)
+            self._submit(number, "finish", None, "the argument of finish")
 
     def cancel(self, number: int) -> None:
         """Stops the environment of a trajectory that has no unanswered call. The trajectory gets no outcome."""
@@ -153,8 +154,7 @@ class EnvironmentPool:
         for held in (self._forks, self._requests, self._ready):
             held.clear()
 
-    def _submit(self, number: int, what: str, value: Any) -> None:
-        part = f"a column ({', '.join(value)})" if what == "reset" else f"the argument of {what}"
+    def _submit(self, number: int, what: str, value: Any, part: str) -> None:
         subject = f"Environment '{self.name}': {part}"
         request = packed((what, value, self.timeout_seconds), subject, "use plain values")
         self._forks.setdefault(number, None)

@@ -24,6 +24,7 @@ from tunix_like.environments.outcomes import Outcome
 from tunix_like.environments.pool import EnvironmentPool
 from tunix_like.environments.program_worker import Answer, surroundings
 from tunix_like.errors import UserError, check_type
+from tunix_like.runtime.moment import NAMES, START, Moment
 from tunix_like.runtime.user_code import check_arguments, place_of
 from tunix_like.workers.failures import Failure
 from tunix_like.workers.routes import COUNT
@@ -139,7 +140,7 @@ class Program:
         self._rewards: dict[int, float] = {}  # of these programs, until their processes have ended
         self._ready: list[Outcome] = []
 
-    def reset(self, number: int, columns: Mapping[str, Any]) -> None:
+    def reset(self, number: int, columns: Mapping[str, Any], moment: Moment = START) -> None:
         """Starts the program of a trajectory. Its first request becomes the first observation."""
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="tunix_like_rows_")
@@ -153,7 +154,7 @@ class Program:
         self.calls.pop(number, None)
         self._rows[number] = row
         self._running.add(number)
-        self._pool.reset(number, {"row": str(row)})
+        self._pool.reset(number, {"row": str(row)}, moment)
 
     def step(self, number: int, completion: str, reason: str = "stop") -> None:
         """Answers the latest request of a trajectory (see `AgentEnvironments.step`)."""
@@ -263,7 +264,7 @@ def _checked_function(function: Callable[..., Any], arguments: Mapping[str, Any]
         raise UserError(f"Environment '{name}': an agent is a command or an async function; write async def.")
     if importlib.util.find_spec("openai") is None:
         raise UserError(f"Environment '{name}': the client of an async agent needs openai; run pip install openai.")
-    check_arguments("environment.arguments", name, function, arguments, positional=2)
+    check_arguments("environment.arguments", name, function, arguments, 2, {*NAMES} - {*arguments})
     return place_of(name, function, "Environment", "write it as a program of its own")
 
 

@@ -27,12 +27,16 @@ from tunix_like.environments.endpoint import Asked, Endpoint
 from tunix_like.environments.outcomes import TimeLimitExceeded
 from tunix_like.environments.protocol import EnvStepResult, checked_number
 from tunix_like.errors import UserError
+from tunix_like.runtime.moment import asked_numbers
 from tunix_like.runtime.user_code import load_function
 from tunix_like.workers.process import how_ended
 from tunix_like.workers.routes import COUNT, LOCAL
 
 ROW_VARIABLE = "TUNIX_LIKE_ROW"
 """Environment variable with the path of a file with the data row, as JSON."""
+
+MOMENT_VARIABLES = {"step": "TUNIX_LIKE_STEP", "progress": "TUNIX_LIKE_PROGRESS"}
+"""Environment variables with the numbers of the run."""
 
 MOST_OUTPUT = 1 << 16
 """Number of bytes that are kept of what a program has printed: the last ones."""
@@ -96,12 +100,14 @@ class ProgramTrajectory:
             _ = client.chat.completions, client.responses  # imported at the first access
         return []
 
-    def reset(self, row: str) -> str:
+    def reset(self, row: str, step: float = 0, progress: float | None = None) -> str:
         """Starts the program. Returns its first request.
 
         Args:
           row: path of the file with the data row.
+          step, progress: the moment of the run; `progress` is None if it is not known.
         """
+        numbers = {"step": step} if progress is None else {"step": step, "progress": progress}
         news: queue.SimpleQueue[Any] = queue.SimpleQueue()
         endpoint = Endpoint(news)
         variables = {
@@ -110,12 +116,15 @@ class ProgramTrajectory:
             "ANTHROPIC_BASE_URL": endpoint.url,
             "ANTHROPIC_API_KEY": endpoint.key,
             ROW_VARIABLE: row,
+            **{MOMENT_VARIABLES[name]: str(number) for name, number in numbers.items()},
         }
         if self._function is None:
             assert self._command is not None
             self._started = _Started.command(self._command, variables, news)
         else:
-            self._started = _Started.function(self._function, self._arguments, variables, news)
+            asked = asked_numbers(self._function, numbers, self._arguments)
+            arguments = {**self._arguments, **{name: numbers[name] for name in asked}}
+            self._started = _Started.function(self._function, arguments, variables, news)
         endpoint.start()
         result = self._next()
         if result.done:

@@ -59,7 +59,8 @@ class Environment(Protocol):
     """
 
     def reset(self, **columns: Any) -> str | Sequence[Message] | None:
-        """Starts an episode. The columns of a data row, except its prompt, are the arguments.
+        """Starts an episode. The columns of a data row, except its prompt, are the arguments. Parameters `step` and
+        `progress` that are no columns get these numbers of the run.
 
         Returns:
           the first observation, which is added to the row's prompt. Text is appended to the last message (or to the

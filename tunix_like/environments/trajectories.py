@@ -14,7 +14,7 @@ from tunix_like.config.schema import EnvironmentConfig
 from tunix_like.data.stream import render, usable
 from tunix_like.environments.bridge import with_observation
 from tunix_like.environments.history import Continuation, Histories, History
-from tunix_like.environments.outcomes import Environments, Outcome, check_configured, columns_for
+from tunix_like.environments.outcomes import Environments, Outcome, check_configured, reset_arguments
 from tunix_like.environments.protocol import POTENTIAL, STATE
 from tunix_like.errors import EngineLost, EnvironmentMisconfigured, UserError
 from tunix_like.rewards.environment_state import failed_state
@@ -368,9 +368,9 @@ class Trajectories:
         """Resets the environments of this process. Returns, for each problem of this process, the prompt with the first
         observation (see `_opened`)."""
         for group in self._own:
-            columns = columns_for(self._environments, self._given[group])
+            arguments = reset_arguments(self._environments, self._given[group])
             for number in self._numbers(group):
-                self._begin_call("reset", number, columns)
+                self._begin_call("reset", number, *arguments)
         first: dict[int, Any] = {}
         while self._unanswered:
             for outcome in self._outcomes(wait=True):

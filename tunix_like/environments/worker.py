@@ -82,10 +82,10 @@ def main(channel: socket.socket, settings: Mapping[str, Any]) -> None:
 def _answer_calls(channel: socket.socket, adapted: Adapted) -> None:
     """Answers the calls of one trajectory after the other.
 
-    A call is `("reset", columns, seconds)`, `("step", text, seconds)` or `("finish", None, seconds)`. `seconds` is the
-    time limit of the call. An answer is `{"observation": ...}` for `reset`, all fields of an `EnvStepResult` for
-    `step`, `{"reward": ..., "attributes": plain attributes of the environment, "reusable": whether this process can run
-    another trajectory}` for `finish`, or `{"failure": [kind, reason]}`.
+    A call is `("reset", (columns, moment), seconds)`, `("step", text, seconds)` or `("finish", None, seconds)`.
+    `seconds` is the time limit of the call. An answer is `{"observation": ...}` for `reset`, all fields of an
+    `EnvStepResult` for `step`, `{"reward": ..., "attributes": plain attributes of the environment, "reusable": whether
+    this process can run another trajectory}` for `finish`, or `{"failure": [kind, reason]}`.
     """
     before = _surroundings()
     trajectory: Trajectory | None = None
@@ -95,8 +95,9 @@ def _answer_calls(channel: socket.socket, adapted: Adapted) -> None:
         what, given, seconds = pickle.loads(request)
         deadline.set_limit(seconds)
         if what == "reset":
-            trajectory = adapted.start(given)
-            return {"observation": trajectory.reset(given)}
+            columns, moment = given
+            trajectory = adapted.start(columns)
+            return {"observation": trajectory.reset(columns, moment)}
         assert trajectory is not None
         if what == "step":
             return trajectory.step(given)._asdict()

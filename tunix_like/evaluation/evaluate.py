@@ -36,6 +36,7 @@ from tunix_like.rollout.rollouts import (
 )
 from tunix_like.rollout.scoring import scored_rollout
 from tunix_like.runtime import progress, trace
+from tunix_like.runtime.moment import START, Moment
 from tunix_like.runtime.profile import Stopwatch
 from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Engine, Problem, SamplingParams
@@ -163,6 +164,7 @@ class Evaluator:
         params: Any,
         rollouts: Path | None = None,
         step: int = 0,
+        moment: Moment = START,
     ) -> Evaluation:
         """Samples `eval.samples` completions of each problem, scores them and computes the metrics.
 
@@ -170,6 +172,7 @@ class Evaluator:
           rollouts: folder for the completions, also those of a batch whose scoring raises an error, and for the text
             of the first failure of a reward function. If None, nothing is written.
           step: number of the training step after which the weights are evaluated; 0 before training or without a run.
+          moment: that of the weights, for reward functions and environments.
 
         Raises:
           UserError: `step` is 0, and either no completion could be scored, or the scoring of every completion of the
@@ -177,7 +180,7 @@ class Evaluator:
             continues.
         """
         with progress.task("evaluation", len(self.problems)) as advance, trace.span("evaluation"):
-            parts, seconds = self._sampled(self.engine.place(params), advance, rollouts, step)
+            parts, seconds = self._sampled(self.engine.place(params), advance, rollouts, step, moment)
             if step == 0:
                 warn_cut("evaluation", np.concatenate([rollout.completions.finished for rollout in parts]))
             if rollouts is not None:
@@ -185,11 +188,11 @@ class Evaluator:
             return self._summary(parts)._replace(seconds=seconds)
 
     def _sampled(
-        self, params: Any, advance: progress.Advance, rollouts: Path | None, step: int
+        self, params: Any, advance: progress.Advance, rollouts: Path | None, step: int, moment: Moment
     ) -> tuple[list[Rollout], float]:
         """Returns one `Rollout` per batch of problems, and the seconds of sampling."""
         config = self.config
-        problems = self.problems
+        problems = [dataclasses.replace(problem, moment=moment) for problem in self.problems]
         sampling = SamplingParams(config.temperature, config.top_p)
         size = min(config.batch_size, len(problems))
         parts: list[Rollout] = []

@@ -35,6 +35,7 @@ from tunix_like.models.lora import (
 from tunix_like.models.quantized_base import quantize_base
 from tunix_like.models.sharding import place_params
 from tunix_like.models.weights import Params
+from tunix_like.runtime.moment import START, Moment, moment_of
 from tunix_like.runtime.object_storage import is_remote, local_copy, names_below
 from tunix_like.storage import checkpoint_files
 from tunix_like.storage.checkpoints import Checkpoints
@@ -68,6 +69,15 @@ class RunCheckpoint(NamedTuple):
             return load(file, overrides)
         adapted = (self.run / "model" / ADAPTER_CONFIG).is_file()
         return load(None, [*(_named_base(self.run) if adapted else ()), *overrides])
+
+    def moment(self) -> Moment:
+        """Returns the moment after the last step of the checkpoint. SFT precedes the run, so that of its steps is the
+        start."""
+        if self.folder.parent.name != _STEPS[0]:
+            return START
+        step = int(self.folder.name)
+        with Checkpoints(self.folder.parent) as checkpoints:
+            return moment_of(step, step, checkpoints.meta(step).get("total"))
 
 
 def find_checkpoint(path: str | Path, overrides: Sequence[str] = ()) -> RunCheckpoint | None:

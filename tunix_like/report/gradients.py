@@ -84,7 +84,8 @@ def measure(run: Path, batches: int, on_progress: Callable[[int], None] = lambda
     sampler = make_engine(trained.graphdef, trained.tokenizer, config.rollout, trained.mesh)
     out = Gradients([], [], [], trained.origin)
     for start in range(0, len(problems) - size + 1, size):
-        rollout = _sample(trained, sampler, problems[start : start + size], task)
+        at_checkpoint = [dataclasses.replace(each, moment=trained.moment) for each in problems[start : start + size]]
+        rollout = _sample(trained, sampler, at_checkpoint, task)
         batch = training_batch(rollout, task, objective)
         norms = _norms(batch, objective, trained, program, on_progress)
         scored = batch.scored

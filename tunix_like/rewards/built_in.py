@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tunix_like.errors import UserError
-from tunix_like.rewards.calls import arguments_of, call, given_text
+from tunix_like.rewards.calls import arguments_of, call, given_text, is_number
 from tunix_like.rewards.registry import REWARDS
 
 
@@ -20,12 +20,17 @@ def exact_match(prompts: list[str], completions: list[str], answer: list[Any], *
 
 
 def by_source(
-    prompts: list[str], completions: list[str], source_reward: list[str], **columns: Any
+    prompts: list[str],
+    completions: list[str],
+    source_reward: list[str],
+    step: Any = None,
+    progress: Any = None,
+    **columns: Any,
 ) -> list[float | None]:
     """Scores each completion with a registered reward function. `source_reward` has the name of this function for each
     completion.
 
-    Each reward function is called once, with all its completions.
+    Each reward function is called once, with all its completions, and gets `step` and `progress` if it asks for them.
 
     Raises:
       UserError: a name is not registered, or a reward function returned an invalid reward (the message names the
@@ -33,6 +38,9 @@ def by_source(
       Exception: any exception that a reward function raises.
     """
     given = {"prompts": prompts, "completions": completions, **columns}
+    named = {"step": step, "progress": progress}  # columns of the data, or numbers of the run
+    given |= {key: value for key, value in named.items() if isinstance(value, list)}
+    moment = {key: value for key, value in named.items() if is_number(value)}
     out: list[float | None] = [None] * len(completions)
     for name in dict.fromkeys(source_reward):
         if name not in REWARDS:  # data must not be able to run code, so `FILE.py:function` is not accepted here
@@ -42,7 +50,8 @@ def by_source(
             )
         rows = [i for i, row_name in enumerate(source_reward) if row_name == name]
         function = REWARDS[name]
-        arguments = {key: [given[key][i] for i in rows] for key in arguments_of(name, function, given)}
+        names = arguments_of(name, function, given, moment)
+        arguments = {key: [given[key][i] for i in rows] if key in given else moment[key] for key in names}
         results = call(name, function, arguments, len(rows))
         if results.failures:
             raise UserError(next(iter(results.failures.values())).reason)

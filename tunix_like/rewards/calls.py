@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tunix_like.errors import UserError
+from tunix_like.runtime.moment import NAMES, UNKNOWN, asked_numbers
 from tunix_like.tasks.results import LARGEST_REWARD
 from tunix_like.workers.failures import Failure, explain
 
@@ -78,21 +79,20 @@ class GroupFunction(abc.ABC):
         """The function, or texts, that determine the rewards; a resumed run compares them with those before."""
 
     @abc.abstractmethod
-    def score_groups(
-        self, name: str, arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
-    ) -> FunctionRewards:
+    def score_groups(self, name: str, arguments: Mapping[str, Any], count: int, group_size: int) -> FunctionRewards:
         """Scores `count` completions, in groups of `group_size`.
 
         Args:
           name: name of the function in messages.
-          arguments: the arguments of the function by name; each is a sequence with one item per completion.
+          arguments: the arguments of the function by name; each is a sequence with one item per completion, or a number
+            of the run (see `is_number`).
         """
 
     def close(self) -> None:  # noqa: B027
         """Frees processes and connections. A later call makes new ones."""
 
     def __call__(
-        self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]
+        self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any] | float
     ) -> list[float | None]:
         """Returns the rewards of the completions of one group; None for a completion to which the function does not
         apply, NaN for one for which it fails."""
@@ -127,16 +127,22 @@ def check_form(name: str, function: Any) -> None:
         ) from None
 
 
-def arguments_of(name: str, function: Callable[..., Any], columns: Collection[str]) -> list[str]:
-    """Returns the columns (including `prompts` and `completions`) that the function accepts as keyword arguments.
+def arguments_of(
+    name: str, function: Callable[..., Any], columns: Collection[str], moment: Collection[str] = ()
+) -> list[str]:
+    """Returns the columns (including `prompts` and `completions`) that the function accepts as keyword arguments, and
+    the names in `moment` that it asks for.
 
     Raises:
       UserError: the function requires a column that does not exist, or is not a valid reward function.
     """
     check_form(name, function)
     parameters = inspect.signature(function).parameters.values()
+    asked = asked_numbers(function, moment, columns)
     needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    missing = [p.name for p in needed if p.name not in columns or p.kind is p.POSITIONAL_ONLY]
+    missing = [p.name for p in needed if p.name not in (*columns, *asked) or p.kind is p.POSITIONAL_ONLY]
+    if missing and moment and missing[0] in {*NAMES} - {*moment}:
+        raise UserError(f"Reward function '{name}' needs an argument '{missing[0]}': {UNKNOWN}")
     if missing:
         cure = " data.answer_template builds it from other columns, e.g. '{column}'." if missing[0] == "answer" else ""
         raise UserError(
@@ -144,13 +150,17 @@ def arguments_of(name: str, function: Callable[..., Any], columns: Collection[st
             f"{', '.join(sorted(columns))}.{cure} The expected signature is f(prompts, completions, **columns)."
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return list(columns)
-    return [p.name for p in parameters if p.name in columns]
+        return [*columns, *asked]
+    return [p.name for p in parameters if p.name in columns or p.name in asked]
 
 
-def call(
-    name: str, function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]], count: int
-) -> FunctionRewards:
+def is_number(argument: Any) -> bool:
+    """Returns whether an argument of a reward function is one number for all completions, as those of the moment of the
+    run are, and not a sequence with a value for each."""
+    return isinstance(argument, int | float)
+
+
+def call(name: str, function: Callable[..., Any], arguments: Mapping[str, Any], count: int) -> FunctionRewards:
     """Calls a reward function once for `count` completions. The function gets a copy of each list, and can be async.
 
     A returned None means that the function does not apply to the completion, NaN that the completion cannot be scored.
@@ -161,7 +171,8 @@ def call(
       WrongCount: the function returned a wrong number of values, or not a list.
       Exception: any exception that the function raises.
     """
-    values = result_of(function(**{key: list(column) for key, column in arguments.items()}))
+    given = {key: value if is_number(value) else list(value) for key, value in arguments.items()}
+    values = result_of(function(**given))
     if hasattr(values, "tolist"):  # numpy and jax arrays
         values = values.tolist()
     if not isinstance(values, list | tuple):
@@ -229,7 +240,7 @@ def number_of(value: Any) -> tuple[float, str | None]:
 
 
 def call_in_process(
-    name: str, function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
+    name: str, function: Callable[..., Any], arguments: Mapping[str, Any], count: int, group_size: int
 ) -> FunctionRewards:
     """Scores `count` completions with a reward function in this process. Finds the completions for which it fails.
 
@@ -266,9 +277,10 @@ def copy_rewards(results: FunctionRewards, rows: range, part: FunctionRewards) -
     results.failures.update({rows[i]: failure for i, failure in part.failures.items()})
 
 
-def slices(arguments: Mapping[str, Sequence[Any]], rows: range) -> dict[str, Sequence[Any]]:
-    """Returns, of every column in `arguments`, the values of the completions with the indices `rows`."""
-    return {key: column[rows.start : rows.stop] for key, column in arguments.items()}
+def slices(arguments: Mapping[str, Any], rows: range) -> dict[str, Any]:
+    """Returns, of every column in `arguments`, the values of the completions with the indices `rows`, and the numbers
+    of the run."""
+    return {key: each if is_number(each) else each[rows.start : rows.stop] for key, each in arguments.items()}
 
 
 def _show(value: Any) -> str:

@@ -49,9 +49,7 @@ class PooledFunction(GroupFunction):
     def close(self) -> None:
         self.pool.close()
 
-    def score_groups(
-        self, name: str, arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
-    ) -> FunctionRewards:
+    def score_groups(self, name: str, arguments: Mapping[str, Any], count: int, group_size: int) -> FunctionRewards:
         """Scores `count` completions with one call of the reward function per group of `group_size` completions. If the
         call for a group fails, the function is called once per completion of the group."""
         return self.pool.score_groups(self.place, name, arguments, count, group_size)
@@ -126,14 +124,14 @@ class Pool:
             self.idle.pop().kill()
 
     def score_groups(
-        self, place: str, name: str, arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
+        self, place: str, name: str, arguments: Mapping[str, Any], count: int, group_size: int
     ) -> FunctionRewards:
         """Scores `count` completions with one function of the pool, in one call per group.
 
         Args:
           place: where the workers import the function from: `FILE.py:NAME` or `MODULE:NAME`; one of `self.places`.
           name: name of the function in messages.
-          arguments: the arguments of the function by name; each is a sequence with one item per completion.
+          arguments: as in `GroupFunction.score_groups`.
           group_size: number of consecutive completions per call.
         """
         batch = _Batch(self, place, name, arguments, count)
@@ -149,7 +147,7 @@ class Pool:
 class _Batch:
     """Scores one batch of completions with one reward function, in calls that the pool's worker processes execute."""
 
-    def __init__(self, pool: Pool, place: str, name: str, arguments: Mapping[str, Sequence[Any]], count: int):
+    def __init__(self, pool: Pool, place: str, name: str, arguments: Mapping[str, Any], count: int):
         self.pool = pool
         self.place = place
         self.name = name

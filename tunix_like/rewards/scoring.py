@@ -11,6 +11,7 @@ import numpy as np
 from tunix_like.errors import UserError
 from tunix_like.rewards.calls import GroupFunction, arguments_of, call_in_process
 from tunix_like.runtime import trace
+from tunix_like.runtime.moment import NAMES, START, Moment
 from tunix_like.runtime.visible import visible
 
 if TYPE_CHECKING:
@@ -68,9 +69,11 @@ class Scores:
         )
 
 
-def check_arguments(functions: Sequence[tuple[str, RewardFunction, float]], columns: Collection[str]) -> None:
-    """Raises UserError if a function needs a column that does not exist, a column is called `prompts` or `completions`,
-    or two functions have the same name."""
+def check_arguments(
+    functions: Sequence[tuple[str, RewardFunction, float]], columns: Collection[str], moment: Collection[str] = NAMES
+) -> None:
+    """Raises UserError if a function needs a column that does not exist, and is not in `moment` either, a column is
+    called `prompts` or `completions`, or two functions have the same name."""
     names = [name for name, _, _ in functions]
     if len(set(names)) != len(names):
         raise UserError(
@@ -84,7 +87,7 @@ def check_arguments(functions: Sequence[tuple[str, RewardFunction, float]], colu
         )
     for name, function, _ in functions:
         adds = function.adds if isinstance(function, GroupFunction) else ()
-        arguments_of(name, function, ["prompts", "completions", *columns, *adds])
+        arguments_of(name, function, ["prompts", "completions", *columns, *adds], moment)
 
 
 def score(
@@ -94,6 +97,7 @@ def score(
     columns: Mapping[str, Sequence[Any]],
     group_size: int = 1,
     sources: Sequence[Any] | None = None,
+    moment: Moment = START,
 ) -> Scores:
     """Scores every completion with every function and returns the weighted sums of the functions that apply to it.
 
@@ -112,8 +116,9 @@ def score(
     Raises:
       UserError: see `check_arguments`; or a column for a worker process cannot be pickled.
     """
-    check_arguments(functions, columns)
+    check_arguments(functions, columns, moment)
     given = {"prompts": prompts, "completions": completions, **columns}
+    values = {**moment, **given}
     count = len(completions)
     total = np.zeros(count)
     by_function = {}
@@ -122,7 +127,7 @@ def score(
     timeouts, errors = np.zeros(count, bool), np.zeros(count, bool)
     first: str | None = None
     for name, function, weight in functions:
-        arguments = {key: given[key] for key in arguments_of(name, function, given)}
+        arguments = {key: values[key] for key in arguments_of(name, function, given, moment)}
         with trace.span(name):
             if isinstance(function, GroupFunction):
                 if function.unrendered and sources is not None:

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from tunix_like.errors import UserError
-from tunix_like.rewards.calls import FunctionRewards, GroupFunction, check_form
+from tunix_like.rewards.calls import FunctionRewards, GroupFunction, check_form, is_number
 from tunix_like.runtime import trace
 from tunix_like.workers.failures import Failure, explain
 
@@ -159,10 +159,12 @@ class PerCompletion(WaitingFunction):
     def code(self) -> Any:
         return self.function
 
-    def score_groups(
-        self, name: str, arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
-    ) -> FunctionRewards:
-        rows = [{SINGULAR.get(key, key): column[i] for key, column in arguments.items()} for i in range(count)]
+    def score_groups(self, name: str, arguments: Mapping[str, Any], count: int, group_size: int) -> FunctionRewards:
+        def of_row(i: int) -> dict[str, Any]:
+            given = {key: each if is_number(each) else each[i] for key, each in arguments.items()}
+            return {SINGULAR.get(key, key): value for key, value in given.items()}
+
+        rows = map(of_row, range(count))
         return as_rewards(name, self.wait_for(name, [functools.partial(self.function, **row) for row in rows]))
 
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tunix_like.rewards.calls import FunctionRewards, GroupFunction, call_in_process
+from tunix_like.rewards.calls import FunctionRewards, GroupFunction, call_in_process, is_number
 from tunix_like.rewards.pool import PooledFunction
 
 TURNS_PER_CALL = 32
@@ -54,7 +54,10 @@ class TurnReward(GroupFunction):
         """Scores the turns in equally large groups; the last turn is repeated to fill the last group."""
         size = min(TURNS_PER_CALL, count)
         missing = -count % size
-        filled = {key: [*column, *[column[-1]] * missing] for key, column in arguments.items()}
+        filled = {
+            key: column if is_number(column) else [*column, *[column[-1]] * missing]
+            for key, column in arguments.items()
+        }
         found = function.score_groups(name, filled, count + missing, size)
         failures = {i: failure for i, failure in found.failures.items() if i < count}
         return FunctionRewards(found.rewards[:count], failures, found.abstained[:count])

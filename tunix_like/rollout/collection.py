@@ -43,6 +43,7 @@ from tunix_like.rollout.rollouts import (
 from tunix_like.rollout.scoring import scored_rollout
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.runtime import progress
+from tunix_like.runtime.moment import moment_of
 from tunix_like.runtime.profile import Clock
 from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Completions, Engine, GroupBatch, Problem, SamplingParams
@@ -83,6 +84,7 @@ class Collector:
       drawn: number of prompts taken from `batches` so far. The next prompt gets this value as its `Problem.number`, so
         these numbers are unique in a run.
       most_unscored: the number of consecutive steps without a scored completion after which EngineLost is raised.
+      total: the number of the last step; None if it is unknown.
       started: whether the run has taken a batch from `batches`. For a resumed run, batches taken before the checkpoint
         count too.
     """
@@ -99,6 +101,7 @@ class Collector:
     drawn: int = 0
     player: RolloutPlayer | None = None
     most_unscored: int = RLTrainingConfig.max_unscored_steps
+    total: int | None = None
     started: bool = False
     _warned: bool = False
     _unscored: int = 0
@@ -128,7 +131,7 @@ class Collector:
         With dynamic sampling, the first part includes the rewards, because they determine how many prompts are taken.
         """
         row_steps = self.engine.row_steps
-        sampled = self._sample(params, clock)
+        sampled = self._sample(step, params, clock)
         if sampled is None:
             return None
         rollout: Rollout | None = None
@@ -185,7 +188,7 @@ class Collector:
         cap = self.task.algo.max_extra_batches or EXTRA_BATCHES
         extra = 0
         while (short := self.batch_size - int(self._has_signal(step, rollout).sum())) > 0 and extra < cap:
-            sampled = self._sample(params, clock)
+            sampled = self._sample(step, params, clock)
             if sampled is None:
                 break
             rollout = join_rollouts(rollout, self._score(step, sampled, clock))
@@ -216,7 +219,7 @@ class Collector:
             mixed |= _turns_differ(rollout, scored)
         return mixed & objective.kept_groups(scored, ids)
 
-    def _sample(self, params: Any, clock: Clock) -> _Sampled | None:
+    def _sample(self, step: int, params: Any, clock: Clock) -> _Sampled | None:
         """Samples completions for the next batch of prompts; None if there is none."""
         size = self.task.algo.num_generations
         rollout = self.task.rollout_config
@@ -229,7 +232,8 @@ class Collector:
         if prompts is None:
             return None
         self.started = True
-        problems = [Problem(self.drawn + i, *prompt) for i, prompt in enumerate(prompts)]
+        moment = moment_of(step, step - 1, self.total)
+        problems = [Problem(self.drawn + i, *prompt, moment=moment) for i, prompt in enumerate(prompts)]
         self.drawn += len(problems)
         clock.lap("data")
         key = jax.random.fold_in(self.key, TRAIN_KEY)

@@ -23,6 +23,7 @@ from tunix_like.rewards import Scores, check_arguments, check_form, resolve, sco
 from tunix_like.rewards.services import PerCompletion, WaitingFunction, scores_one
 from tunix_like.rewards.turns import TurnReward, inner
 from tunix_like.rollout.episodes import Episode, episode_metrics
+from tunix_like.runtime.moment import START
 from tunix_like.runtime.processes import gather, spread
 from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Completions, Problem, RewardFunction
@@ -237,7 +238,8 @@ def score_completions(
     """Computes the rewards of all completions, each process those of a share of the problems.
 
     Each problem has `size` consecutive completions in `texts`. The reward functions get the data columns of the problem
-    for each of them, and its environment as `environments` (see `RolloutTrajectories.environments`).
+    for each of them, and its environment as `environments` (see `RolloutTrajectories.environments`). All problems have
+    the same `moment`.
 
     Raises:
       UserError: a reward function needs a column that the data does not have, or a column cannot be sent to worker
@@ -258,7 +260,8 @@ def score_completions(
         if environments is not None:
             values = {"environments": list(environments[own])} | values  # a column of this name goes first
         sources = [problem.source for problem in selected for _ in range(size)]
-        scores = score(functions, prompts, list(texts[own]), values, size, sources)
+        moment = selected[0].moment or START
+        scores = score(functions, prompts, list(texts[own]), values, size, sources, moment)
         masks = scores.failed, scores.timeouts, scores.errors
         rows = np.stack([scores.total, *masks, *(scores.by_function[name] for name in names)])
         parts = np.moveaxis(rows.reshape(len(rows), len(selected), size), 1, 0).tolist()

@@ -23,6 +23,7 @@ from tunix_like.rollout.engines.registry import EngineSetup, engine_of, find_eng
 from tunix_like.runs.build import Parts, assemble
 from tunix_like.runs.folder import claim, run_folder
 from tunix_like.runtime import console, processes
+from tunix_like.runtime.moment import moment_of
 from tunix_like.session.callbacks import Callback, check_callbacks
 from tunix_like.session.display import displayed
 from tunix_like.storage.mirror import local_folder
@@ -207,8 +208,8 @@ def _make_pair_learner(parts: Parts, learner: type[DPOLearner], folder: Path) ->
         evaluator = parts.evaluator(config.eval)
         names = evaluator.objectives()
         kept = folder / "rollouts" / "eval" if processes.is_first() else None
-        evaluate = lambda params, step: evaluator(params, rollouts=kept, step=step).metrics  # noqa: E731
-    return learner(
+        evaluate = lambda params, step: evaluator(params, kept, step, moment_of(step, step, made.total)).metrics  # noqa: E731
+    made: DPOLearner = learner(
         model=parts.model,
         tokenizer=parts.tokenizer,
         preference_config=config.preference,
@@ -218,6 +219,7 @@ def _make_pair_learner(parts: Parts, learner: type[DPOLearner], folder: Path) ->
         evaluate=evaluate,
         metrics_of_evaluate=names,
     )
+    return made
 
 
 def fine_tune(parts: Parts, folder: Path, callbacks: Sequence[Callback], another_follows: bool) -> NotSaved | None:

@@ -29,6 +29,7 @@ from tunix_like.models.opening import find_checkpoint, loaded, restore
 from tunix_like.models.sharding import build_mesh
 from tunix_like.runs.build import chosen_tokenizer, load_policy, make_evaluator, warn_of_text
 from tunix_like.runs.reward_functions import reward_functions
+from tunix_like.runtime.moment import START, Moment
 from tunix_like.runtime.object_storage import is_remote
 from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.training.engine import make_engine
@@ -44,6 +45,7 @@ class Trained(NamedTuple):
     tokenizer: Tokenizer
     mesh: Mesh | None
     origin: str
+    moment: Moment = START
 
     @property
     def model(self) -> Decoder:
@@ -135,7 +137,7 @@ def open_trained(
     mesh = build_mesh(config.mesh) if mesh == "config" else mesh
     graphdef, params, model_config, tokenizer = restore(found, config, mesh)
     tokenizer = tokenizer.with_template_variables(template_variables(config.data))
-    return Trained(config, graphdef, model_config, params, tokenizer, mesh, found.name)
+    return Trained(config, graphdef, model_config, params, tokenizer, mesh, found.name, found.moment())
 
 
 def _as_config(path: str) -> Path | None:

@@ -56,6 +56,7 @@ from tunix_like.rollout.files import FirstFailure, RolloutFiles, saved_on_failur
 from tunix_like.rollout.rollouts import Rollout, Task, WeightedReward, warn_cut, weighted_rewards
 from tunix_like.rollout.samples import pick_samples
 from tunix_like.runtime import progress
+from tunix_like.runtime.moment import START, Moment, moment_of
 from tunix_like.runtime.profile import Clock, Compilations, Profile
 from tunix_like.session.callbacks import Callback
 from tunix_like.session.diagnosis import SignalWatch
@@ -420,7 +421,7 @@ class Learner(Trainer):
         drawn = self._call.rollouts.drawn if self._call is not None and self.folder is None else 0
         collector = Collector(
             self.task, self.engine, self.tokenizer, objective, batches, batch_size, self.key, files.folder,
-            self.first_failure, drawn, self.player, training.max_unscored_steps,
+            self.first_failure, drawn, self.player, training.max_unscored_steps, self.total,
         )  # fmt: skip
         own_engine = isinstance(self.engine, CheckedEngine)
         step_updates = Updates(self, self.algo, objective, mini, self.reference, own_engine, self.teachers, self.critic)
@@ -484,7 +485,8 @@ class Learner(Trainer):
             return {}
         self._call.rollouts.wait()  # engine and rewards must not be used by two threads at the same time
         files = self._call.files.folder
-        return evaluator(self.params, rollouts=None if files is None else files / "eval", step=step).metrics
+        rollouts = None if files is None else files / "eval"
+        return evaluator(self.params, rollouts, step, moment_of(step, step, self.total)).metrics
 
     def step(self, number: int) -> dict[str, Any] | None:
         assert self._call is not None
@@ -553,9 +555,13 @@ class Learner(Trainer):
         check_rows(eval_ds)
         try:
             with progress.watched():
-                return self.evaluator(eval_ds, overlong_prompts)(self.params)
+                return self.evaluator(eval_ds, overlong_prompts)(self.params, moment=self._moment())
         finally:
             self._close_workers()
+
+    def _moment(self) -> Moment:
+        """Returns the moment of the newest weights."""
+        return moment_of(self.done, self.done, self.total) if self.done else START
 
     def generate(self, prompts: Sequence[Any], *, seed: int = 0, **rollout: Any) -> list[str]:
         """Samples one completion of each prompt with the current weights. Returns the texts of the completions.

@@ -30,5 +30,11 @@ async def both(client, row, second="a"):
         return float(len(await first) + 10 * len(other))
 
 
+async def asking(client, row, progress, step=0):
+    """Its reward is the sum of the numbers of the run."""
+    await ask(client, row["prompt"])
+    return step + progress
+
+
 def plain(client, row):
     """Is not async."""
