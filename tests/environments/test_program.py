@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -16,16 +17,18 @@ from tests.environments.programs import functions
 from tests.environments.programs.clients import RESULT, SCHEMA
 from tests.environments.test_pool import running, until
 from tests.environments.test_verifiers import END, TOKENIZER, ids, turn
+from tests.environments.test_verifiers import served as engine_of_server
 from tests.parameters import others_slow
 from tests.serving import served
 from tests.serving.conversations import THOUGHT_AND_CALL, template
 from tests.tiny_model import HF
 from tests.training.small_learner import assert_same, collect, make, params_of
-from tunix_like import Program, UserError, load_model
+from tunix_like import Program, RLOOConfig, RLOOLearner, UserError, load_model, turn_advantages
 from tunix_like.config.load import load
 from tunix_like.config.schema import EnvironmentConfig, RolloutConfig
 from tunix_like.environments.arguments import make_player
 from tunix_like.environments.kinds import environments_of
+from tunix_like.rewards import per_turn
 from tunix_like.runtime.moment import moment_of
 from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.types import Problem, Turn
@@ -356,10 +359,14 @@ def test_the_trial_leaves_no_process(tmp_path):
 LETTERS = {"model": HF | {"vocab_size": TOKENIZER.vocab_size}, "data": [{"prompt": "ab", "n": n} for n in range(4)]}
 
 
-def learner_of(program, **settings):
+def model_and_rollout():
     model = load_model(LETTERS["model"], init="random", seed=0)[0]
     ends = [END, *range(6, 10)]  # a random model ends its turns early
-    rollout = RolloutConfig(max_prompt_length=16, max_tokens_to_generate=48, eos_tokens=ends)
+    return model, RolloutConfig(max_prompt_length=16, max_tokens_to_generate=48, eos_tokens=ends)
+
+
+def learner_of(program, **settings):
+    model, rollout = model_and_rollout()
     return make(reward=(), tokenizer=TOKENIZER, environment=program, model=model, rollout=rollout, **settings)
 
 
@@ -377,6 +384,37 @@ def test_the_trained_tokens_are_those_that_the_programs_got(one_conversation):
     assert all(each["train/reward/unscored_frac"] == 0 for each in rows)
     assert max(each["train/turns/mean"] for each in rows) > 1 and max(each["train/grad_norm"] for each in rows) > 0
     assert max(each["train/turns/rewritten"] for each in rows) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["local", "vllm"])
+def test_turns_of_programs_are_credited(where, tmp_path):
+    """The oracle reads the rewards of the turns from the rollout file. Trajectories have several segments."""
+
+    def letters(completions, conversation):
+        return [float(sum(map(ord, text)) % 3) for text in completions]
+
+    row = {"prompt": "ab", "protocol": "chat", "stream": False, "tools": False, "turns": 3, "question": "ab"}
+    program = Program(CLIENTS, timeout_seconds=120.0)
+    model, rollout = model_and_rollout()
+    with contextlib.ExitStack() as stack:
+        engine = None if where == "local" else stack.enter_context(engine_of_server(model, rollout, tmp_path))
+        made = make(
+            RLOOConfig(num_generations=4, credit="turn"), learner=RLOOLearner, reward=[per_turn(letters)], model=model,
+            tokenizer=TOKENIZER, environment=program, rollout=rollout, engine=engine, max_logprob_gap=1e-4, max_steps=1,
+            environment_config=EnvironmentConfig(max_turns=4), output_dir=str(tmp_path / "run"),
+        )  # fmt: skip
+        (found,) = [each for each in collect(made, [row | {"n": n} for n in range(4)]) if each["step"] == 1]
+    program.close()
+    assert found["train/logprob_gap/max"] < 1e-4 and found["train/grad_norm"] > 0
+    text = (tmp_path / "run" / "rollouts" / "step_000001.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    for start in range(0, len(rows), 4):
+        members = rows[start : start + 4]
+        expected = turn_advantages([each["turn_rewards"] for each in members])
+        for each, advantages in zip(members, expected, strict=True):
+            np.testing.assert_allclose(each["turn_advantages"], advantages, atol=1e-5)
+    assert max(len(each["turn_rewards"]) for each in rows) > 1 and max(len(each["segments"]) for each in rows) > 1
 
 
 @pytest.mark.slow

@@ -24,6 +24,8 @@ from tunix_like import (
     UserError,
     turn_advantages,
 )
+from tunix_like.config.schema import MeshConfig
+from tunix_like.models.sharding import build_mesh
 from tunix_like.rewards import per_turn
 from tunix_like.training.updates import Updates
 
@@ -314,6 +316,19 @@ def test_groups_without_a_signal_are_left_out(credits):
 
     rows = collect(learner(environment=Nothing, max_steps=1))
     assert rows[0]["train/update/rows_left_out_frac"] == 1
+
+
+@pytest.mark.slow
+def test_mesh_training_equals_one_device():
+    algo = RLOOConfig(num_generations=4, credit="turn", turn_baseline="state")
+    one = learner(algo=algo, environment=Mapped)
+    many = learner(algo=algo, environment=Mapped, mesh=build_mesh(MeshConfig(shape=[8, 1])))
+    start = params_of(one.model)
+    for made in (one, many):
+        collect(made, batch_size=8)
+    assert differ(params_of(one.model), start)
+    for a, b in zip(*map(leaves, (one, many)), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 @pytest.mark.slow
