@@ -251,18 +251,9 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     source = load_source(config.data)
     if config.trains_pairs:
         check_columns(source.train[0], "training")
-    rewards = reward_functions(config, source, mesh)
-    check_turn_rewards(rewards, config.algorithm, kind_of(config) is not None)
-    given = [{"weight": 1.0} | entry for entry in config.rewards.functions or ()]
-    entries = given or [{"name": name, "weight": weight} for name, _, weight in rewards]
-    # A run with an environment can have no reward functions. The key then stays unset, because an empty list is
-    # invalid.
-    config = dataclasses.replace(config, rewards=dataclasses.replace(config.rewards, functions=entries or None))
+    config, rewards = _with_rewards(config, source, mesh)
     model, tokenizer, weights = load_policy(config, chosen_tokenizer(config, source), abstract, mesh)
-    check_fit(model.config, tokenizer, config.rollout)
-    check_experts("mesh.axis_names", mesh, model.config)
-    check_routing_replay(config.rollout, model.config)
-    check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
+    _check_policy(config, model, tokenizer, mesh)
     check_parts(source, tokenizer, config.rollout.max_prompt_length, needs_answer=config.sft.max_steps > 0)
     warn_of_text(config, source, tokenizer)
     environments = environments_of(config)
@@ -276,11 +267,30 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
         config, learner, source, model, tokenizer, rewards, mesh, weights, environments, first,
         teacher, source_teachers, critic,
     )  # fmt: skip
-    if (
-        config.training.best_metric is not None and not config.trains_pairs
-    ):  # checked here, because SFT can run before the learner is built
+    if config.training.best_metric is not None and not config.trains_pairs:
+        # Checked here, because SFT can run before the learner is built.
         check_best_metric(config.training, parts.evaluator(config.eval) if len(source.eval) and parts.judged else None)
     return parts
+
+
+def _with_rewards(config: Config, source: DataSource, mesh: Mesh | None) -> tuple[Config, list[WeightedReward]]:
+    """Returns the reward functions, and the config with an entry for each of them."""
+    rewards = reward_functions(config, source, mesh)
+    check_turn_rewards(rewards, config.algorithm, kind_of(config) is not None)
+    given = [{"weight": 1.0} | entry for entry in config.rewards.functions or ()]
+    entries = given or [{"name": name, "weight": weight} for name, _, weight in rewards]
+    # A run with an environment can have no reward functions. The key then stays unset, because an empty list is
+    # invalid.
+    functions = entries or None
+    return dataclasses.replace(config, rewards=dataclasses.replace(config.rewards, functions=functions)), rewards
+
+
+def _check_policy(config: Config, model: Decoder, tokenizer: Tokenizer, mesh: Mesh | None) -> None:
+    """Raises UserError if a model does not fit to the tokenizer, the lengths or the mesh of a run."""
+    check_fit(model.config, tokenizer, config.rollout)
+    check_experts("mesh.axis_names", mesh, model.config)
+    check_routing_replay(config.rollout, model.config)
+    check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
 
 
 def warn_of_text(config: Config, source: DataSource, tokenizer: Tokenizer) -> None:

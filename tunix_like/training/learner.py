@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import grain.python as grain
 import jax
@@ -34,7 +34,7 @@ from tunix_like.config.schema import (
 )
 from tunix_like.data.curriculum import Curriculum, CurriculumBatches, check_curriculum
 from tunix_like.data.shared import warn_shared, warn_text_prompts
-from tunix_like.data.stream import check_prompts, refusing
+from tunix_like.data.stream import Prompt, check_prompts, refusing
 from tunix_like.environments.arguments import (
     check_credit,
     check_reward_names,
@@ -96,6 +96,17 @@ class _Call:
     signal_watch: SignalWatch
     profile: Profile
     compilations: Compilations = dataclasses.field(default_factory=Compilations)
+
+
+class _Data(NamedTuple):
+    """The arguments of `Learner.train` that concern data."""
+
+    train: Any
+    eval: Sequence[Mapping[str, Any]] | None
+    batch_size: int
+    shuffle: bool
+    overlong: str
+    curriculum: Curriculum | None
 
 
 class Learner(Trainer):
@@ -339,7 +350,7 @@ class Learner(Trainer):
             raise UserError("training.best_metric: it needs an output folder; set training.output_dir.")
 
         def prepare() -> None:
-            self._call = self._prepare(train_ds, eval_ds, batch_size, shuffle, overlong_prompts, curriculum)
+            self._call = self._prepare(_Data(train_ds, eval_ds, batch_size, shuffle, overlong_prompts, curriculum))
 
         return loop.train(self, prepare, callbacks)
 
@@ -360,76 +371,89 @@ class Learner(Trainer):
         names = ", ".join(name for name, _, _ in self.rewards)
         return [f"rewards {names or ('none' if self.player is None else 'of the environment')}"]
 
-    def _prepare(
-        self,
-        train_ds: Any,
-        eval_ds: Any,
-        batch_size: int,
-        shuffle: bool,
-        overlong: str,
-        curriculum: Curriculum | None,
-    ) -> _Call:
+    def _prepare(self, data: _Data) -> _Call:
         """Checks the data, and builds the objects that this call of `train` uses, such as the evaluator."""
-        training = self.training
-        skipped = 0
-        sized = isinstance(train_ds, Sequence | grain.MapDataset)
-        check_curriculum(curriculum, self.algo, self.rollout_config)
-        if curriculum is not None and not sized:
-            raise UserError(f"curriculum: it needs a sequence or a grain MapDataset, got {type(train_ds).__name__}.")
-        if sized:
-            limit = self.rollout_config.max_prompt_length
-            if self.player is not None:
-                self.player.check(train_ds, limit)
-            checked = check_prompts(train_ds, self.tokenizer, limit, overlong, "training")
-            checked.warn("training")
-            skipped = checked.prompts
-            batch_size = checked.fitting_batch(batch_size)
-        steps = training.max_steps
-        if steps is None and sized and not self.algo.dynamic_sampling:
-            steps = (len(train_ds) - skipped) // batch_size
-        self.total = None if steps is None else self.done + steps
-        profile = Profile(training.profile_steps, self.folder)
-        mini = min(training.mini_batch_size or batch_size, batch_size)
+        batch_size = self._check_prompts(data)
+        mini = min(self.training.mini_batch_size or batch_size, batch_size)
         check_batch(self.mesh, "data.batch_size", batch_size)
         check_batch(self.mesh, "training.mini_batch_size", mini)
         updates = -(-batch_size // mini) * self.algo.num_iterations
         objective = self._objective(updates)
-        if self.teachers is not None:
-            self.teachers.check_rows(train_ds, self.rollout_config.max_prompt_length, objective)
-        drawn_by = None if curriculum is None else (curriculum, self.algo.num_generations)
-        forever = training.max_steps is not None
-        batches = refusing(self._open_stream(train_ds, batch_size, shuffle, forever, curriculum=drawn_by), overlong)
-        warn_shared(train_ds, eval_ds)
-        warn_text_prompts(train_ds, self.tokenizer)
-        judged = bool(self.rewards) or self.player is not None
-        evaluator = self.evaluator(eval_ds, overlong) if eval_ds is not None and len(eval_ds) and judged else None
-        check_best_metric(training, evaluator)
-        optimizer = training.actor_optimizer or OptimizerConfig()
-        self.identity = self._identity(train_ds, optimizer, self.rewards) | self._own_identity()
+        profile = Profile(self.training.profile_steps, self.folder)
+        batches = self._open_batches(data, batch_size, objective)
+        evaluator = self._open_evaluator(data)
+        self.identity = self._identity(data.train, self._optimizer_config, self.rewards) | self._own_identity()
         self.identity |= {"batch_size": batch_size, "mini_batch_size": mini}
-        self.identity |= {} if curriculum is None else {"curriculum": dataclasses.asdict(curriculum)}
-        self._compile(
-            objective,
-            self.options,
-            optimizer,
-            None if self.total is None else max(self.total - self._warmup, 1) * updates,
-            None if self.teachers is None else self.teachers.spec,
-        )
-        if self.critic is not None:
-            self.critic.compile(training, None if self.total is None else self.total * updates)
+        self.identity |= {} if data.curriculum is None else {"curriculum": dataclasses.asdict(data.curriculum)}
+        self._compile_updates(objective, updates)
         files = RolloutFiles(None if self.written_folder is None else self.written_folder / "rollouts")
         drawn = self._call.rollouts.drawn if self._call is not None and self.folder is None else 0
         collector = Collector(
             self.task, self.engine, self.tokenizer, objective, batches, batch_size, self.key, files.folder,
-            self.first_failure, drawn, self.player, training.max_unscored_steps, self.total,
+            self.first_failure, drawn, self.player, self.training.max_unscored_steps, self.total,
         )  # fmt: skip
+        rollouts = RolloutsAhead(collector, self.engine, self.iterator, self.rollout_config.max_staleness, self.total)
+        self.iterator = None if self.iterator is None else rollouts
         own_engine = isinstance(self.engine, CheckedEngine)
         step_updates = Updates(self, self.algo, objective, mini, self.reference, own_engine, self.teachers, self.critic)
-        staleness = self.rollout_config.max_staleness
-        rollouts = RolloutsAhead(collector, self.engine, self.iterator, staleness, self.total)
-        self.iterator = None if self.iterator is None else rollouts
         watch = SignalWatch(self.task, objective.extra_term)
         return _Call(rollouts, step_updates, evaluator, files, watch, profile)
+
+    @property
+    def _optimizer_config(self) -> Any:
+        return self.training.actor_optimizer or OptimizerConfig()
+
+    def _check_prompts(self, data: _Data) -> int:
+        """Checks the prompts of training, and sets the number of the last step. Returns the number of prompts per
+        step."""
+        check_curriculum(data.curriculum, self.algo, self.rollout_config)
+        steps = self.training.max_steps
+        batch_size = data.batch_size
+        if isinstance(data.train, Sequence | grain.MapDataset):
+            limit = self.rollout_config.max_prompt_length
+            if self.player is not None:
+                self.player.check(data.train, limit)
+            skipped = check_prompts(data.train, self.tokenizer, limit, data.overlong, "training")
+            skipped.warn("training")
+            batch_size = skipped.fitting_batch(batch_size)
+            if steps is None and not self.algo.dynamic_sampling:
+                steps = (len(data.train) - skipped.prompts) // batch_size
+        elif data.curriculum is not None:
+            kind = type(data.train).__name__
+            raise UserError(f"curriculum: it needs a sequence or a grain MapDataset, got {kind}.")
+        self.total = None if steps is None else self.done + steps
+        return batch_size
+
+    def _open_batches(self, data: _Data, batch_size: int, objective: Objective) -> Iterator[list[Prompt]]:
+        """Opens the stream of the prompts of training."""
+        if self.teachers is not None:
+            self.teachers.check_rows(data.train, self.rollout_config.max_prompt_length, objective)
+        drawn_by = None if data.curriculum is None else (data.curriculum, self.algo.num_generations)
+        forever = self.training.max_steps is not None
+        stream = self._open_stream(data.train, batch_size, data.shuffle, forever, curriculum=drawn_by)
+        warn_shared(data.train, data.eval)
+        warn_text_prompts(data.train, self.tokenizer)
+        return refusing(stream, data.overlong)
+
+    def _open_evaluator(self, data: _Data) -> Evaluator | None:
+        judged = bool(self.rewards) or self.player is not None
+        evaluator = None
+        if data.eval is not None and len(data.eval) and judged:
+            evaluator = self.evaluator(data.eval, data.overlong)
+        check_best_metric(self.training, evaluator)
+        return evaluator
+
+    def _compile_updates(self, objective: Objective, updates: int) -> None:
+        """Builds the compiled steps of the policy and the critic, for `updates` updates per step."""
+        self._compile(
+            objective,
+            self.options,
+            self._optimizer_config,
+            None if self.total is None else max(self.total - self._warmup, 1) * updates,
+            None if self.teachers is None else self.teachers.spec,
+        )
+        if self.critic is not None:
+            self.critic.compile(self.training, None if self.total is None else self.total * updates)
 
     def _own_identity(self) -> dict[str, Any]:
         """Returns the settings of a learner on which the next step depends, besides those of every trainer."""

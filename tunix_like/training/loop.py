@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -107,70 +107,99 @@ def run(
         with progress.task("restoring the checkpoint"), trace.span("restore"):
             last = _resume(trainer, out.checkpoints, out.log)
         if last:
-            out.last_row.update(by_first(lambda: out.log.newest(trainer.step_key)))
-            if not another_follows:
-                key = f"{'training' if trainer.name == 'train' else trainer.name}.max_steps"
-                how = f"raise {key} to continue" if trainer.complete else "it ended early"
-                message = "this run is already finished (step %d of %s), so nothing was trained; %s"
-                logger.warning(message, trainer.done, trainer.total, how)
+            _tell_finished(trainer, out, another_follows)
             return out.last_row
         with progress.task(trainer.name, trainer.total, trainer.done) as advance, out.told():
-            fresh = trainer.done == 0 and out.latest_step() is None
-            start = trainer.evaluate_if_due(0, last=False) if fresh else {}
-            if start and out.write({trainer.step_key: 0} | start, start):
-                out.save(over=False)
+            _evaluate_start(trainer, out)
             with _stop_signals() as asked:
-                while not last:
-                    step = trainer.done + 1
-                    began = time.perf_counter()
-                    row: dict[str, Any] = {}
-                    written = False
-                    try:
-                        if (metrics := trainer.step(step)) is None:
-                            break
-                        trainer.done = step  # before the evaluation, which can fail
-                        row = {trainer.step_key: step}
-                        row |= {f"{trainer.name}/{name}": value for name, value in metrics.items()}
-                        ended = time.perf_counter()
-                        row[f"{trainer.name}/step_time_sec"] = ended - began
-                        trace.add(f"{trainer.name} {step}", began, ended, "steps")
-                        row |= (evaluated := trainer.evaluate_if_due(step, last=trainer.complete))
-                        written = True
-                        better = out.write(row, evaluated)
-                        wishes = out.callbacks.take_requests()
-                        if not evaluated and ("stop" in wishes or "evaluate" in wishes):
-                            evaluated = trainer.evaluate_if_due(step, last=True)
-                            if evaluated:
-                                better |= out.write({trainer.step_key: step} | evaluated, evaluated)
-                                wishes |= out.callbacks.take_requests()
-                    except (EngineLost, SamplerDrifted, CallbackFailed):
-                        if row and not written:
-                            out.log_row(row)
-                        if out.save_last():
-                            out.wait()
-                        raise
+                while not last and (done := _step(trainer, out, trainer.done + 1)) is not None:
                     advance(1)
-                    if "stop" in wishes:
-                        logger.warning("stopped after step %d of %s: %s", step, trainer.total, wishes["stop"])
-                    over = trainer.finished(row) or "stop" in wishes
+                    over = trainer.finished(done.row) or "stop" in done.wishes
                     last = over or trainer.complete
                     stop = max(gather(asked()))  # read once, so that a signal that ends the run also causes the save
-                    skipped = row.get(f"{trainer.name}/update/skipped", 0) > 0  # `replay` needs this step's checkpoint
-                    due = step % trainer.training.checkpoint_every_n_steps == 0
-                    if due or last or stop or skipped or better or "save" in wishes:
+                    due = trainer.done % trainer.training.checkpoint_every_n_steps == 0
+                    if due or last or stop or done.needs_checkpoint:
                         out.save(over)
                     if stop and (another_follows or not last):
-                        try:
-                            out.wait()
-                        except NotSaved as error:
-                            error.stopped = True
-                            raise
-                        out.tell_saved()
-                        raise (Interrupted if stop == signal.SIGINT else Stopped)(step, out.checkpoints is not None)
+                        _stop(out, stop, trainer.done)
             if not last:
                 _finish_exhausted(trainer, out)
             out.wait()
     return out.last_row
+
+
+def _tell_finished(trainer: Trainer, out: _Output, another_follows: bool) -> None:
+    """Reads the newest metrics of a run that is already finished, and warns that nothing is trained."""
+    out.last_row.update(by_first(lambda: out.log.newest(trainer.step_key)))
+    if not another_follows:
+        key = f"{'training' if trainer.name == 'train' else trainer.name}.max_steps"
+        how = f"raise {key} to continue" if trainer.complete else "it ended early"
+        message = "this run is already finished (step %d of %s), so nothing was trained; %s"
+        logger.warning(message, trainer.done, trainer.total, how)
+
+
+def _evaluate_start(trainer: Trainer, out: _Output) -> None:
+    """Evaluates the weights before the first step of a new run."""
+    fresh = trainer.done == 0 and out.latest_step() is None
+    start = trainer.evaluate_if_due(0, last=False) if fresh else {}
+    if start and out.write({trainer.step_key: 0} | start, start):
+        out.save(over=False)
+
+
+class _Step(NamedTuple):
+    """What a step gave: its row of metrics, what the callbacks asked for, and whether a checkpoint should follow."""
+
+    row: dict[str, Any]
+    wishes: Mapping[str, str]
+    needs_checkpoint: bool
+
+
+def _step(trainer: Trainer, out: _Output, step: int) -> _Step | None:
+    """Runs, evaluates and writes a step. Returns None if the data is exhausted. After an error that ends the run, the
+    last complete step is saved."""
+    began = time.perf_counter()
+    row: dict[str, Any] = {}
+    written = False
+    try:
+        if (metrics := trainer.step(step)) is None:
+            return None
+        trainer.done = step  # before the evaluation, which can fail
+        row = {trainer.step_key: step}
+        row |= {f"{trainer.name}/{name}": value for name, value in metrics.items()}
+        ended = time.perf_counter()
+        row[f"{trainer.name}/step_time_sec"] = ended - began
+        trace.add(f"{trainer.name} {step}", began, ended, "steps")
+        evaluated = trainer.evaluate_if_due(step, last=trainer.complete)
+        row |= evaluated
+        written = True
+        better = out.write(row, evaluated)
+        wishes = out.callbacks.take_requests()
+        if not evaluated and ("stop" in wishes or "evaluate" in wishes):
+            evaluated = trainer.evaluate_if_due(step, last=True)
+            if evaluated:
+                better |= out.write({trainer.step_key: step} | evaluated, evaluated)
+                wishes |= out.callbacks.take_requests()
+    except (EngineLost, SamplerDrifted, CallbackFailed):
+        if row and not written:
+            out.log_row(row)
+        if out.save_last():
+            out.wait()
+        raise
+    if "stop" in wishes:
+        logger.warning("stopped after step %d of %s: %s", step, trainer.total, wishes["stop"])
+    skipped = row.get(f"{trainer.name}/update/skipped", 0) > 0  # `replay` needs this step's checkpoint
+    return _Step(row, wishes, skipped or better or "save" in wishes)
+
+
+def _stop(out: _Output, stop: int, step: int) -> NoReturn:
+    """Ends a run that the signal `stop` stops, after its checkpoint is written."""
+    try:
+        out.wait()
+    except NotSaved as error:
+        error.stopped = True
+        raise
+    out.tell_saved()
+    raise (Interrupted if stop == signal.SIGINT else Stopped)(step, out.checkpoints is not None)
 
 
 def _finish_exhausted(trainer: Trainer, out: _Output) -> None:
