@@ -2,6 +2,7 @@
 
     python -m benchmarks.credit variance [--groups 256]   # of the gradient, at the weights after SFT
     python -m benchmarks.credit train [--seeds 3]         # held-out results after equally many groups
+    python -m benchmarks.credit picture --run RUN         # of trajectories of a run with algorithm.credit=turn
 
 The variance is the trace of the covariance of the gradient of one group, over prompts and completions; an optimizer
 that changes nothing adds up the gradients and their squares, so that all kinds of credit see the same completions.
@@ -118,9 +119,49 @@ def trained(task: str, credit: str, seed: int, folder: Path) -> dict[str, Any]:
     return kept | {"mean_length": length / max(1, sum("train/completions/mean_length" in row for row in steps))}
 
 
+def picture(run: Path, file: Path, trajectories: int = 4) -> None:
+    """Draws trajectories of the group with different rewards whose advantages of turns vary most: the text of each turn
+    in the colour of its advantage, of the whole trajectory (`rloo`) and of the turn."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    rollouts = sorted((run / "rollouts").glob("step_*.jsonl"))[-1]
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for line in rollouts.read_text().splitlines():
+        row = json.loads(line)
+        groups.setdefault(row["problem"], []).append(row)
+    mixed = [rows for rows in groups.values() if len({row["reward"] for row in rows}) > 1]
+    group = max(mixed, key=lambda rows: sum(float(np.ptp(row["turn_advantages"])) for row in rows))
+    total = sum(row["reward"] for row in group)
+    chosen = sorted(group, key=lambda row: (-row["reward"], len(row["turn_rewards"])))
+    chosen = [*chosen[: trajectories // 2], *chosen[-(trajectories - trajectories // 2) :]]
+    longest = max(len(row["turn_advantages"]) for row in chosen)
+    figure = Figure(figsize=(1.2 + 0.62 * longest, 0.9 + 0.95 * trajectories))
+    for place, title in enumerate(("credit: trajectory", "credit: turn")):
+        axes = figure.add_subplot(2, 1, place + 1)
+        for level, row in enumerate(chosen):
+            whole = row["reward"] - (total - row["reward"]) / (len(group) - 1)
+            own = row["turn_advantages"] if place else [whole] * len(row["turn_advantages"])
+            texts = [turn["content"].split()[0] for turn in row["turns"] if turn["role"] == "assistant"]
+            for t, (advantage, text) in enumerate(zip(own, texts, strict=True)):
+                colour = "#1f6fb4" if advantage > 0 else "#c4512d"
+                strength = min(1.0, abs(advantage))
+                axes.add_patch(Rectangle((t, -level), 0.94, 0.88, color=colour, alpha=0.08 + 0.75 * strength, lw=0))
+                axes.text(t + 0.47, -level + 0.58, text, ha="center", va="center", fontsize=7)
+                axes.text(t + 0.47, -level + 0.26, f"{advantage:+.2f}", ha="center", va="center", fontsize=7)
+            axes.text(-0.1, -level + 0.44, f"reward {row['reward']:g}", ha="right", va="center", fontsize=8)
+        axes.set_xlim(-1.6, longest)
+        axes.set_ylim(1.0 - len(chosen), 1.0)
+        axes.set_title(title, fontsize=9, loc="left")
+        axes.axis("off")
+    figure.tight_layout()
+    figure.savefig(file, dpi=130)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("variance", "train"))
+    parser.add_argument("what", choices=("variance", "train", "picture"))
+    parser.add_argument("--run", type=Path, help="picture: run folder")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/credit"))
     parser.add_argument("--groups", type=int, default=256)
     parser.add_argument("--seeds", type=int, default=3)
@@ -128,6 +169,9 @@ def main() -> None:
     arguments = parser.parse_args()
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
+    if arguments.what == "picture":
+        picture(arguments.run, out / "credit.png")
+        return
     for task in arguments.tasks:
         sft = out / f"{task}-sft"
         if arguments.what == "variance" and not sft.exists():

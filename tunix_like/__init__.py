@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from tunix_like.training.learners import RLOOLearner as RLOOLearner
     from tunix_like.training.preferences import DPOLearner as DPOLearner
     from tunix_like.training.preferences import RewardModelLearner as RewardModelLearner
+    from tunix_like.training.reward_model import AnswerLikelihood as AnswerLikelihood
     from tunix_like.training.reward_model import RewardModel as RewardModel
     from tunix_like.training.sft import SFTTrainer as SFTTrainer
 
@@ -124,7 +125,7 @@ _NAMES_OF_MODULE = {
     "tunix_like.algorithms.turns": "turn_advantages",
     "tunix_like.algorithms.mixtures": "fit_weight",
     "tunix_like.training.preferences": "DPOLearner RewardModelLearner",
-    "tunix_like.training.reward_model": "RewardModel",
+    "tunix_like.training.reward_model": "AnswerLikelihood RewardModel",
     "tunix_like.training.sft": "SFTTrainer",
     "tunix_like.data.curriculum": "Curriculum",
     "tunix_like.text.tokenizer": "Tokenizer",

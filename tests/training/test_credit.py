@@ -8,9 +8,11 @@ import jax
 import numpy as np
 import pytest
 
+import tunix_like
 from tests.training.small_learner import ROWS, assert_same, collect, differ, make, params_of
 from tests.training.test_environments import LENGTHS, TURNS
 from tunix_like import (
+    AnswerLikelihood,
     GRPOConfig,
     GRPOLearner,
     MaxRLConfig,
@@ -280,6 +282,26 @@ def test_potentials_of_a_function_are_those_of_the_environment():
     shaped = run(Mapped, reward_fns=())
     assert_same(run(Vowels, reward_fns=[per_turn(potential, potential=True)]), shaped)
     assert differ(run(Vowels, reward_fns=()), shaped)
+
+
+@pytest.mark.slow
+def test_a_potential_can_be_the_likelihood_of_the_answer(tmp_path):
+    made = learner(environment=Silent, output_dir=str(tmp_path / "run"), max_steps=1)
+    tunix_like.export_model(made.model, made.tokenizer, tmp_path / "model")
+    likelihood = AnswerLikelihood(tmp_path / "model")
+    made.set_rewards([per_turn(likelihood, potential=True)])
+    collect(made)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    answers = {row["prompt"]: row["answer"] for row in ROWS}
+    several = 0
+    for row in rows:
+        turns = [place for place, message in enumerate(row["turns"]) if message["role"] == "assistant"]
+        before = [[f"{each['role']}: {each['content']}" for each in row["turns"][:place]] for place in turns]
+        prompts = ["\n".join([row["prompt"], *lines]) for lines in before]
+        expected = likelihood(prompts, [""] * len(turns), [answers[row["prompt"]]] * len(turns))
+        np.testing.assert_allclose(row["turn_potentials"], expected, atol=1e-4)
+        several += len(set(row["turn_potentials"])) > 1
+    assert several and all(row["reward"] == 0 for row in rows)
 
 
 @pytest.mark.slow

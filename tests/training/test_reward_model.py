@@ -19,7 +19,15 @@ import tunix_like
 from tests.tiny_model import HF
 from tests.training.test_preferences import ROWS, SAID, TOKENIZER, collect, distance, gradient_of, params_of
 from tests.training.test_preferences import make as make_pairs
-from tunix_like import LoraConfig, PreferenceConfig, RewardModel, RewardModelLearner, UserError, add_scalar_head
+from tunix_like import (
+    AnswerLikelihood,
+    LoraConfig,
+    PreferenceConfig,
+    RewardModel,
+    RewardModelLearner,
+    UserError,
+    add_scalar_head,
+)
 from tunix_like.cli.main import main
 from tunix_like.config.schema import MeshConfig
 from tunix_like.models.lora import add_lora
@@ -98,6 +106,28 @@ def test_scores_are_those_of_transformers(trained):
                 expected.append(theirs(torch.tensor([tokens])).logits.item())
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
     assert np.std(expected) > 0.1
+
+
+def test_likelihoods_of_answers_are_those_of_transformers(tmp_path):
+    """Of text, of messages before a turn, and of an answer that does not fit."""
+    import torch
+    import transformers
+
+    model = tunix_like.load_model(HF | {"max_position_embeddings": 16}, init="random", seed=1)[0]
+    tunix_like.export_model(model, TOKENIZER, tmp_path / "model")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    prompts = ["ab>", "cd>", "ab>", "ab>"]
+    completions = ["c", "", "ba", "a" * 13]
+    answers = ["ab", "d", "abcd", "ab"]
+    got = AnswerLikelihood(tmp_path / "model")(prompts, completions, answers)
+    for prompt, completion, answer, value in zip(prompts[:3], completions, answers, got, strict=False):
+        before = [*TOKENIZER.encode_prompt(prompt, False)[1], *TOKENIZER.encode_data(completion, 16)]
+        whole = [*before, *TOKENIZER.encode_data(answer, 16)]
+        with torch.no_grad():
+            logprobs = theirs(torch.tensor([whole])).logits.double().log_softmax(-1)[0]
+        expected = sum(logprobs[i - 1, whole[i]].item() for i in range(len(before), len(whole)))
+        assert value == pytest.approx(expected, abs=1e-4)
+    assert np.isnan(got[3])
 
 
 @pytest.mark.parametrize(

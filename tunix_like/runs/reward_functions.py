@@ -22,7 +22,7 @@ from tunix_like.rewards.services import Limits, PerCompletion, WaitingFunction, 
 from tunix_like.rewards.turns import per_turn
 from tunix_like.rollout.rollouts import WeightedReward, check_rewards
 from tunix_like.runtime.user_code import check_arguments as check_parameters
-from tunix_like.training.reward_model import PREFIX, RewardModel
+from tunix_like.training.reward_model import AnswerLikelihood, RewardModel, ScoringModel
 from tunix_like.types import RewardFunction
 
 SERVED: dict[str, type[Judge] | type[ServedRewardModel]] = {"judge": Judge, "served_reward_model": ServedRewardModel}
@@ -119,8 +119,9 @@ def _resolved(entry: RewardEntry, config: RewardsConfig, mesh: Mesh | None) -> R
     limits = Limits(config.concurrency, config.timeout_seconds, config.retries)
     if entry.name in SERVED:
         return SERVED[entry.name](**entry.arguments, limits=limits)
-    if entry.name.startswith(PREFIX):
-        return RewardModel(entry.name.removeprefix(PREFIX), mesh)
+    for kind in (RewardModel, AnswerLikelihood):
+        if entry.name.startswith(kind.prefix):
+            return kind(entry.name.removeprefix(kind.prefix), mesh)
     function: Any = resolve_reward(entry.name)
     return PerCompletion(entry.label, function, limits) if scores_one(function) else function
 
@@ -142,7 +143,7 @@ def _in_workers(config: RewardsConfig, functions: list[WeightedReward]) -> list[
         return functions
 
     risky = {name for name, _, _ in functions if ":" in name or name in RISKY}
-    own = {name for name, function, _ in functions if isinstance(function, RewardModel | WaitingFunction)}
+    own = {name for name, function, _ in functions if isinstance(function, ScoringModel | WaitingFunction)}
     moving = risky if config.workers is None else {name for name, _, _ in functions}
     chosen = {name: function for name, function, _ in functions if name in moving - own}
     if not chosen:
