@@ -56,6 +56,7 @@ EXTRAS = {
     "judge": ["aiohttp>=3.14"],  # concurrent requests to the server of rewards.functions: judge, served_reward_model
     "wandb": ["wandb>=0.31.0"],  # metrics to Weights & Biases
     "trackio": ["trackio>=0.43.0"],  # metrics to trackio
+    "prometheus": ["prometheus-client>=0.22"],  # metrics of a run for Prometheus, as in serve
     "test": [  # what plain `pytest` needs
         "pytest>=9.2.0",
         "pytest-xdist>=3.8.0",  # two workers on two cores
@@ -67,7 +68,7 @@ EXTRAS = {
         "starlette>=1.10.0",  # as in serve
         "uvicorn>=0.54.0",
         "pydantic>=2.12",
-        "prometheus-client>=0.22",
+        "prometheus-client>=0.22",  # as in serve and prometheus
         "httpx>=0.28.1",  # plain requests to it
         "fsspec>=2026.1",  # what the extras gcs and s3 are implementations of
         "nbformat>=5.11.1",  # reads and checks the notebooks of examples/notebooks

@@ -17,6 +17,7 @@ from tunix_like.errors import UserError
 from tunix_like.rollout.engines import ENGINES
 from tunix_like.runtime.object_storage import opened
 from tunix_like.runtime.processes import start_pathways
+from tunix_like.storage.prometheus import Endpoint
 from tunix_like.training.companions import make_teacher
 
 server = TeacherConfig(path="http://127.0.0.1:1")
@@ -30,6 +31,7 @@ calls = [
     lambda: opened("gs://bucket/folder", "model.path"),
     require_websockets,
     start_pathways,
+    Endpoint(None, None, "checkpoints").open,
 ]
 for call in calls:
     try:
@@ -40,7 +42,7 @@ for call in calls:
 
 
 def test_the_error_of_an_import_is_kept(tmp_path):
-    packages = ("aiohttp", "huggingface_hub", "datasets", "gcsfs", "websockets", "pathwaysutils")
+    packages = ("aiohttp", "huggingface_hub", "datasets", "gcsfs", "websockets", "pathwaysutils", "prometheus_client")
     for name in packages:
         (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name}: its library is missing')")
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{PROGRAM}"

@@ -626,7 +626,9 @@ class RLTrainingConfig(Checked):
         50, doc="printed best and worst completion; null: none", at_least=1, may_change=True
     )
     loggers: list[str] = key(
-        ["tensorboard"], doc="of tensorboard, wandb, trackio; metrics.jsonl is always written", may_change=True
+        ["tensorboard"],
+        doc="of tensorboard, wandb, trackio, prometheus; metrics.jsonl is always written",
+        may_change=True,
     )
     callbacks: list[dict[str, Any]] | None = key(
         doc="list of {name, <its parameters>}; a name is early_stopping, rate_probe, FILE.py:CLASS or "

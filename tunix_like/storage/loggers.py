@@ -1,5 +1,5 @@
-"""Logs metrics to TensorBoard, Weights & Biases and trackio, in addition to `metrics.jsonl`. A logger that fails never
-stops a run, and a resumed run continues the same curves.
+"""Logs metrics to TensorBoard, Weights & Biases, trackio and Prometheus, in addition to `metrics.jsonl`. A logger that
+fails never stops a run, and a resumed run continues the same curves.
 
 TensorBoard files are written synchronously with the record writer of the `tensorboard` package. Asynchronous writers
 lose rows if the process is killed, and block forever if their thread has died. Weights & Biases and trackio run in
@@ -32,12 +32,14 @@ from tunix_like.config.shown import shown_sections
 from tunix_like.errors import UserError, nearest
 from tunix_like.runtime.atomic import write_atomically
 from tunix_like.runtime.input_files import read_object
-from tunix_like.runtime.processes import is_first
-from tunix_like.storage.metrics import MetricsLog, is_number, rows
+from tunix_like.runtime.processes import by_first, is_first
+from tunix_like.storage.metrics import MetricsLog, Start, is_number, rows
+from tunix_like.storage.prometheus import Endpoint
 
 logger = logging.getLogger("tunix_like")
 
 EVENTS = "tensorboard"
+ENDPOINT = "prometheus"
 FILE = "tracking.json"
 CURE = "Remove it to start a new curve."
 _LOCK = threading.Lock()  # protects `FILE`, which each tool updates in its own thread
@@ -48,21 +50,6 @@ FINISH_SECONDS = 60.0
 WAITING_ROWS = 10_000
 """Maximum number of rows that wait to be logged by a tool. If more rows wait, the tool is disabled. 10,000 rows of 50
 numbers take 55 MB."""
-
-
-class Start(NamedTuple):
-    """The position at which a training phase (supervised fine-tuning or reinforcement learning) starts or resumes.
-
-    Attributes:
-      key: the column with the step number in `metrics.jsonl`, `step` or `sft/step`.
-      first: the first step that is computed after this start. It may have been logged already, before the run was
-        resumed from an earlier checkpoint.
-      kept: number of rows that remain in `metrics.jsonl`; the next row has number `kept + 1`.
-    """
-
-    key: str
-    first: int
-    kept: int
 
 
 @runtime_checkable
@@ -83,7 +70,7 @@ class Logger(Protocol):
 class LoggedMetrics(MetricsLog):
     """Writes rows to `metrics.jsonl` and then to the loggers. A logger that fails is disabled with a warning."""
 
-    def __init__(self, folder: Path, loggers: Sequence[Logger]) -> None:
+    def __init__(self, folder: Path | None, loggers: Sequence[Logger]) -> None:
         super().__init__(folder)
         self._loggers = list(loggers)
         self._number = 0
@@ -115,28 +102,37 @@ class LoggedMetrics(MetricsLog):
 
 def check_loggers(names: Sequence[str]) -> None:
     """Raises UserError if a name in `training.loggers` is unknown, or if the package of a logger is not installed."""
-    known = (EVENTS, *TOOLS)
+    known = (EVENTS, ENDPOINT, *TOOLS)
     for name in names:
         if name not in known:
             raise UserError(f"training.loggers: unknown logger {shortened(name)}. {nearest(str(name), known)}")
         try:
-            importlib.metadata.version(name)
+            importlib.metadata.version("prometheus-client" if name == ENDPOINT else name)
         except importlib.metadata.PackageNotFoundError:
-            extra = f"[{name}]" if name in TOOLS else ""
+            extra = "" if name == EVENTS else f"[{name}]"
             raise UserError(
                 f"training.loggers: {name} is not installed; pip install 'tunix_like{extra}', or leave it out."
             ) from None
 
 
-def open_metrics(folder: Path | None, names: Sequence[str], settings: Mapping[str, Any]) -> MetricsLog:
-    """Opens the metrics log of a run in `folder`. Only process 0 writes. If `folder` is None, nothing is written.
+def open_metrics(
+    folder: Path | None,
+    names: Sequence[str],
+    settings: Mapping[str, Any],
+    total: int | None = None,
+    checkpoints: str = "checkpoints",
+) -> MetricsLog:
+    """Opens the metrics log of a run in `folder`. Only process 0 writes. If `folder` is None, no file is written.
 
     Args:
       names: `training.loggers`.
       settings: the hyperparameters that the loggers show if the folder has no `config.yaml`.
+      total: the planned number of steps.
+      checkpoints: the name of the folder of checkpoints in `folder`.
 
     Raises:
-      UserError: `folder` is None, but Weights & Biases or trackio is selected, which need a folder.
+      UserError: `folder` is None, but Weights & Biases or trackio is selected, which need a folder; or Prometheus is
+        selected in a run without rows, and its port cannot be used.
     """
     trackers = [name for name in names if name in TOOLS]
     if folder is None and trackers:
@@ -144,12 +140,30 @@ def open_metrics(folder: Path | None, names: Sequence[str], settings: Mapping[st
             f"training.loggers: {trackers[0]} needs training.output_dir, which stores the id of the run, so that a "
             "resumed run continues the same curve."
         )
-    if folder is None or not is_first():
+    loggers: list[Logger] = []
+    if ENDPOINT in names:
+        endpoint = Endpoint(folder, total, checkpoints)
+        loggers += [endpoint] if by_first(lambda: _opens(endpoint, folder)) else []
+    if not is_first():
         return MetricsLog(None)
-    shown = _shown(folder / "config.yaml", settings)
-    loggers: list[Logger] = [EventFiles(folder / "tensorboard", shown)] if EVENTS in names else []
-    loggers += [Trackers(trackers, folder, shown)] if trackers else []
-    return LoggedMetrics(folder, loggers)
+    if folder is not None:
+        shown = _shown(folder / "config.yaml", settings)
+        loggers += [EventFiles(folder / "tensorboard", shown)] if EVENTS in names else []
+        loggers += [Trackers(trackers, folder, shown)] if trackers else []
+    return MetricsLog(None) if folder is None and not loggers else LoggedMetrics(folder, loggers)
+
+
+def _opens(endpoint: Endpoint, folder: Path | None) -> bool:
+    """Opens an endpoint, and returns whether it is open. A new run whose port is in use is refused, which loses
+    nothing; one with rows, such as a run that a scheduler starts again, goes on without the endpoint."""
+    try:
+        endpoint.open()
+    except UserError as error:
+        if not MetricsLog(folder).rows():
+            raise
+        logger.warning("%s This logger is off until the next start.", error)
+        return False
+    return True
 
 
 def _shown(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:

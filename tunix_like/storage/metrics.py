@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -25,6 +25,21 @@ FILE = "metrics.jsonl"
 
 STEP_KEYS = ("step", "sft/step")
 """The columns with the number of the step."""
+
+
+class Start(NamedTuple):
+    """The position at which a training phase (supervised fine-tuning or reinforcement learning) starts or resumes.
+
+    Attributes:
+      key: the column with the step number in `metrics.jsonl`, `step` or `sft/step`.
+      first: the first step that is computed after this start. It may have been logged already, before the run was
+        resumed from an earlier checkpoint.
+      kept: number of rows that remain in `metrics.jsonl`; the next row has number `kept + 1`.
+    """
+
+    key: str
+    first: int
+    kept: int
 
 
 class MetricsLog:

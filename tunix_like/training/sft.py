@@ -91,6 +91,7 @@ class SFTTrainer(Trainer):
 
     name = "sft"
     step_key = "sft/step"
+    checkpoint_folder = "sft_checkpoints"
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class SFTTrainer(Trainer):
 
     def open_checkpoints(self) -> Checkpoints | None:
         # Keeps two checkpoints, because one of them can be damaged.
-        return None if self.folder is None else Checkpoints(self.folder / "sft_checkpoints", 2)
+        return None if self.folder is None else Checkpoints(self.folder / self.checkpoint_folder, 2)
 
     def _settings(self) -> dict[str, Any]:
         parts = {"sft": self.config, "rollout": self.rollout_config, "training": self.training}

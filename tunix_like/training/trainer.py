@@ -173,6 +173,7 @@ class Trainer(NamedArguments, ModelInTraining, abc.ABC):
     Attributes:
       name: prefix of the metrics (`train`, `sft`).
       step_key: name of the metric that has the step number (`step`, `sft/step`).
+      checkpoint_folder: name of the folder of checkpoints in the run folder.
       done: number of steps done so far. Without a run folder, a further call of `train` continues after this step. With
         a run folder, the call resumes from the newest checkpoint.
       total: number of the last step, or None to continue until the data is exhausted.
@@ -185,6 +186,7 @@ class Trainer(NamedArguments, ModelInTraining, abc.ABC):
     samples: Samples | None = None
     name: ClassVar[str]
     step_key: ClassVar[str]
+    checkpoint_folder: ClassVar[str] = "checkpoints"
     _trains_scalar_head: ClassVar[bool] = False
     _arguments: frozenset[str] = frozenset()  # those of the constructor, once it has run
 
@@ -292,11 +294,11 @@ class Trainer(NamedArguments, ModelInTraining, abc.ABC):
         best = self.training.best_metric
         by_first(lambda: _write_description(self.model, self.tokenizer, model))
         kept = self.training.max_checkpoints_to_keep
-        return Checkpoints(self.folder / "checkpoints", kept, None if best is None else Best(best))
+        return Checkpoints(self.folder / self.checkpoint_folder, kept, None if best is None else Best(best))
 
     def open_log(self) -> MetricsLog:
         """Opens the log of metrics, with the configured loggers."""
-        return open_metrics(self.folder, self.training.loggers, self._settings())
+        return open_metrics(self.folder, self.training.loggers, self._settings(), self.total, self.checkpoint_folder)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
