@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = {"before": "before", "maxrl-s0": "MaxRL", "rloo-s0": "RLOO", "grpo-s0": "GRPO"}
+NAMES = {"before": "before", "maxrl-s0": "MaxRL", "rloo-s0": "RLOO", "grpo-s0": "GRPO", "maxpo-s0": "MaxPO, k = 4"}
 
 
 def test_the_table_of_the_documentation_has_the_stored_results():
