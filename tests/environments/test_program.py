@@ -25,9 +25,10 @@ from tests.tiny_model import HF
 from tests.training.small_learner import assert_same, collect, make, params_of
 from tunix_like import Program, RLOOConfig, RLOOLearner, UserError, load_model, turn_advantages
 from tunix_like.config.load import load
-from tunix_like.config.schema import EnvironmentConfig, RolloutConfig
+from tunix_like.config.schema import EnvironmentConfig, MeshConfig, RolloutConfig
 from tunix_like.environments.arguments import make_player
 from tunix_like.environments.kinds import environments_of
+from tunix_like.models.sharding import build_mesh
 from tunix_like.rewards import per_turn
 from tunix_like.runtime.moment import moment_of
 from tunix_like.storage.metrics import rows as metric_rows
@@ -387,30 +388,32 @@ def test_the_trained_tokens_are_those_that_the_programs_got(one_conversation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["local", "vllm"])
+@pytest.mark.parametrize("where", ["local", "mesh", "vllm"])
 def test_turns_of_programs_are_credited(where, tmp_path):
     """The oracle reads the rewards of the turns from the rollout file. Trajectories have several segments."""
 
     def letters(completions, conversation):
         return [float(sum(map(ord, text)) % 3) for text in completions]
 
-    row = {"prompt": "ab", "protocol": "chat", "stream": False, "tools": False, "turns": 3, "question": "ab"}
+    row = {"prompt": "ab", "protocol": "chat", "stream": False, "tools": False, "turns": 2, "question": "ab"}
     program = Program(CLIENTS, timeout_seconds=120.0)
     model, rollout = model_and_rollout()
     with contextlib.ExitStack() as stack:
-        engine = None if where == "local" else stack.enter_context(engine_of_server(model, rollout, tmp_path))
+        engine = stack.enter_context(engine_of_server(model, rollout, tmp_path)) if where == "vllm" else None
+        mesh = build_mesh(MeshConfig(shape=[8, 1])) if where == "mesh" else None
         made = make(
-            RLOOConfig(num_generations=4, credit="turn"), learner=RLOOLearner, reward=[per_turn(letters)], model=model,
-            tokenizer=TOKENIZER, environment=program, rollout=rollout, engine=engine, max_logprob_gap=1e-4, max_steps=1,
-            environment_config=EnvironmentConfig(max_turns=4), output_dir=str(tmp_path / "run"),
+            RLOOConfig(num_generations=2, credit="turn"), learner=RLOOLearner, reward=[per_turn(letters)], model=model,
+            tokenizer=TOKENIZER, environment=program, rollout=rollout, engine=engine, mesh=mesh, max_logprob_gap=1e-4,
+            max_steps=1, environment_config=EnvironmentConfig(max_turns=4), output_dir=str(tmp_path / "run"),
         )  # fmt: skip
-        (found,) = [each for each in collect(made, [row | {"n": n} for n in range(4)]) if each["step"] == 1]
+        prompts = 8 if where == "mesh" else 4
+        found = collect(made, [row | {"n": n} for n in range(prompts)], batch_size=prompts)[-1]
     program.close()
     assert found["train/logprob_gap/max"] < 1e-4 and found["train/grad_norm"] > 0
     text = (tmp_path / "run" / "rollouts" / "step_000001.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
-    for start in range(0, len(rows), 4):
-        members = rows[start : start + 4]
+    for start in range(0, len(rows), 2):
+        members = rows[start : start + 2]
         expected = turn_advantages([each["turn_rewards"] for each in members])
         for each, advantages in zip(members, expected, strict=True):
             np.testing.assert_allclose(each["turn_advantages"], advantages, atol=1e-5)
