@@ -32,6 +32,7 @@ class Problem:
       tokens: the token ids of the prompt.
       columns: all other columns of the row, passed to reward functions by name.
       source: the prompt before rendering: a text, or a list of messages.
+      opened: `source` with the first observation of an environment; None without one.
       row: index of the row in the training data; None without a curriculum.
       weight: factor of the loss of the prompt's completions; None without a curriculum that corrects its draws.
       moment: step and progress of the run, which user functions can ask for (see `runtime.moment`); None: before a run.
@@ -44,6 +45,7 @@ class Problem:
     source: Any = None
     row: int | None = None
     weight: float | None = None
+    opened: Any = None
     moment: Mapping[str, float] | None = None
 
 

@@ -185,6 +185,9 @@ def test_turns_in_equal_states_are_compared_with_those_of_other_trajectories():
     rows = [[1.0, 2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
     states = [[None, "a", "a"], [None, "a"], [None, "b"]]
     first, second, third = turn_advantages(rows, baseline="state", states=states)
+    unknown = turn_advantages(rows, baseline="state", states=[[None] * len(row) for row in rows])
+    for one, two in zip(unknown, turn_advantages(rows), strict=True):
+        np.testing.assert_allclose(one, two, err_msg="states that are not known are equal to none")
     np.testing.assert_allclose(first, [6 - (9 + 13) / 2, 5 - 5, 3 - 5], err_msg="not with its own turns in `a`")
     np.testing.assert_allclose(second, [9 - (6 + 13) / 2, 5 - (5 + 3) / 2])
     np.testing.assert_allclose(third, [13 - (6 + 9) / 2, 7 - (5 + 5) / 2], err_msg="nobody else was in `b`: by index")

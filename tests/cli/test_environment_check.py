@@ -229,3 +229,25 @@ def test_arguments_fit_the_schema():
 
     schema = schema_of(tool)
     assert argument_problem(schema, arguments_of(schema["function"])) is None
+
+
+def test_reward_functions_of_turns_score_the_turns(capsys, monkeypatch, tmp_path):
+    """Not the whole text as one turn. Potentials are no part of the reward."""
+    functions = """
+def marked(completions, conversation):
+    assert len(conversation) % 2 == 1
+    return [0.05 if "LEFT" in text else None for text in completions]
+
+
+def far(completions, conversation):
+    return [7.0] * len(completions)
+"""
+    (tmp_path / "turns.py").write_text(functions, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    entries = "rewards.functions=[{name: turns.py:marked, per: turn}, {name: turns.py:far, per: potential}]"
+    config = str(EXAMPLES / "environments" / "credit.yaml")
+    status = cli.main(["check-rewards", config, entries, "rewards.workers=0", "data.train_size=8", "data.eval_size=2"])
+    said = capsys.readouterr()
+    assert status == 0, said
+    rows = rows_of(said.out)
+    assert float(rows["no text"][0]) == 0 and 0.05 <= float(rows["gold answer, a word a turn"][0]) < 1

@@ -296,7 +296,7 @@ def test_a_potential_can_be_the_likelihood_of_the_answer(tmp_path):
     several = 0
     for row in rows:
         turns = [place for place, message in enumerate(row["turns"]) if message["role"] == "assistant"]
-        before = [[f"{each['role']}: {each['content']}" for each in row["turns"][:place]] for place in turns]
+        before = [[each["content"] for each in row["turns"][:place]] for place in turns]
         prompts = ["\n".join([row["prompt"], *lines]) for lines in before]
         expected = likelihood(prompts, [""] * len(turns), [answers[row["prompt"]]] * len(turns))
         np.testing.assert_allclose(row["turn_potentials"], expected, atol=1e-4)
@@ -315,6 +315,14 @@ def test_a_turn_that_cannot_be_scored_leaves_its_trajectory_unscored(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
     failed = [any(m["role"] == "assistant" and m["content"][-1:] in "ab" for m in row["turns"]) for row in rows]
     assert [row["reward"] is None for row in rows] == failed and 0 < sum(failed) < len(rows)
+    assert all(None in row["turn_rewards"] for row, missing in zip(rows, failed, strict=True) if missing)
+
+
+@pytest.mark.slow
+def test_a_baseline_of_states_needs_states():
+    made = learner(algo=RLOOConfig(num_generations=4, credit="turn", turn_baseline="state"), max_steps=1)
+    with pytest.raises(UserError, match=r"algorithm\.turn_baseline: state needs the entry `state`"):
+        collect(made)
 
 
 @pytest.mark.slow
@@ -387,6 +395,8 @@ def test_reward_functions_of_turns_need_turns_and_potentials_credit_by_turn():
     made = learner(algo=RLOOConfig(num_generations=4))
     with pytest.raises(UserError, match=r"'vowels': only algorithm\.credit=turn"):
         made.set_rewards([per_turn(vowels, potential=True)])
+    with pytest.raises(UserError, match="'vowels': 'ppo' has a critic"):
+        learner(PPOLearner, PPOConfig(num_generations=4, credit="turn")).set_rewards([per_turn(vowels, potential=True)])
 
 
 def test_credit_of_turns_needs_turns_and_an_estimator_of_completions():

@@ -30,7 +30,7 @@ from tunix_like.algorithms.off_policy import check_correction, kept_by_mask, sam
 from tunix_like.algorithms.ppo import PPO
 from tunix_like.algorithms.registry import Estimator, estimator_rewards, find_estimator, with_schedules
 from tunix_like.algorithms.token_baseline import TOKEN_BASELINE
-from tunix_like.algorithms.turns import BY_CRITIC, BY_RETURN, NOT_BY_TURN, GroupTurns, turn_terms, with_potentials
+from tunix_like.algorithms.turns import BY_CRITIC, BY_RETURN, NOT_BY_TURN, GroupTurns, turn_terms
 from tunix_like.config.schedules import Schedule
 from tunix_like.config.schema import AlgorithmConfig, TeacherConfig
 from tunix_like.config.sources import ESTIMATOR_KEYS
@@ -238,11 +238,11 @@ class Objective:
 
     def turn_terms(self, estimator: GroupEstimator, turns: GroupTurns) -> list[Float[np.ndarray, " T"]]:
         """Returns the advantages of the turns of a group beside those of its estimator (`turns.turn_terms`); for a
-        critic, the rewards of the turns."""
+        critic, which estimates the values of states itself, the rewards of the turns."""
         config = self.config
-        gamma = 1.0 if config.gamma is None else config.gamma
         if estimator.name == BY_CRITIC:
-            return with_potentials(turns, gamma)
+            return [np.array([np.nan if reward is None else reward for reward in row]) for row in turns.rewards]
+        gamma = 1.0 if config.gamma is None else config.gamma
         coef = 1.0 if config.turn_coef is None else config.turn_coef
         params = estimator.params if estimator.by_turn else None
         return turn_terms(turns, estimator.name, gamma, config.turn_baseline or "fixed_index", coef, params)
@@ -474,9 +474,10 @@ def _by_turn(estimator: GroupEstimator, config: AlgorithmConfig) -> GroupEstimat
         raise UserError(
             "algorithm.binarize: it replaces a sum of rewards, and algorithm.credit=turn reads each; unset it."
         )
-    for key in ("gamma", "turn_baseline"):
-        if estimator.name == BY_CRITIC and getattr(config, key) is not None:
-            raise UserError(f"algorithm.{key}: '{BY_CRITIC}' has no baseline of a group, and critic.gamma; unset it.")
+    if estimator.name == BY_CRITIC and config.gamma is not None:
+        raise UserError(f"algorithm.gamma: '{BY_CRITIC}' does not read it; set critic.gamma, which is per token.")
+    if estimator.name == BY_CRITIC and config.turn_baseline is not None:
+        raise UserError(f"algorithm.turn_baseline: the baseline of '{BY_CRITIC}' is its critic; unset it.")
     return dataclasses.replace(estimator, by_turn=by_turn)
 
 

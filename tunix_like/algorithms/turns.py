@@ -44,7 +44,8 @@ class GroupTurns(NamedTuple):
     Attributes:
       rewards: after the turn; None: it could not be scored.
       potentials: of the states in which the turns begin; None: all 0.
-      states: keys of these states; None: not known.
+      states: keys of these states; None: not known. An entry None is the common start in the first turn, and later a
+        state that is not known.
     """
 
     rewards: TurnRewards
@@ -79,7 +80,8 @@ def turn_advantages(
         `reached`: the mean over the others that reach t, and 0 if none does. `state`: the mean over the turns of the
         others that begin in an equal state, and that of `fixed_index` if there is none.
       potentials: Phi of the state in which each turn begins.
-      states: keys of these states, for the baseline `state`; None is a state too, such as the common start.
+      states: keys of these states, for the baseline `state`. None is the common start in the first turn, and later
+        equal to no other state.
       parameters: those of the estimator, such as `k` of `maxpo`.
 
     Raises:
@@ -134,17 +136,6 @@ def _padded(rows: Sequence[Sequence[float]]) -> Float[np.ndarray, "G T"]:
     return out
 
 
-def with_potentials(turns: GroupTurns, gamma: float) -> list[Float[np.ndarray, " T"]]:
-    """Returns the rewards of the turns with the differences of the potentials; NaN if a turn could not be scored."""
-    rows = [np.array([np.nan if reward is None else reward for reward in row]) for row in turns.rewards]
-    if turns.potentials is None:
-        return rows
-    return [
-        row + gamma * np.append(potentials[1:], 0.0) - np.array(potentials)
-        for row, potentials in zip(rows, turns.potentials, strict=True)
-    ]
-
-
 def rewards_to_go(rewards: Float[np.ndarray, "G T"], gamma: float) -> Float[np.ndarray, "G T"]:
     """Returns `R_i,t`; NaN up to a reward of NaN."""
     returns = np.zeros_like(rewards)
@@ -172,8 +163,10 @@ def _means_of_others(
         assert states is not None
         numbers = dict[Hashable, int]()
         keys = np.zeros(returns.shape, int)
-        for row, given in zip(keys, states, strict=True):
-            row[: len(given)] = [numbers.setdefault(state, len(numbers)) for state in given]
+        for i, given in enumerate(states):
+            for t, state in enumerate(given):
+                own = (i, t) if state is None and t else state
+                keys[i, t] = numbers.setdefault((own, state is None), len(numbers))
         of_states = _means_by_key(returns, known & reached, keys)
         means = np.where(np.isnan(of_states), means, of_states)
     return np.where(np.isnan(means), returns, means)

@@ -27,8 +27,9 @@ from tunix_like.environments.outcomes import Environments, Outcome, check_config
 from tunix_like.rewards.environment_state import failed_state
 from tunix_like.rewards.pool import close_pools
 from tunix_like.rewards.scoring import Scores
-from tunix_like.rollout.episodes import Episode, with_environment
-from tunix_like.rollout.rollouts import WeightedReward, score_completions, succeeds
+from tunix_like.rollout.episodes import Episode
+from tunix_like.rollout.rollouts import WeightedReward, succeeds
+from tunix_like.rollout.scoring import score_trajectories
 from tunix_like.runs.reward_functions import reward_functions
 from tunix_like.runtime import console
 from tunix_like.runtime.visible import visible
@@ -69,9 +70,12 @@ class Game:
     done: bool = False
     environment: Any = None
     failure: list[str] | None = None
+    turn_rewards: list[float] = dataclasses.field(default_factory=list)
 
     def add(self, outcome: Outcome) -> None:
         self.reward += outcome.reward
+        if self.turn_rewards:
+            self.turn_rewards[-1] += outcome.reward
         self.done = self.done or outcome.done
         self.environment = outcome.environment
         if outcome.failure is not None:
@@ -81,9 +85,18 @@ class Game:
         if self.turns and outcome.observation:
             self.messages.append({"role": "user", "content": _text(outcome.observation)})
 
+    def begin_turn(self, text: str) -> None:
+        self.messages.append({"role": "assistant", "content": text})
+        self.turns += 1
+        self.turn_rewards.append(0.0)
+
     def episode(self) -> Episode:
         reward = self.reward if self.failure is None else float("nan")
-        return Episode(self.messages, self.turns, not self.done, 0, reward, {}, self.failure)
+        rewards = self.turn_rewards
+        return Episode(
+            self.messages, self.turns, not self.done, 0, reward, {}, self.failure,
+            turn_rewards=rewards, turn_potentials=[0.0] * len(rewards),
+        )  # fmt: skip
 
 
 class Tried(NamedTuple):
@@ -187,7 +200,7 @@ def _tried(
     texts = [script[0] for script in scripts]
     threshold = config.rewards.success_threshold
     if environments is None:
-        scores = score_completions(rewards, problems, texts, 1)
+        scores, _ = score_trajectories(rewards, problems, texts, 1, None, None)
         return Tried(kind, texts, scores, _passed(scores, threshold))
     games = [Game() for _ in problems]
     seconds = list[float]()
@@ -199,8 +212,7 @@ def _tried(
         going = [number for number, game in enumerate(games) if not game.done and game.failure is None]
         for number in going:
             text = scripts[number][min(turn, len(scripts[number]) - 1)]
-            games[number].messages.append({"role": "assistant", "content": text})
-            games[number].turns += 1
+            games[number].begin_turn(text)
             environments.step(number, text)
         for outcome, took in _outcomes(environments, len(going)):
             seconds.append(took)
@@ -212,8 +224,8 @@ def _tried(
         games[outcome.number].add(outcome)
     states = [game.environment for game in games]
     whole = ["\n".join(message["content"] for message in game.messages) for game in games]
-    scores = score_completions(rewards, problems, whole, 1, None if all(s is None for s in states) else states)
-    scores = with_environment(scores, [game.episode() for game in games])
+    played = None if all(state is None for state in states) else states
+    scores, _ = score_trajectories(rewards, problems, whole, 1, [game.episode() for game in games], played)
     return Tried(kind, texts, scores, _passed(scores, threshold), games, float(np.mean(seconds or [np.nan])))
 
 

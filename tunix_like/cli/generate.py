@@ -24,6 +24,7 @@ from tunix_like.environments.trajectories import first_observation
 from tunix_like.errors import UserError
 from tunix_like.models.loading import check_fit
 from tunix_like.rewards import close_pools
+from tunix_like.rewards.turns import TurnReward
 from tunix_like.rollout.requests import generate as sample
 from tunix_like.rollout.rollouts import completion_texts, score_completions
 from tunix_like.runs.reward_functions import reward_functions
@@ -136,6 +137,7 @@ def _print_score(trained: Trained, row: Mapping[str, Any], completion: str) -> N
     except UserError as error:
         print(f"no reward: {error}", file=sys.stderr)
         return
+    rewards = [reward for reward in rewards if not isinstance(reward[1], TurnReward)]
     try:
         scores = score_completions(rewards, [Problem(0, *prompt, moment=trained.moment)], [completion], 1)
     finally:

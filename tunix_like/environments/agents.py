@@ -178,6 +178,7 @@ class AgentTrajectories(Trajectories):
         `one_conversation`, differs from the first requests of the problem's other trajectories.
         """
         prompt: list[int] | None = None
+        opened: list[Any] = []
         for number in self._numbers(group):
             if number not in first:
                 continue
@@ -194,7 +195,9 @@ class AgentTrajectories(Trajectories):
             if (problem := self.player.too_long(tokens, most)) is not None:
                 state.fail(problem)
                 continue
-            prompt = tokens if prompt is None else prompt
+            if prompt is None:
+                prompt = tokens
+                opened = [*call.messages]
             if self._environments.one_conversation and tokens != prompt:
                 state.fail(
                     "the first request of this trajectory differs from those of other trajectories of its row, which "
@@ -202,7 +205,8 @@ class AgentTrajectories(Trajectories):
                 )
         if prompt is None:
             return None
-        return {"text": self.player.tokenizer.decode(prompt, skip_special_tokens=False), "tokens": prompt}
+        text = self.player.tokenizer.decode(prompt, skip_special_tokens=False)
+        return {"text": text, "tokens": prompt, "opened": opened}
 
     def _histories(self, group: int) -> list[History]:
         tokens = [int(token) for token in self.problems[group].tokens]

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from tunix_like.algorithms.turns import BY_CRITIC
 from tunix_like.config.schema import AlgorithmConfig, EnvironmentConfig, RolloutConfig
 from tunix_like.environments.local import LocalEnvironments
 from tunix_like.environments.outcomes import Environments
@@ -81,8 +82,7 @@ def check_credit(algorithm: AlgorithmConfig, environments: bool) -> None:
 def check_turn_rewards(
     rewards: Sequence[tuple[str, Any, float]], algorithm: AlgorithmConfig, environments: bool
 ) -> None:
-    """Raises UserError for reward functions of turns without an environment, or for potentials without
-    `algorithm.credit=turn`."""
+    """Raises UserError for reward functions of turns without an environment, or for potentials that nothing reads."""
     for name, function, _ in rewards:
         if not isinstance(function, TurnReward):
             continue
@@ -93,6 +93,8 @@ def check_turn_rewards(
             )
         if function.potential and algorithm.credit != "turn":
             raise UserError(f"reward function '{name}': only algorithm.credit=turn reads potentials; set it.")
+        if function.potential and algorithm.advantage_estimator == BY_CRITIC:
+            raise UserError(f"reward function '{name}': '{BY_CRITIC}' has a critic in place of potentials; remove it.")
 
 
 def check_turns(environments: bool, engine: Engine | None) -> None:

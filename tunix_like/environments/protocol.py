@@ -5,6 +5,7 @@ This module does not import jax, because the processes of environments import it
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -27,7 +28,8 @@ MOST_INFO = 100
 
 
 STATE = "state"
-"""Entry of `info` with the key of the state after a step, for `algorithm.turn_baseline=state`; the only text kept."""
+"""Entry of `info` with the key of the state after a step, for `algorithm.turn_baseline=state`; the only text kept. A
+long text is replaced by its hash, because each turn keeps it."""
 
 POTENTIAL = "potential"
 """Entry of `info` with the potential of the state after a step, for `algorithm.credit=turn`."""
@@ -179,7 +181,8 @@ def _checked_info(value: Any, where: str) -> dict[str, float | str]:
         raise UserError(f"{where}: info is {show(value)}, of type {type(value).__name__}; it must be a dict.")
     kept: dict[str, float | str] = {}
     if isinstance(state := value.get(STATE), str):
-        kept[STATE] = _text(state, MOST_CHARACTERS)
+        text = state.encode("utf-8", "replace")
+        kept[STATE] = text.decode("utf-8") if len(text) <= MOST_INFO else hashlib.sha256(text).hexdigest()
     for name, entry in value.items():
         if len(kept) == MOST_INFO:
             break

@@ -404,7 +404,7 @@ class Trajectories:
                     f"than rollout.max_prompt_length={most}."
                 )
             return None
-        return {"text": prompt.text, "tokens": prompt.tokens, "source": self._chats[group]}
+        return {"text": prompt.text, "tokens": prompt.tokens, "opened": self._chats[group]}
 
     def _begin(self) -> None:
         """Begins the history of each trajectory. If the chat template can change the last tokens of a prompt in later
@@ -445,7 +445,7 @@ class Trajectories:
         state.reward += outcome.reward
         if state.turn_rewards:
             state.turn_rewards[-1] += outcome.reward
-        state.key = outcome.info.get(STATE, state.key)
+        state.key = outcome.info.get(STATE)
         state.info |= {name: value for name, value in outcome.info.items() if not isinstance(value, str)}
         state.environment = outcome.environment
         if outcome.failure is not None:

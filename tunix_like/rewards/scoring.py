@@ -87,7 +87,7 @@ def check_arguments(
         )
     for name, function, _ in functions:
         adds = function.adds if isinstance(function, GroupFunction) else ()
-        arguments_of(name, function, ["prompts", "completions", *columns, *adds], moment)
+        arguments_of(name, function, {"prompts", "completions", *columns, *adds}, moment)
 
 
 def score(

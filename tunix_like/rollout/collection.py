@@ -352,7 +352,8 @@ def outcomes(rollout: Rollout) -> Float[np.ndarray, "P G"]:
         reward - episode.reward + (episode.turn_rewards[-1] if len(episode.turn_rewards) else 0.0)
         for reward, episode in zip(total, rollout.episodes, strict=True)
     ]
-    return np.array(found).reshape(rollout.completions.lengths.shape)
+    # The difference of two sums: without rounding, a reward of 1 may be 0.9999999999999999.
+    return np.array(found).round(12).reshape(rollout.completions.lengths.shape)
 
 
 def _turns_differ(rollout: Rollout, scored: Bool[np.ndarray, "P G"]) -> Bool[np.ndarray, "P"]:
@@ -371,6 +372,11 @@ def turn_signals(rollout: Rollout, batch: GroupBatch, objective: Objective) -> F
     reward of a turn at its last token for a critic (`Objective.turn_terms`). Rewards of functions that score whole
     completions, and penalties, belong to the last turn."""
     assert rollout.episodes is not None and batch.estimator_ids is not None
+    later = [state for episode in rollout.episodes for state in episode.turn_states[1:]]
+    if objective.config.turn_baseline == "state" and later and not any(state is not None for state in later):
+        raise UserError(
+            "algorithm.turn_baseline: state needs the entry `state` in the info of the environment; no step has it."
+        )
     size = batch.rewards.shape[1]
     out = np.zeros(batch.sampled.shape, np.float32)
     for group, index in enumerate(batch.estimator_ids.tolist()):
@@ -407,11 +413,14 @@ def advantages_of_turns(
     found = []
     for number, episode in enumerate(rollout.episodes):
         row = divmod(number, batch.rewards.shape[1])
-        own = turns[row]
         sampled = batch.sampled[row]
+        if not sampled.any() or (batch.trained is not None and not batch.trained[row]):
+            found.append([0.0] * len(episode.turn_tokens))
+            continue
         turn = _turn_of_tokens(sampled, episode.turn_tokens)
-        of_estimator = advantages[row] - own[sampled].mean()
-        found.append([float(of_estimator + own[turn == each].mean()) for each in np.unique(turn[sampled])])
+        of_estimator = advantages[row] - turns[row][sampled].mean()
+        own = [turns[row][turn == each] for each in range(len(episode.turn_tokens))]
+        found.append([float(of_estimator + values[0]) if values.size else 0.0 for values in own])
     return found
 
 

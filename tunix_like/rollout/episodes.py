@@ -28,7 +28,7 @@ class Episode(NamedTuple):
       turns: number of turns of the policy.
       limited: whether the limit `environment.max_turns` ended the trajectory.
       cut: number of observations that were shortened.
-      reward: the sum of `turn_rewards`; NaN if the environment failed.
+      reward: the sum of the rewards of the environment and of functions for turns; NaN if one of them failed.
       info: the last value of each number that the environment returned in `info`, by name.
       failure: kind and reason of the environment's `Failure`; None if the environment did not fail.
       rewritten: number of times that the chat template has rewritten earlier turns; None with
@@ -95,7 +95,8 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     }
     if episodes[0].rewritten is not None:
         metrics["turns/rewritten"] = float(np.mean([episode.rewritten for episode in episodes]))
-    rewards = [episode.turn_rewards for episode in episodes if episode.failure is None]
+    known = [episode for episode in episodes if np.isfinite(episode.reward)]
+    rewards = [episode.turn_rewards for episode in known]
     if any(any(row[:-1]) for row in rewards):
         for turn in range(min(MOST_TURN_METRICS, max(map(len, rewards)))):
             metrics[f"turns/reward/{turn + 1}"] = float(np.mean([row[turn] for row in rewards if len(row) > turn]))

@@ -90,11 +90,10 @@ def _columns(rollout: Rollout) -> dict[str, Any]:
     columns |= {f"reward/{name}": values for name, values in rollout.scores.by_function.items()}
     if rollout.episodes is not None:
         columns |= {"sampled": rollout.sampled_lengths, "turns": [e.messages for e in rollout.episodes]}
-        columns["turn_rewards"] = [[None if r != r else r for r in e.turn_rewards] for e in rollout.episodes]
-        for name in ("turn_states", "turn_potentials"):
-            values = [list(getattr(episode, name)) for episode in rollout.episodes]
-            if any(map(any, values)):
-                columns[name] = values
+        for name in ("turn_rewards", "turn_states", "turn_potentials"):
+            rows = [getattr(episode, name) for episode in rollout.episodes]
+            if name == "turn_rewards" or any(map(any, rows)):
+                columns[name] = [[None if value != value else value for value in row] for row in rows]
         if any(episode.failure is not None for episode in rollout.episodes):
             columns["failure"] = [None if e.failure is None else _written(e.failure[1]) for e in rollout.episodes]
     if rollout.completions.segment_start is not None:

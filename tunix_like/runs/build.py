@@ -158,7 +158,7 @@ def check_config(config: Config) -> tuple[Config, type[Learner] | type[DPOLearne
     check_credit(algorithm, kind_of(config) is not None)
     _check_shared(config)
     for i, entry in enumerate(reward_entries(config)):
-        if entry.weight < 0:
+        if entry.weight < 0 and entry.per != "potential":
             place = f"rewards.functions[{i}].weight={entry.weight:g}"
             check_accepts_negative(objective, place, "a weight of at least 0")
     return dataclasses.replace(config, algorithm=algorithm), learner

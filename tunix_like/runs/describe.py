@@ -20,6 +20,7 @@ from tunix_like.models.decoder import Decoder
 from tunix_like.planning.sizes import MemoryEstimate, estimate_memory
 from tunix_like.rewards.pool import PooledFunction
 from tunix_like.rewards.services import WaitingFunction
+from tunix_like.rewards.turns import TurnReward, inner
 from tunix_like.rollout.collection import EXTRA_BATCHES
 from tunix_like.rollout.engines.registry import find_engine
 from tunix_like.rollout.rollouts import WeightedReward
@@ -114,10 +115,12 @@ def _describe_engine(rollout: RolloutConfig) -> str:
 
 
 def _describe_reward(reward: WeightedReward) -> str:
-    name, function, weight = reward
+    name, given, weight = reward
+    function = inner(given)
+    per = f" per {'potential' if given.potential else 'turn'}" if isinstance(given, TurnReward) else ""
     place = f" (in {function.pool.workers} workers)" if isinstance(function, PooledFunction) else ""
     place = f" (up to {function.limits.concurrency} calls at once)" if isinstance(function, WaitingFunction) else place
-    return f"{weight:g} x {name}{place}"
+    return f"{weight:g} x {name}{per}{place}"
 
 
 def describe_devices(mesh: Mesh | None) -> str:

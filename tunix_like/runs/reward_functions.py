@@ -62,7 +62,7 @@ def reward_entries(config: Config, default: str | None = None) -> list[RewardEnt
         if not isinstance(name, str) or (arguments and name not in SERVED):
             hint = f" {nearest(str(min(arguments)), _KEYS)}" if arguments else ""
             raise UserError(
-                f"rewards.functions[{i}]: expected {{name: ...}} or {{name: ..., weight: ...}}; got {entry}.{hint}"
+                f"rewards.functions[{i}]: expected {{name: ...}}, with weight and per if wanted; got {entry}.{hint}"
             )
         if per not in PER:
             raise UserError(f"rewards.functions[{i}].per: got {shortened(per)}. {nearest(str(per), PER)}")

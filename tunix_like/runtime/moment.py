@@ -31,7 +31,8 @@ START = moment_of(0, 0, 1)
 def asked_numbers(function: Callable[..., Any], moment: Collection[str], columns: Collection[str]) -> list[str]:
     """Returns the names in `moment` for which a function has a parameter. Left out are columns of the data, and values
     that `functools.partial` has set."""
-    taken = {*columns, *(function.keywords if isinstance(function, functools.partial) else ())}
+    called = getattr(function, "function", function)  # of a reward function that wraps another one
+    taken = {*columns, *(called.keywords if isinstance(called, functools.partial) else ())}
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
     return [each.name for each in parameters if each.kind in named and each.name in {*moment} - taken]

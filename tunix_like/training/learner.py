@@ -49,7 +49,7 @@ from tunix_like.models.loading import check_fit
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
 from tunix_like.planning.memory import Companions
 from tunix_like.rewards import close_pools
-from tunix_like.rewards.turns import TurnReward
+from tunix_like.rewards.turns import TurnReward, is_potential
 from tunix_like.rollout.collection import Collector, advantages_of_turns, training_batch, turn_signals
 from tunix_like.rollout.engines.registry import check_engine
 from tunix_like.rollout.files import FirstFailure, RolloutFiles, saved_on_failure
@@ -264,7 +264,7 @@ class Learner(Trainer):
         rewards = [] if nothing else weighted_rewards(reward_fns, reward_weights)
         check_reward_names(self.player, [name for name, _, _ in rewards])
         check_turn_rewards(rewards, self.algo, self.player is not None)
-        if any(weight < 0 for _, _, weight in rewards):
+        if any(weight < 0 and not is_potential(function) for _, function, weight in rewards):
             check_accepts_negative(objective, "reward_weights", "weights of at least 0")
         self._rewards = rewards
 

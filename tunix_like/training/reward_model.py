@@ -121,6 +121,7 @@ class RewardModel(ScoringModel):
 
     prefix = PREFIX
     scalar_head = True
+    unrendered = True  # of a turn: the messages before it
     cure = (
         "this model is no reward model (...ForSequenceClassification with one label in config.json). Train one with "
         "algorithm.advantage_estimator=reward_model, and export its run."
@@ -155,7 +156,8 @@ class AnswerLikelihood(ScoringModel):
     """The log-probability, in nats, of the row's `answer` after the prompt and the completion, under a frozen model.
     With `per: potential` and the initial policy it is the potential of TRACE (arXiv 2607.13988).
 
-    An answer that does not fit into the positions of the model has NaN.
+    An answer that is empty for the tokenizer, or does not fit into the positions of the model, has NaN: its completion
+    is unscored.
 
     Args:
       folder: a model as in `model.path`, without a scalar head.
@@ -164,7 +166,7 @@ class AnswerLikelihood(ScoringModel):
     prefix = LIKELIHOOD
     scalar_head = False
     cure = "this model is a reward model, and gives no probabilities of tokens."
-    unrendered = True
+    unrendered = True  # of a turn: the messages before it
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[Any]) -> list[float]:
         _, _, tokenizer, _ = self._loaded
