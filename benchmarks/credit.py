@@ -1,7 +1,7 @@
 """`python -m benchmarks.credit`: credit by turn and by trajectory, on `guess`, `maze_steps` and `calculator`.
 
     python -m benchmarks.credit variance [--groups 256]   # of the gradient, at the weights after SFT
-    python -m benchmarks.credit train [--seeds 3]         # held-out results after equally many groups
+    python -m benchmarks.credit train [--seeds 3]         # held-out results after equally many groups, from there
     python -m benchmarks.credit picture --run RUN         # of trajectories of a run with algorithm.credit=turn
 
 The variance is the trace of the covariance of the gradient of one group, over prompts and completions; an optimizer
@@ -49,9 +49,13 @@ TASKS: dict[str, tuple[list[str], list[str]]] = {
 """Further settings of each task, and the kinds of credit that it does not have."""
 
 
-def settings(task: str, credit: str, seed: int, folder: Path) -> list[str]:
+def settings(task: str, credit: str, seed: int, folder: Path, sft: Path | None = None) -> list[str]:
+    """Returns the arguments of a run; `sft`: the run whose weights it starts from."""
     own = ["algorithm.advantage_estimator=rloo", f"training.seed={seed}", f"training.output_dir={folder}"]
-    return [str(EXAMPLES / f"{task}.yaml"), *own, "rewards.workers=0", *TASKS[task][0], *CREDITS[credit]]
+    start = (
+        [] if sft is None else [f"model.path={sft}", "model.init=pretrained", "model.config=null", "sft.max_steps=0"]
+    )
+    return [str(EXAMPLES / f"{task}.yaml"), *own, "rewards.workers=0", *TASKS[task][0], *CREDITS[credit], *start]
 
 
 def command(*arguments: str) -> None:
@@ -76,15 +80,9 @@ def recorder() -> optax.GradientTransformation:
 
 def variance(task: str, credit: str, sft: Path, folder: Path, groups: int) -> dict[str, float]:
     """Returns the trace of the covariance of the gradient of one group, and the squared norm of its mean."""
-    file, *overrides = settings(task, credit, 0, folder)
-    more = [
-        f"training.max_steps={groups}",
-        "data.batch_size=1",
-        f"model.path={sft}",
-        "model.init=pretrained",
-        "sft.max_steps=0",
-    ]
-    parts = assemble(load(file, [*overrides, *more, "model.config=null", "eval.max_problems=1"]))
+    file, *overrides = settings(task, credit, 0, folder, sft)
+    more = [f"training.max_steps={groups}", "data.batch_size=1", "eval.max_problems=1"]
+    parts = assemble(load(file, [*overrides, *more]))
     config = parts.config
     learner: Any = parts.learner(
         model=parts.model,
@@ -107,8 +105,8 @@ def variance(task: str, credit: str, sft: Path, folder: Path, groups: int) -> di
     return {"variance": noise, "signal": signal - noise / groups}
 
 
-def trained(task: str, credit: str, seed: int, folder: Path) -> dict[str, Any]:
-    command("train", *settings(task, credit, seed, folder))
+def trained(task: str, credit: str, seed: int, sft: Path, folder: Path) -> dict[str, Any]:
+    command("train", *settings(task, credit, seed, folder, sft))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "step" in row]
     last = [row for row in steps if "eval/pass@1" in row][-1]
@@ -174,7 +172,7 @@ def main() -> None:
         return
     for task in arguments.tasks:
         sft = out / f"{task}-sft"
-        if arguments.what == "variance" and not sft.exists():
+        if not sft.exists():
             command(
                 "train", *settings(task, "trajectory", 0, sft), "training.max_steps=1", "optimizer.learning_rate=1e-12"
             )
@@ -184,7 +182,7 @@ def main() -> None:
                 file = out / f"{name}.json"
                 if not file.exists():
                     made = (
-                        trained(task, credit, seed, out / name)
+                        trained(task, credit, seed, sft, out / name)
                         if arguments.what == "train"
                         else variance(task, credit, sft, out / name, arguments.groups)
                     )
