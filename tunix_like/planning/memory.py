@@ -190,11 +190,13 @@ class CriticWork:
       model: the configuration of the critic.
       share: the part of its weights on one device.
       own: bytes of those that are not the frozen weights of the policy.
+      moments: bytes of its optimizer state on one device.
     """
 
     model: DecoderConfig
     share: Share
     own: int
+    moments: int
 
 
 class Companions(NamedTuple):
@@ -222,13 +224,13 @@ class Work:
     Attributes:
       model: the configuration of the decoder.
       share: the part of the weights on one device.
+      moments: bytes of the optimizer state on one device.
       prompts, group: number of prompts of a rollout batch, and of completions per prompt (1 in supervised fine-tuning).
       widths: lengths in tokens of padded prompts and of padded completions.
       update_prompts: prompts of one optimizer update; None means all prompts of the batch.
       dtype, param_dtype: dtype of the matrix products and of the stored weights.
       adapters: the adapters (float32), if only adapters are trained.
       quantized: quantisation of the frozen projections of a model with adapters.
-      moments: number of optimizer state arrays of the size of the trained weights; 2 for AdamW.
       clipped: whether the gradient's global norm is clipped.
       reference: whether a second model, the reference of the KL, is held in memory.
       teachers: the teachers in memory; only one, if its divergence is a term of the loss.
@@ -250,6 +252,7 @@ class Work:
 
     model: DecoderConfig
     share: Share
+    moments: int
     prompts: int
     group: int
     widths: tuple[int, int]
@@ -258,7 +261,6 @@ class Work:
     param_dtype: Any = jnp.float32
     adapters: Adapters | None = None
     quantized: str | None = None
-    moments: int = 2
     clipped: bool = True
     reference: bool = False
     teachers: tuple[TeacherWork, ...] = ()
@@ -506,11 +508,11 @@ def _prompt_forward(work: Work, prompts: int, tp: int) -> int:
 
 def _held(work: Work) -> dict[str, int]:
     """Returns the components that a trainer always holds in memory."""
-    held = {"weights": work.weights, "optimizer": work.moments * work.trained}
+    held = {"weights": work.weights, "optimizer": work.moments}
     # With adapters, the reference is the frozen base, which is already counted as weights.
     held |= {"reference": work.weights} if work.reference and work.adapters is None else {}
     if work.critic is not None:
-        held["critic"] = work.critic.own + work.moments * work.critic.share.trained
+        held["critic"] = work.critic.own + work.critic.moments
     return held | ({"teacher": sum(teacher.weights for teacher in work.teachers)} if work.teachers else {})
 
 
