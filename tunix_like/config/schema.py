@@ -565,7 +565,9 @@ class OptimizerConfig(Checked):
     b2: float = key(0.99, doc="decay of the second moment", at_least=0, below=1)
     eps: float = key(1e-8, doc="added to the root of the second moment", above=0)
     max_grad_norm: float | None = key(1.0, doc="of the global norm; null: off", above=0)
-    name: str = key("adamw", doc="muon: of the layers' matrices, else adamw", choices=tuple(OPTIMIZER_KEYS))
+    name: str = key(
+        "adamw", doc="muon: for matrices of layers, with adamw for other weights", choices=tuple(OPTIMIZER_KEYS)
+    )
     moments_dtype: str = key(
         "float32",
         doc="dtype in which moments are stored; they are computed in float32",

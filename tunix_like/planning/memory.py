@@ -86,6 +86,10 @@ STEP_COPIES = {True: 2, False: 3}
 """Number of arrays of the size of the trained weights that the optimizer step needs in addition to the weights and the
 optimizer state (gradients and new values), with (True) and without (False) clipping by the global norm."""
 
+MUON_COPIES = 7
+"""The same for Muon, which orthogonalises all matrices at once (measured with 1 and 6 layers, clipped or not: 7.0). For
+weights that are mostly embeddings, whose optimizer is AdamW, the number is an upper bound."""
+
 DEQUANTIZED_COPIES = {False: 1, True: 2}
 """Number of float32 arrays of the size of the quantised matrices on the CPU, without (False) and with (True) a backward
 pass (measured: 0.99 and 1.98). XLA:CPU removes the barriers between layers, and dequantises all matrices first."""
@@ -232,6 +236,7 @@ class Work:
       adapters: the adapters (float32), if only adapters are trained.
       quantized: quantisation of the frozen projections of a model with adapters.
       clipped: whether the gradient's global norm is clipped.
+      muon: whether the optimizer is Muon.
       reference: whether a second model, the reference of the KL, is held in memory.
       teachers: the teachers in memory; only one, if its divergence is a term of the loss.
       critic: the critic; None without one.
@@ -262,6 +267,7 @@ class Work:
     adapters: Adapters | None = None
     quantized: str | None = None
     clipped: bool = True
+    muon: bool = False
     reference: bool = False
     teachers: tuple[TeacherWork, ...] = ()
     critic: CriticWork | None = None
@@ -360,7 +366,8 @@ def _update_phases(work: Work, micro_batch: int, held: dict[str, int]) -> list[P
     for teacher in work.teachers:
         temporaries |= _teacher_forward(work, teacher, layout) if teacher.in_loss else {}
     gradient = held | temporaries
-    step = held | {"gradients and new weights": STEP_COPIES[work.clipped] * work.trained}
+    copies = MUON_COPIES if work.muon else STEP_COPIES[work.clipped]
+    step = held | {"gradients and new weights": copies * work.trained}
     phases = [Phase("update", gradient), Phase("optimizer", step)]
     before = [
         Phase("teacher", held | _teacher_forward(work, teacher, layout) | {"logits": _logits(work, tokens)})

@@ -205,6 +205,7 @@ class Planner:
         return dataclasses.replace(
             self._work(*shape, widths),
             clipped=isinstance(chosen, OptimizerConfig) and chosen.max_grad_norm is not None,
+            muon=isinstance(chosen, OptimizerConfig) and chosen.name == "muon",
             remat=self.training.remat,
             logits_chunk=self.training.logprob_chunk_size,
             whole_groups=whole_groups,
