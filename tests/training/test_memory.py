@@ -97,10 +97,17 @@ def changed(mesh: Any = None, **changes: Any) -> Work:
     model = dataclasses.replace(BASE.model, **{name: value for name, value in changes.items() if name in numbers})
     rest = {name: value for name, value in changes.items() if name not in numbers}
     work = dataclasses.replace(BASE, model=model, parts=prompt_parts(mesh), **rest)
-    return dataclasses.replace(work, share=share_of(abstract_of(work)[1], mesh))
+    share = share_of(abstract_of(work)[1], mesh)
+    return dataclasses.replace(work, share=share, moments=moments_of(share))
 
 
-BASE = Work(SMALL, share_of(abstract(SMALL)[1], None), prompts=4, group=8, widths=(32, 64), logits_chunk=128)
+def moments_of(share: Share) -> int:
+    """Returns the bytes of the state of AdamW: two moments and two counters."""
+    return 2 * share.trained + 8
+
+
+SHARE = share_of(abstract(SMALL)[1], None)
+BASE = Work(SMALL, SHARE, moments_of(SHARE), prompts=4, group=8, widths=(32, 64), logits_chunk=128)
 
 
 def held_by(program: Any) -> int:
@@ -165,8 +172,8 @@ def accelerated(backend: str, parts: int = 8, **changes: Any) -> Work:
     count = parameter_count(model) // parts
     share = Share(4 * count, 4 * count, count, model.vocab_size * model.hidden_size // parts, ())
     return dataclasses.replace(
-        BASE, model=model, share=share, prompts=64, group=16, widths=(384, 768), dtype=jnp.bfloat16, remat=True,
-        logits_chunk=1024, backend=backend, parts=parts,
+        BASE, model=model, share=share, moments=moments_of(share), prompts=64, group=16, widths=(384, 768),
+        dtype=jnp.bfloat16, remat=True, logits_chunk=1024, backend=backend, parts=parts,
     )  # fmt: skip
 
 
@@ -309,7 +316,7 @@ def test_adapters_and_quantised_weights_are_counted(quantized):
         assert adapter_count(work.model, work.adapters) == sum(x.size for x in jax.tree.leaves(trained))
         assert (work.weights, work.trained) == (nbytes(params), nbytes(trained))
         update, step = (phase.parts for phase in update_phases(work, 4))
-        assert "reference" not in update and update["optimizer"] == 2 * work.trained == update["gradients"]
+        assert "reference" not in update and update["optimizer"] - 8 == 2 * work.trained == update["gradients"]
         assert step["gradients and new weights"] == 2 * work.trained
 
 
@@ -346,7 +353,7 @@ def test_share_of_a_device_equals_its_arrays(shape_of_mesh, quantized):
     trained, frozen = split_params(params)
     assert (work.weights, work.trained) == (on_a_device(params), on_a_device(trained))
     update, step = (phase.parts for phase in update_phases(work, 4))
-    assert update["optimizer"] == step["gradients and new weights"] == 2 * on_a_device(trained)
+    assert update["optimizer"] - 8 == step["gradients and new weights"] == 2 * on_a_device(trained)
     plain = [x for x in jax.tree.leaves(frozen or trained) if x.dtype == jnp.float32]
     cast = on_a_device([x for x in plain if not quantized or x.ndim == 1 or x.shape[0] == model.vocab_size]) // 2
     matrices = on_a_device([x for x in jax.tree.leaves(frozen) if x.dtype == jnp.uint8])
@@ -440,8 +447,8 @@ def test_chunk_size_is_the_largest_that_fits(memory, monkeypatch):
         sizes.chunk_size("auto", work)
     alone = max(phase.fixed for phase in update_phases(work, 1))
     head = SMALL.vocab_size * SMALL.hidden_size
-    # weights, moments, gradients, the tied head and its gradient
-    assert alone == 4 * (parameter_count(SMALL) * (1 + 2 + 2) + head + head)
+    # weights, moments, gradients, the tied head and its gradient; two counters in the optimizer state
+    assert alone == 4 * (parameter_count(SMALL) * (1 + 2 + 2) + head + head + 2)
     memory(alone - 1)
     with pytest.raises(UserError, match=r"model: weights, gradients and optimizer alone need .*, but the limit is"):
         sizes.chunk_size("auto", work)
@@ -572,7 +579,7 @@ def test_number_of_rows_is_the_largest_that_fits(memory, reference):
 def test_run_counts_its_reference_model_while_sampling(memory, beta):
     """The estimate and the engine of a learner have the rows that fit beside the reference model, if there is one."""
     memory(2e5)
-    learner = make(GRPOConfig(num_generations=8, beta=beta), learner=GRPOLearner)
+    learner = make(GRPOConfig(num_generations=8, beta=beta), learner=GRPOLearner, actor_optimizer=OptimizerConfig())
     rollout, shape = learner.rollout_config, (1000, 8)
     with_one, without = (
         sizes.Planner(learner.model, rollout=rollout, companions=Companions(x)).rows(*shape) for x in (True, False)

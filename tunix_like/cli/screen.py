@@ -132,7 +132,9 @@ def picture(parts: Parts, learner: Learner | DPOLearner) -> None:
     row = parts.source.eval[0]
     greedy = SamplingParams(temperature=0)
     # Uses a new engine, because the sampling servers of a run are disconnected when the run ends.
-    engine = make_engine(learner.graphdef, parts.tokenizer, parts.config.rollout, parts.mesh, learner.companions)
+    engine = make_engine(
+        learner.graphdef, parts.tokenizer, parts.config.rollout, parts.mesh, learner.companions, learner.training
+    )
     (answer,) = complete(engine, learner.params, parts.tokenizer, [row["prompt"]], greedy, seed=0)
     console.print_text("the first held-out problem with the greedy answer of the model:")
     console.print_text(parts.source.draw(row, answer))

@@ -63,7 +63,7 @@ from tunix_like.rollout.sampler import jit_place
 from tunix_like.rollout.shapes import slot_shape
 from tunix_like.runs.build import check_batches, check_config, chosen_tokenizer, named_model, updates_per_batch
 from tunix_like.step.forward import CHUNKS, SETS, batch_logprobs, packed_shapes
-from tunix_like.step.optimizer import build_optimizer, moment_segments, state_shapes
+from tunix_like.step.optimizer import build_optimizer, critic_optimizer, moment_segments, state_shapes
 from tunix_like.step.packing import Packed, choose_layout, pack
 from tunix_like.step.train_step import StepInputs, StepSpec, TeacherInputs, TeacherSpec, TrainState, jit_train_step
 from tunix_like.training.arguments import forward_options, likelihood_options
@@ -253,7 +253,7 @@ def critic_program(plan: Plan) -> Program | None:
         return None
     settings = plan.config.critic
     options = likelihood_options(plan.config.training, plan.device.backend)
-    optimizer = dataclasses.replace(plan.config.optimizer, learning_rate=settings.learning_rate)
+    optimizer = critic_optimizer(plan.config.optimizer, settings.learning_rate)
     spec = StepSpec(None, ValueObjective(settings.value_clip), optimizer, options)
     return _update(plan, "critic", plan.critic, plan.judged_by, spec)
 

@@ -29,6 +29,17 @@ MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
 RECURRENT_TARGETS = ("in_proj_qkv", "in_proj_z", "out_proj")
 LORA_TARGETS = (*ATTENTION_TARGETS, *MLP_TARGETS, *RECURRENT_TARGETS)
 
+OPTIMIZER_KEYS: dict[str, frozenset[str]] = {
+    "adamw": frozenset({"b1", "b2", "eps", "moments_dtype"}),
+    "muon": frozenset({"b1", "b2", "eps", "moments_dtype"}),
+    "lion": frozenset({"b1", "b2", "moments_dtype"}),
+    "adafactor": frozenset(),
+}
+"""Maps the values of `optimizer.name` to the keys that the optimizer reads beside those that all of them read."""
+LARGEST_BFLOAT16_DECAY = 1 - 2**-8
+"""Largest decay of a moment in bfloat16. Rounding to the nearest of 8 significant bits changes a number by up to
+2**-8 of it; a moment that loses less than this in an update would keep its value."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(Checked):
@@ -540,7 +551,7 @@ class EnvironmentConfig(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig(Checked):
-    """Settings of AdamW with linear warm-up and a learning-rate schedule."""
+    """Settings of an optimizer with linear warm-up and a learning-rate schedule."""
 
     section = "optimizer"
     learning_rate: float = key(1e-6, doc="peak learning rate", above=0)
@@ -554,14 +565,43 @@ class OptimizerConfig(Checked):
     b2: float = key(0.99, doc="decay of the second moment", at_least=0, below=1)
     eps: float = key(1e-8, doc="added to the root of the second moment", above=0)
     max_grad_norm: float | None = key(1.0, doc="of the global norm; null: off", above=0)
+    name: str = key(
+        "adamw", doc="muon: for matrices of layers, with adamw for other weights", choices=tuple(OPTIMIZER_KEYS)
+    )
+    moments_dtype: str = key(
+        "float32",
+        doc="dtype in which moments are stored; they are computed in float32",
+        choices=("float32", "bfloat16"),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_unread()
+        self._check_decays()
         exponential = self.schedule == "exponential"
         if self.end_fraction > 1 and not exponential:
             raise UserError(f"{self.section}.end_fraction: got {self.end_fraction}; it must be at most 1.")
         if self.end_fraction == 0 and exponential:
             raise UserError(f"{self.section}.end_fraction: got 0; with the schedule 'exponential' set it above 0.")
+
+    def _check_unread(self) -> None:
+        """Raises UserError for a key that is set and that the optimizer does not read."""
+        optional = set().union(*OPTIMIZER_KEYS.values())
+        for field in dataclasses.fields(self):
+            unread = field.name in optional and field.name not in OPTIMIZER_KEYS[self.name]
+            if unread and getattr(self, field.name) != field.default:
+                raise UserError(f"{self.section}.{field.name}: the optimizer '{self.name}' does not read it. Unset it.")
+
+    def _check_decays(self) -> None:
+        """Raises UserError for a decay that bfloat16 would round away, so that a moment would never decrease."""
+        if self.moments_dtype != "bfloat16":
+            return
+        for name in ("b1", "b2"):
+            if name in OPTIMIZER_KEYS[self.name] and getattr(self, name) > LARGEST_BFLOAT16_DECAY:
+                raise UserError(
+                    f"{self.section}.{name}: got {getattr(self, name)}; with moments_dtype=bfloat16 it must be at most "
+                    f"{LARGEST_BFLOAT16_DECAY}, because a smaller change is rounded away."
+                )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,6 +86,10 @@ STEP_COPIES = {True: 2, False: 3}
 """Number of arrays of the size of the trained weights that the optimizer step needs in addition to the weights and the
 optimizer state (gradients and new values), with (True) and without (False) clipping by the global norm."""
 
+MUON_COPIES = 7
+"""The same for Muon, which orthogonalises all matrices at once (measured with 1 and 6 layers, clipped or not: 7.0). For
+weights that are mostly embeddings, whose optimizer is AdamW, the number is an upper bound."""
+
 DEQUANTIZED_COPIES = {False: 1, True: 2}
 """Number of float32 arrays of the size of the quantised matrices on the CPU, without (False) and with (True) a backward
 pass (measured: 0.99 and 1.98). XLA:CPU removes the barriers between layers, and dequantises all matrices first."""
@@ -190,11 +194,13 @@ class CriticWork:
       model: the configuration of the critic.
       share: the part of its weights on one device.
       own: bytes of those that are not the frozen weights of the policy.
+      moments: bytes of its optimizer state on one device.
     """
 
     model: DecoderConfig
     share: Share
     own: int
+    moments: int
 
 
 class Companions(NamedTuple):
@@ -222,14 +228,15 @@ class Work:
     Attributes:
       model: the configuration of the decoder.
       share: the part of the weights on one device.
+      moments: bytes of the optimizer state on one device.
       prompts, group: number of prompts of a rollout batch, and of completions per prompt (1 in supervised fine-tuning).
       widths: lengths in tokens of padded prompts and of padded completions.
       update_prompts: prompts of one optimizer update; None means all prompts of the batch.
       dtype, param_dtype: dtype of the matrix products and of the stored weights.
       adapters: the adapters (float32), if only adapters are trained.
       quantized: quantisation of the frozen projections of a model with adapters.
-      moments: number of optimizer state arrays of the size of the trained weights; 2 for AdamW.
       clipped: whether the gradient's global norm is clipped.
+      muon: whether the optimizer is Muon.
       reference: whether a second model, the reference of the KL, is held in memory.
       teachers: the teachers in memory; only one, if its divergence is a term of the loss.
       critic: the critic; None without one.
@@ -250,6 +257,7 @@ class Work:
 
     model: DecoderConfig
     share: Share
+    moments: int
     prompts: int
     group: int
     widths: tuple[int, int]
@@ -258,8 +266,8 @@ class Work:
     param_dtype: Any = jnp.float32
     adapters: Adapters | None = None
     quantized: str | None = None
-    moments: int = 2
     clipped: bool = True
+    muon: bool = False
     reference: bool = False
     teachers: tuple[TeacherWork, ...] = ()
     critic: CriticWork | None = None
@@ -358,7 +366,8 @@ def _update_phases(work: Work, micro_batch: int, held: dict[str, int]) -> list[P
     for teacher in work.teachers:
         temporaries |= _teacher_forward(work, teacher, layout) if teacher.in_loss else {}
     gradient = held | temporaries
-    step = held | {"gradients and new weights": STEP_COPIES[work.clipped] * work.trained}
+    copies = MUON_COPIES if work.muon else STEP_COPIES[work.clipped]
+    step = held | {"gradients and new weights": copies * work.trained}
     phases = [Phase("update", gradient), Phase("optimizer", step)]
     before = [
         Phase("teacher", held | _teacher_forward(work, teacher, layout) | {"logits": _logits(work, tokens)})
@@ -506,11 +515,11 @@ def _prompt_forward(work: Work, prompts: int, tp: int) -> int:
 
 def _held(work: Work) -> dict[str, int]:
     """Returns the components that a trainer always holds in memory."""
-    held = {"weights": work.weights, "optimizer": work.moments * work.trained}
+    held = {"weights": work.weights, "optimizer": work.moments}
     # With adapters, the reference is the frozen base, which is already counted as weights.
     held |= {"reference": work.weights} if work.reference and work.adapters is None else {}
     if work.critic is not None:
-        held["critic"] = work.critic.own + work.moments * work.critic.share.trained
+        held["critic"] = work.critic.own + work.critic.moments
     return held | ({"teacher": sum(teacher.weights for teacher in work.teachers)} if work.teachers else {})
 
 

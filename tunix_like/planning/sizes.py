@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType, Mesh
 
 from tunix_like.algorithms.ppo import PPO
@@ -29,6 +30,7 @@ from tunix_like.config.schema import SELF, Config, OptimizerConfig, RLTrainingCo
 from tunix_like.config.sources import teachers_of
 from tunix_like.errors import UserError
 from tunix_like.models.counts import Share, parameter_shapes, share_of
+from tunix_like.models.lora import part_params
 from tunix_like.models.opening import load_config
 from tunix_like.models.sharding import (
     check_experts,
@@ -36,10 +38,11 @@ from tunix_like.models.sharding import (
     check_slices,
     count_slices,
     layout_mesh,
+    param_shapes,
     prompt_parts,
     sequence_parts,
 )
-from tunix_like.planning.bounds import decode_bytes
+from tunix_like.planning.bounds import decode_bytes, held_bytes
 from tunix_like.planning.memory import (
     ALONE,
     Companions,
@@ -55,6 +58,7 @@ from tunix_like.rollout.engines.registry import find_engine
 from tunix_like.rollout.shapes import slot_shape
 from tunix_like.runtime.accelerators import Accelerator, find_kind
 from tunix_like.runtime.processes import gather
+from tunix_like.step.optimizer import build_optimizer, critic_optimizer, state_shapes
 
 if TYPE_CHECKING:
     from tunix_like.models.config import Adapters, DecoderConfig
@@ -155,6 +159,22 @@ def _share(
     return share_of(parameter_shapes(model, param_dtype, adapters, quantized), mesh)
 
 
+@functools.lru_cache(64)
+def _moments(
+    model: DecoderConfig,
+    param_dtype: Any,
+    adapters: Adapters | None,
+    quantized: str | None,
+    mesh: Mesh | None,
+    optimizer: OptimizerConfig | optax.GradientTransformation,
+) -> int:
+    """Returns the bytes of the optimizer state of a model on one device."""
+    params = param_shapes(parameter_shapes(model, param_dtype, adapters, quantized), mesh)
+    # The state has the same shapes for any number of updates.
+    built = build_optimizer(optimizer, 1) if isinstance(optimizer, OptimizerConfig) else optimizer
+    return int(held_bytes(state_shapes(built, part_params(params)[0])))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Planner:
     """Chooses the sizes of a run by what fits into the memory of its devices.
@@ -181,10 +201,11 @@ class Planner:
           widths: lengths in tokens of the padded prompts and of the padded completions.
           whole_groups: whether all completions of a prompt are in one chunk.
         """
-        chosen = self.training.actor_optimizer or OptimizerConfig()
+        chosen = self._optimizer
         return dataclasses.replace(
             self._work(*shape, widths),
             clipped=isinstance(chosen, OptimizerConfig) and chosen.max_grad_norm is not None,
+            muon=isinstance(chosen, OptimizerConfig) and chosen.name == "muon",
             remat=self.training.remat,
             logits_chunk=self.training.logprob_chunk_size,
             whole_groups=whole_groups,
@@ -282,12 +303,18 @@ class Planner:
         widths = self.rollout.max_prompt_length, self.rollout.max_tokens_to_generate
         return _for_sampling(self._work(1, 1, widths), self.model, self.rollout, sampling_mesh)
 
+    @property
+    def _optimizer(self) -> OptimizerConfig | optax.GradientTransformation:
+        return self.training.actor_optimizer or OptimizerConfig()
+
     def _work(self, prompts: int, group: int, widths: tuple[int, int]) -> Work:
         model = self.model
         mesh = self.mesh
+        kinds = model.param_dtype, model.adapters, model.quantized
         return Work(
             model.config,
-            _share(model.config, model.param_dtype, model.adapters, model.quantized, mesh),
+            _share(model.config, *kinds, mesh),
+            _moments(model.config, *kinds, mesh, self._optimizer),
             prompts,
             group,
             widths,
@@ -340,16 +367,22 @@ def described_teachers(config: Config, policy: Decoder, mesh: Mesh | None) -> tu
 
 
 def critic_work(
-    config: DecoderConfig, kinds: tuple[Any, Adapters | None, str | None], own_base: bool, mesh: Mesh | None
+    config: DecoderConfig,
+    kinds: tuple[Any, Adapters | None, str | None],
+    own_base: bool,
+    mesh: Mesh | None,
+    optimizer: OptimizerConfig,
 ) -> CriticWork:
     """Returns the quantities of a critic on which the memory depends.
 
     Args:
       kinds: dtype of the weights, adapters and quantisation.
       own_base: whether its frozen weights are not those of the policy.
+      optimizer: that of the critic.
     """
     share = _share(config, *kinds, mesh)
-    return CriticWork(config, share, share.weights if own_base else share.trained)
+    moments = _moments(config, *kinds, mesh, optimizer)
+    return CriticWork(config, share, share.weights if own_base else share.trained, moments)
 
 
 def described_companions(config: Config, policy: Decoder, mesh: Mesh | None) -> Companions:
@@ -363,7 +396,8 @@ def described_companions(config: Config, policy: Decoder, mesh: Mesh | None) -> 
     described = dataclasses.replace(described, scalar_head=True)
     kinds = policy.param_dtype, policy.adapters, policy.quantized
     own_base = path is not None or policy.adapters is None
-    return Companions(config.has_reference, teachers, critic_work(described, kinds, own_base, mesh))
+    optimizer = critic_optimizer(config.optimizer, config.critic.learning_rate)
+    return Companions(config.has_reference, teachers, critic_work(described, kinds, own_base, mesh, optimizer))
 
 
 def micro_batch_size(width: int, backend: str = "cpu") -> int:
@@ -638,7 +672,8 @@ def estimate_memory(
             phases.append(dataclasses.replace(_sampling(work, prompts, samples, at_once), name=name))
     phases += update_phases(update, size)
     if config.sft.max_steps:
-        alone = dataclasses.replace(planner, companions=ALONE)
+        settings = dataclasses.replace(training, actor_optimizer=config.sft.optimizer)
+        alone = dataclasses.replace(planner, companions=ALONE, training=settings)
         single = alone.update_work((config.sft.batch_size, 1), widths)
         sft = update_phases(single, chosen(lambda: alone.chunk_size(single)))[0]
         phases.append(dataclasses.replace(sft, name="sft"))

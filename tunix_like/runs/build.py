@@ -104,7 +104,8 @@ class Parts(NamedTuple):
         """Builds an evaluator for the held-out problems of the run. `settings` replaces the config section `eval`."""
         graphdef = nnx.split(self.model)[0]
         companions = described_companions(self.config, self.model, self.mesh)
-        engine = make_engine(graphdef, self.tokenizer, self.config.rollout, self.mesh, companions)
+        training = dataclasses.replace(self.config.training, actor_optimizer=self.config.optimizer)
+        engine = make_engine(graphdef, self.tokenizer, self.config.rollout, self.mesh, companions, training)
         return make_evaluator(
             self.config, settings, engine, self.tokenizer, self.source, self.rewards, self.environments
         )

@@ -1,13 +1,15 @@
-"""Builds optax optimizers from an `OptimizerConfig`: AdamW with warm-up, schedule and gradient clipping."""
+"""Builds optax optimizers from an `OptimizerConfig`, with warm-up, schedule, weight decay and gradient clipping."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix_like.config.schema import OptimizerConfig
@@ -18,6 +20,16 @@ from tunix_like.models.sharding import param_shapes
 
 Segments = tuple[Segment, ...] | None
 """The patterns of layers whose moments are stacked (see `moment_segments`); None if no moments are stacked."""
+
+_MUON_DECAY = 0.95
+"""Decay of Muon's momentum in its published recipes (github.com/KellerJordan/Muon, arXiv 2502.16982)."""
+_MUON_RMS = 0.2
+"""Root mean square of Muon's updates before the learning rate, the one that AdamW's updates have (arXiv 2502.16982,
+section 2.2), so that one learning rate serves the parameters of both."""
+_MUON_AXES = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+"""Kernels are `[..., inputs, outputs]`. The axes of experts and of stacked layers come first, and Muon treats each of
+their matrices alone."""
+_HEADS = ("lm_head", "score")
 
 
 def build_schedule(config: OptimizerConfig, total_updates: int | None) -> optax.Schedule:
@@ -59,45 +71,125 @@ def build_schedule(config: OptimizerConfig, total_updates: int | None) -> optax.
 def build_optimizer(
     config: OptimizerConfig, total_updates: int | None, stacked: bool = False
 ) -> optax.GradientTransformation:
-    """Builds the optimizer: global-norm clipping, then AdamW with the schedule of `build_schedule`.
+    """Builds the optimizer: global-norm clipping, the direction of `config.name`, decoupled weight decay (arXiv
+    1711.05101), and the schedule of `build_schedule`.
 
     Weight decay applies only to arrays of two or more axes, without the axis of stacked layers (`stacked`). Calls with
     equal settings return the same object, so that compiled programs are reused. The structure of the optimizer state
     depends only on the parameters, so a resumed run can have another `total_updates`.
     """
-    return _adamw(config, None if config.schedule == "constant" else total_updates, stacked)
+    return _built(config, None if config.schedule == "constant" else total_updates, stacked)
 
 
 @functools.lru_cache(maxsize=32)
-def _adamw(config: OptimizerConfig, total_updates: int | None, stacked: bool) -> optax.GradientTransformation:
+def _built(config: OptimizerConfig, total_updates: int | None, stacked: bool) -> optax.GradientTransformation:
     clip = optax.identity() if config.max_grad_norm is None else optax.clip_by_global_norm(config.max_grad_norm)
-    adamw = optax.adamw(
-        build_schedule(config, total_updates),
-        b1=config.b1,
-        b2=config.b2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        mask=functools.partial(_matrices, stacked=stacked),
+    direction = _direction(config)
+    if config.moments_dtype != "float32":
+        direction = _with_moments_in(jnp.dtype(config.moments_dtype), direction)
+    # The states of two chains, as `optax.adamw` in a chain has them, are the structure in older checkpoints.
+    descent = optax.chain(
+        direction,
+        optax.add_decayed_weights(config.weight_decay, functools.partial(_matrices, stacked=stacked)),
+        optax.scale_by_learning_rate(build_schedule(config, total_updates)),
     )
-    return optax.chain(clip, adamw)
+    return optax.chain(clip, descent)
+
+
+def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Returns the transformation of gradients to updates of learning rate -1.
+
+    - `lion`: arXiv 2302.06675.
+    - `adafactor`: arXiv 1804.04235 without momentum and without the factor of the parameter's scale, so that the
+      learning rate is that of other optimizers.
+    - `muon`: Nesterov momentum, orthogonalised, for the matrices of `_muon_labels`, AdamW for all other parameters.
+    """
+    if config.name == "lion":
+        return optax.scale_by_lion(config.b1, config.b2)
+    if config.name == "adafactor":
+        return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
+    adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
+    if config.name == "adamw":
+        return adam
+    momentum = optax.contrib.scale_by_muon(beta=_MUON_DECAY, weight_dimension_numbers=_muon_axes)
+    muon = optax.chain(momentum, optax.stateless(_with_rms))
+    return optax.partition({"muon": muon, "adamw": adam}, functools.partial(_muon_labels, section=config.section))
+
+
+def _muon_labels(params: optax.Params, section: str) -> Any:
+    """Returns `muon` for the kernels of layers, in the tree of the parameters, and `adamw` for all others: embeddings,
+    heads, norms, biases, convolutions and adapters.
+
+    Raises:
+      UserError: there is no such kernel, because only adapters are trained.
+    """
+
+    def label(path: Any, x: Any) -> str:
+        return "muon" if path[-1].key == "kernel" and path[0].key not in _HEADS else "adamw"
+
+    labels = jax.tree_util.tree_map_with_path(label, params)
+    found = jax.tree.leaves(labels)
+    if found and "muon" not in found:
+        raise UserError(
+            f"{section}.name: muon is for matrices of the model, but only adapters are trained; use adamw or lion."
+        )
+    return labels
+
+
+def _muon_axes(params: optax.Params) -> Any:
+    return jax.tree.map(lambda _: _MUON_AXES, params)
+
+
+def _with_rms(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
+    """Scales updates with singular values of about 1 to a root mean square of `_MUON_RMS`."""
+    return jax.tree.map(lambda x: _MUON_RMS * max(x.shape[-2:]) ** 0.5 * x, updates)
+
+
+def _with_moments_in(dtype: Any, inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns `inner` with moments that are computed in float32 and stored in `dtype`, rounded to the nearest.
+
+    `mu_dtype` of optax applies to the first moment only, and multiplies the old moment in that dtype.
+    """
+
+    def cast(state: optax.OptState, dtype: Any) -> optax.OptState:
+        return optax.tree.map_params(inner, lambda x: x.astype(dtype), state)
+
+    def init(params: optax.Params) -> optax.OptState:
+        return cast(inner.init(params), dtype)
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        updates, state = inner.update(updates, cast(state, jnp.float32), params)
+        return updates, cast(state, dtype)
+
+    return optax.GradientTransformation(init, update)
+
+
+def critic_optimizer(optimizer: Any, learning_rate: float) -> OptimizerConfig:
+    """Returns the optimizer of a critic: that of the policy with another learning rate, and AdamW if that of the policy
+    is an optax transformation or unset."""
+    settings = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig()
+    return dataclasses.replace(settings, learning_rate=learning_rate)
 
 
 def moment_segments(config: DecoderConfig, optimizer: Any, stacked: bool, copies_base: bool) -> Segments:
     """Returns which layers' optimizer moments are stacked, or None if each layer has its own moments.
 
-    AdamW is elementwise, so stacking does not change its result. An optax transformation of the user can compute with
-    whole arrays, so the state of such an optimizer is never stacked.
+    Stacking changes no result of an optimizer that computes with each number, or as Muon with each matrix, alone.
+    Adafactor and an optax transformation of the user can compute with whole arrays, so their state is never stacked.
 
     Args:
       stacked, copies_base: as in `working_weights`; the moments can be stacked only if the weights of an update are.
     """
-    return segments_of(config) if stacked and not copies_base and isinstance(optimizer, OptimizerConfig) else None
+    separable = isinstance(optimizer, OptimizerConfig) and optimizer.name != "adafactor"
+    return segments_of(config) if stacked and not copies_base and separable else None
 
 
 def init_optimizer(
     optimizer: optax.GradientTransformation, params: optax.Params, segments: Segments = None
 ) -> optax.OptState:
-    """Initialises the optimizer state. Moments get the shardings of their parameters."""
+    """Initialises the optimizer state, with the shardings of `state_shapes`."""
     # `_init` is defined in the module, because a function that is defined here would be compiled in each call.
     compiled = functools.partial(jax.jit, _init, static_argnums=(0, 2))
     sharding = jax.tree.leaves(params)[0].sharding
@@ -115,15 +207,26 @@ def _init(optimizer: optax.GradientTransformation, params: optax.Params, segment
 def state_shapes(
     optimizer: optax.GradientTransformation, params: optax.Params, segments: Segments = None
 ) -> optax.OptState:
-    """Returns the shapes of the optimizer state as `jax.ShapeDtypeStruct`s; `params` are arrays or such structs."""
+    """Returns the shapes of the optimizer state as `jax.ShapeDtypeStruct`s; `params` are arrays or such structs.
+
+    On a mesh, moments have the shardings of their parameters. Arrays of other shapes, such as the sums over rows and
+    over columns of Adafactor, are small and replicated.
+    """
     params = params if segments is None else _stacked_shapes(params, segments)
     state = jax.eval_shape(optimizer.init, params)
     first = jax.tree.leaves(params)[0].sharding
     if not isinstance(first, NamedSharding):
         return state
     replicated = NamedSharding(first.mesh, PartitionSpec())
+
+    def masked(x: Any) -> bool:  # a parameter of another optimizer of the partition
+        return isinstance(x, optax.MaskedNode)
+
+    def sharding(x: Any, param: Any) -> Any:
+        return x if masked(x) else param.sharding if x.shape == param.shape else replicated
+
     shardings = optax.tree.map_params(
-        optimizer, lambda _, param: param.sharding, state, params, transform_non_params=lambda _: replicated
+        optimizer, sharding, state, params, transform_non_params=lambda _: replicated, is_leaf=masked
     )
     return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, shardings)
 

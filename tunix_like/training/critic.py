@@ -15,7 +15,6 @@ from tunix_like.config.schema import (
     AlgorithmConfig,
     CriticConfig,
     LoraConfig,
-    OptimizerConfig,
     RLTrainingConfig,
     RolloutConfig,
 )
@@ -27,6 +26,7 @@ from tunix_like.models.loading import check_fit
 from tunix_like.models.lora import add_lora, fingerprint, part_params, without_adapters
 from tunix_like.models.sharding import check_divides, without_shared
 from tunix_like.planning.sizes import critic_work
+from tunix_like.step.optimizer import critic_optimizer
 from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.training.arguments import likelihood_options
 from tunix_like.training.trainer import ModelInTraining, Trainer
@@ -63,7 +63,8 @@ class Critic(ModelInTraining):
             check_divides(trainer.mesh, model.config)
         super().__init__(model, trainer.mesh)
         kinds = model.param_dtype, model.adapters, model.quantized
-        self.work = critic_work(model.config, kinds, own_base, trainer.mesh)
+        optimizer = critic_optimizer(trainer.training.actor_optimizer, settings.learning_rate)
+        self.work = critic_work(model.config, kinds, own_base, trainer.mesh, optimizer)
         # Each compiled step deletes the arrays that it replaces, so no other model may have them.
         self.state = self.state._replace(params=without_shared(self.state.params, (trainer.params, *held)))
         self.frozen = without_shared(self.frozen, trainer.state.params)
@@ -77,11 +78,8 @@ class Critic(ModelInTraining):
         return fields | {"adapters": self.model.adapters and str(self.model.adapters)} | base
 
     def compile(self, training: RLTrainingConfig, updates: int | None) -> None:
-        """Builds the optimizer, that of the policy with the critic's learning rate, and the compiled step. After an
-        optax transformation of the user it is AdamW."""
-        optimizer = training.actor_optimizer
-        optimizer = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig()
-        optimizer = dataclasses.replace(optimizer, learning_rate=self.settings.learning_rate)
+        """Builds the optimizer (`critic_optimizer`) and the compiled step."""
+        optimizer = critic_optimizer(training.actor_optimizer, self.settings.learning_rate)
         self._compile(ValueObjective(self.settings.value_clip), likelihood_options(training), optimizer, updates)
 
     def begin(self, resumes: bool) -> None:

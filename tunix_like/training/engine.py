@@ -33,19 +33,21 @@ def make_engine(
     rollout: RolloutConfig,
     mesh: Mesh | None = None,
     companions: Companions = ALONE,
+    training: RLTrainingConfig | None = None,
 ) -> Sampler:
     """Builds the sampler for a model, its tokenizer and the `rollout` section of a config.
 
     Args:
       graphdef: graph of a `Decoder` (`nnx.split(model)[0]`).
       companions: the models that are held in memory beside it.
+      training: has the optimizer whose state is held in memory; None: AdamW.
 
     Raises:
       UserError: the device memory is too small for a single completion, or `rollout.mesh` does not match the devices or
         the model.
     """
     model = nnx.merge(graphdef, [None] * graphdef.num_leaves)  # a module without weights
-    planner = Planner(model, mesh, rollout=rollout, companions=companions)
+    planner = Planner(model, mesh, training or RLTrainingConfig(), rollout, companions)
     layout = planner.layout()
     sampling_mesh = None if layout is None else layout.mesh
     rows = functools.partial(planner.rows, sampling_mesh=sampling_mesh)

@@ -237,7 +237,7 @@ class Learner(Trainer):
             held = [model.params for model in others if model is not None]
             self.critic = Critic(self.critic_config, self, critic, held)
         self.engine: Engine = (
-            make_engine(self.graphdef, self.tokenizer, self.rollout_config, mesh, self.companions)
+            make_engine(self.graphdef, self.tokenizer, self.rollout_config, mesh, self.companions, self.training)
             if engine is None
             else CheckedEngine(engine, model.config, self.task)
         )
@@ -595,7 +595,7 @@ class Learner(Trainer):
         """
         config = with_rollout(self.rollout_config, rollout)
         check_fit(self.model.config, self.tokenizer, config)
-        engine = make_engine(self.graphdef, self.tokenizer, config, self.mesh, self.companions)
+        engine = make_engine(self.graphdef, self.tokenizer, config, self.mesh, self.companions, self.training)
         return complete(engine, self.params, self.tokenizer, prompts, sampling_of(config), seed)
 
     def _close_workers(self) -> None:

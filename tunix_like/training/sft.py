@@ -7,6 +7,7 @@ advantage is 1.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from tunix_like.environments.history import Demonstration
 from tunix_like.errors import UserError, check_type
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
+from tunix_like.planning.sizes import Planner
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.session.callbacks import Callback
 from tunix_like.session.guards import SkipWatch
@@ -136,6 +138,11 @@ class SFTTrainer(Trainer):
             raises an exception, as in other steps. If False, a signal in the last step is ignored.
         """
         return loop.train(self, lambda: self._prepare(rows, shuffle), callbacks, another_follows)
+
+    @property
+    def planner(self) -> Planner:
+        training = dataclasses.replace(self.training, actor_optimizer=self.config.optimizer)
+        return dataclasses.replace(super().planner, training=training)
 
     def open_checkpoints(self) -> Checkpoints | None:
         # Keeps two checkpoints, because one of them can be damaged.
