@@ -83,6 +83,8 @@ def test_card_and_upload(tmp_path, monkeypatch):
     for name in ("pass@1", "pass@4"):
         expected = [figure(name, *(row[f"eval/{end}{name}"] for end in ("", "low/", "high/"))) for row in (first, last)]
         assert f"| {name} | {expected[0]} | {expected[1]} |" in card
+    algorithm = [line for line in card.splitlines() if line.startswith("| `algorithm.")]
+    assert algorithm == ["| `algorithm.advantage_estimator` | maxrl |", "| `algorithm.num_generations` | 4 |"]
     assert "| `data.train_size` | 50 |" in card and str(tmp_path) not in card
     assert files["curve.png"].startswith(b"\x89PNG")
     assert "OWNER/NAME" in call(SCRIPT, "export", "run", "other", "--push", "maze", cwd=tmp_path, code=2).stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 from collections.abc import Mapping
@@ -11,15 +12,18 @@ from typing import Any
 import yaml
 
 import tunix_like
+from tunix_like.algorithms.objective import resolve
 from tunix_like.config.load import as_dict
-from tunix_like.config.schema import Config
+from tunix_like.config.schema import AlgorithmConfig, Config
 from tunix_like.config.shown import HIDDEN, given, shown
 from tunix_like.report.contents import curves
 from tunix_like.report.figures import draw
 from tunix_like.report.reading import read_runs
+from tunix_like.runs.build import defaults_read
 from tunix_like.runtime import console
 from tunix_like.runtime.visible import visible
 from tunix_like.storage import metrics
+from tunix_like.training.learners import LEARNERS, CustomLearner
 
 CARD = "README.md"
 CURVE = "curve.png"
@@ -102,7 +106,11 @@ def _is_evaluated(row: Mapping[str, Any]) -> bool:
 
 
 def _settings(config: Config, supervised: bool) -> str:
-    defaults = given(as_dict(Config()))
+    learner = LEARNERS.get(str(config.algorithm.advantage_estimator), CustomLearner)
+    algorithm = resolve(AlgorithmConfig(), learner.config_class)  # a run fills in the defaults of its estimator
+    algorithm = dataclasses.replace(algorithm, **defaults_read(algorithm))
+    defaults = given(as_dict(dataclasses.replace(Config(), algorithm=algorithm)))
+    defaults["algorithm.advantage_estimator"] = None  # always listed
     values = given(as_dict(config))
     left_out = _LEFT_OUT + (_NOT_OF_SFT if supervised else ())
     changed = [key for key, value in values.items() if value != defaults[key] and not key.startswith(left_out)]

@@ -147,7 +147,7 @@ def check_config(config: Config) -> tuple[Config, type[Learner] | type[DPOLearne
         if part.teacher is None:
             objective.check_taught(part.label, f"{part.place}.teacher")
     trace_user_functions(objective, config.data.batch_size, algorithm.num_generations)
-    algorithm = dataclasses.replace(algorithm, **_defaults_read(algorithm))
+    algorithm = dataclasses.replace(algorithm, **defaults_read(algorithm))
     if config.rollout.temperature == 0:
         raise UserError("rollout.temperature: got 0 (greedy decoding); set it above 0 for training.")
     if algorithm.dynamic_sampling and config.training.max_steps is None:
@@ -226,7 +226,7 @@ def _check_lora(config: Config) -> None:
         )
 
 
-def _defaults_read(algorithm: AlgorithmConfig) -> dict[str, Any]:
+def defaults_read(algorithm: AlgorithmConfig) -> dict[str, Any]:
     """Returns the defaults of unset keys that the estimator and the loss read. Parameters of a user's estimator are
     left out, because their names can equal those of unrelated keys."""
     read = dict(loss_parameters(str(algorithm.policy_loss_fn)))
