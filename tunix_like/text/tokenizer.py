@@ -335,7 +335,8 @@ class Tokenizer:
         if not self.renders_tools:
             raise UserError(
                 f"{what}: the chat template ignores tools, so the model would not know them; write one that renders "
-                "`tools` to chat_template.jinja in the model's folder."
+                "`tools` to chat_template.jinja in the model's folder. A model of a hub id, package or GGUF file gets "
+                "a folder by `tunix-like export MODEL FOLDER`; then set model.path=FOLDER."
             )
 
     @functools.cached_property
