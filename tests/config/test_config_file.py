@@ -102,7 +102,7 @@ def test_text_keys_take_overrides_as_typed():
         ("algorithm: {num_generations: null}", ["algorithm.num_generations", "null", "integer"]),
         ("optimizer: {learning_rate: true}", ["optimizer.learning_rate", "True (true/false)", "number"]),
         ("optimizer: {learning_rate: .nan}", ["optimizer.learning_rate", "nan", "number"]),
-        ("optimizer: {learning_rate: .inf}", ["optimizer.learning_rate", "inf"]),
+        ("optimizer: {learning_rate: .inf}", ["optimizer.learning_rate: got inf; expected: a finite number"]),
         ("optimizer: {learning_rate: fast}", ["optimizer.learning_rate", "'fast' (string)"]),
         ("data: {name: 5}", ["data.name", "5 (integer)", "string"]),
         ("data: {shuffle: 1}", ["data.shuffle", "1 (integer)", "true/false"]),
