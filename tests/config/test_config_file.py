@@ -137,7 +137,10 @@ def test_bad_files(tmp_path, text, words):
         ("algoritm.k=4", ["'algoritm.k'", "Did you mean 'algorithm.k'?"]),
         ("optimizer.lr=1", ["unknown key 'optimizer.lr'. Keys of optimizer:", "learning_rate"]),
         ("max_steps=20", ["'max_steps'", "Did you mean 'sft.max_steps' or 'training.max_steps'?"]),
-        ("rewards.functions=maze", ["rewards.functions", "'maze' (string)", "list of {name, weight, per}; a name is maze,"]),
+        (
+            "rewards.functions=maze",
+            ["rewards.functions", "'maze' (string)", "list of {name, weight, per}; a name is maze,"],
+        ),
         ("trainng.max_steps=20", ["'trainng.max_steps'", "Did you mean 'training.max_steps'?"]),
         ("algorithm.k=four", ["algorithm.k", "'four'", "integer"]),
         ("algorithm.k=", ["algorithm.num_generations", "integer"]),
