@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from tunix_like.data import DataSource, check_parts, load_source
 from tunix_like.data.curriculum import check_curriculum, curriculum_of
 from tunix_like.data.shared import warn_text_prompts
 from tunix_like.environments.arguments import check_credit, check_turn_rewards, make_player, with_tools
-from tunix_like.environments.kinds import environments_of, kind_of
+from tunix_like.environments.kinds import environments_of, gives_no_rewards, kind_of
 from tunix_like.environments.outcomes import Environments
 from tunix_like.errors import UserError
 from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluator, check_best_metric, eval_problems, ks_of
@@ -71,6 +72,8 @@ from tunix_like.training.teacher import (
     resolve_teacher,
 )
 from tunix_like.types import Engine
+
+logger = logging.getLogger("tunix_like")
 
 
 class Parts(NamedTuple):
@@ -256,6 +259,12 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     _check_policy(config, model, tokenizer, mesh)
     check_parts(source, tokenizer, config.rollout.max_prompt_length, needs_answer=config.sft.max_steps > 0)
     warn_of_text(config, source, tokenizer)
+    if not rewards and config.teacher.path is None and gives_no_rewards(config):
+        named = f", for this data [{{name: {source.reward}}}]" if source.reward else ""
+        logger.warning(
+            "the environment has tools and no rewards, and rewards.functions is unset: every reward is 0, which trains "
+            "nothing; set rewards.functions%s", named,
+        )  # fmt: skip
     environments = environments_of(config)
     tokenizer = with_tools(tokenizer, environments)
     player = make_player(environments, config.environment, tokenizer, config.rollout)
