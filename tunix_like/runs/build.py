@@ -34,7 +34,7 @@ from tunix_like.data.curriculum import check_curriculum, curriculum_of
 from tunix_like.data.shared import warn_text_prompts
 from tunix_like.environments.arguments import check_credit, check_turn_rewards, make_player, with_tools
 from tunix_like.environments.kinds import environments_of, gives_no_rewards, kind_of
-from tunix_like.environments.outcomes import Environments
+from tunix_like.environments.outcomes import Environments, are_agents
 from tunix_like.errors import UserError
 from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluator, check_best_metric, eval_problems, ks_of
 from tunix_like.models.decoder import Decoder, add_scalar_head
@@ -258,7 +258,6 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     model, tokenizer, weights = load_policy(config, chosen_tokenizer(config, source), abstract, mesh)
     _check_policy(config, model, tokenizer, mesh)
     check_parts(source, tokenizer, config.rollout.max_prompt_length, needs_answer=config.sft.max_steps > 0)
-    warn_of_text(config, source, tokenizer)
     if not rewards and config.teacher.path is None and gives_no_rewards(config):
         named = f", for this data [{{name: {source.reward}}}]" if source.reward else ""
         logger.warning(
@@ -266,6 +265,7 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
             "nothing; set rewards.functions%s", named,
         )  # fmt: skip
     environments = environments_of(config)
+    warn_of_text(config, source, tokenizer, environments)
     tokenizer = with_tools(tokenizer, environments)
     player = make_player(environments, config.environment, tokenizer, config.rollout)
     # Also checks that the prompts of the data can have several turns.
@@ -302,8 +302,10 @@ def _check_policy(config: Config, model: Decoder, tokenizer: Tokenizer, mesh: Me
     check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
 
 
-def warn_of_text(config: Config, source: DataSource, tokenizer: Tokenizer) -> None:
+def warn_of_text(config: Config, source: DataSource, tokenizer: Tokenizer, environments: Environments | None) -> None:
     """Warns of text prompts (`warn_text_prompts`) of each data source for which `apply_chat_template` is not false."""
+    if are_agents(environments) and not config.sft.max_steps:
+        return
     sections = {entry.label: entry.config for entry in entries(config.data)}
     for label, part in (source.parts or {"": source}).items():
         if sections.get(label, config.data).apply_chat_template is not False:
