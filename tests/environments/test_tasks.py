@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,10 +25,11 @@ from tunix_like.environments.maze_steps import MazeSteps
 from tunix_like.environments.pool import EnvironmentPool
 from tunix_like.environments.registry import ENVIRONMENTS, resolve
 from tunix_like.errors import UserError
-from tunix_like.runs.build import assemble
+from tunix_like.runs.build import assemble, make_evaluator
 from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.tasks.guess import MOST_GUESSES, NUMBERS
 from tunix_like.tasks.maze import MOST_MOVES
+from tunix_like.training.engine import make_engine
 
 
 def test_the_shipped_environments_are_registered():
@@ -67,6 +69,15 @@ def test_tools_without_rewards_are_told(tmp_path, caplog, environment, rewards, 
     )
     assemble(load(file), abstract=True)
     assert ("set rewards.functions, for this data [{name: gsm8k}]" in caplog.text) == told
+
+
+def test_an_evaluation_renders_the_tools_of_the_environment():
+    parts = assemble(load(ROOT / "examples" / "environments" / "calculator.yaml", ["data.eval_size=8"]), abstract=True)
+    tokenizer = parts.source.tokenizer
+    engine = make_engine(nnx.split(parts.model)[0], tokenizer, parts.config.rollout, None)
+    made = parts.config, parts.config.eval, engine, tokenizer, parts.source, [], parts.environments
+    evaluator = make_evaluator(*made)
+    assert "# Tools\ncalculator(expression)" in evaluator.problems[0].text
 
 
 class Rewarded(Calculator):

@@ -465,6 +465,8 @@ def make_evaluator(
 ) -> Evaluator:
     """Builds an evaluator for the held-out rows of a data source."""
     rollout = config.rollout
+    player = make_player(environments, config.environment, tokenizer, rollout)
+    tokenizer = tokenizer if player is None else player.tokenizer  # with the tools of the environment
     problems, skipped = eval_problems(
         source.eval, tokenizer, rollout.max_prompt_length, settings.max_problems, config.data.overlong_prompts
     )
@@ -477,5 +479,5 @@ def make_evaluator(
         config.rewards.success_threshold,
         jax.random.fold_in(jax.random.key(config.training.seed), EVAL_KEY),
         skipped=skipped,
-        player=make_player(environments, config.environment, tokenizer, rollout),
+        player=player,
     )
