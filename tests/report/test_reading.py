@@ -101,7 +101,7 @@ def test_names_of_runs_are_distinct(tmp_path):
         ),
         (lambda run: (run / "metrics.jsonl").write_text(""), "metrics.jsonl has no row of a step yet"),
         (lambda run: (run / "metrics.jsonl").write_text('[1]\n{"step": 1}\n'), "metrics.jsonl, line 1"),
-        (lambda run: (run / "metrics.jsonl").write_text('{"step": "one"}\n'), "metrics.jsonl, row 1: step is 'one'"),
+        (lambda run: (run / "metrics.jsonl").write_text('{"step": "one"}\n'), "metrics.jsonl, line 1: step is 'one'"),
         (lambda run: (run / "config.yaml").write_text("a: [1"), "config.yaml, line 1: expected"),
         (lambda run: (run / "config.yaml").write_text("- 1"), "config.yaml: a config file is a mapping of sections"),
         (
