@@ -255,8 +255,8 @@ REFUSED = {
     "an SFT answer of the user": ([{"prompt": "a", "answer": [{"role": "user", "content": "b"}]}] * 3, SFT),
     "tool_calls that are a number": (
         [{"prompt": "a", "answer": [{"role": "assistant", "content": "b", "tool_calls": 5}]}] * 3, SFT),
-    "other tools in later rows": (
-        [{"prompt": "a", "answer": "b", "tools": [{"name": name}]} for name in "abc"], SFT),
+    "tools without a chat template": (
+        [{"prompt": [{"role": "user", "content": "a"}], "answer": "b", "tools": [{"name": "f"}]}] * 3, SFT),
     "a pair without a rejected completion": (
         [{"prompt": "a", "chosen": "b", "rejected": "a"}, {"prompt": "c", "chosen": "b"}], PAIRS),
     "a pair of equal completions": ([{"prompt": "a", "chosen": "b", "rejected": "b"}] * 3, PAIRS),

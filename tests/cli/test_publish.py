@@ -83,9 +83,20 @@ def test_card_and_upload(tmp_path, monkeypatch):
     for name in ("pass@1", "pass@4"):
         expected = [figure(name, *(row[f"eval/{end}{name}"] for end in ("", "low/", "high/"))) for row in (first, last)]
         assert f"| {name} | {expected[0]} | {expected[1]} |" in card
+    algorithm = [line for line in card.splitlines() if line.startswith("| `algorithm.")]
+    assert algorithm == ["| `algorithm.advantage_estimator` | maxrl |", "| `algorithm.num_generations` | 4 |"]
     assert "| `data.train_size` | 50 |" in card and str(tmp_path) not in card
     assert files["curve.png"].startswith(b"\x89PNG")
     assert "OWNER/NAME" in call(SCRIPT, "export", "run", "other", "--push", "maze", cwd=tmp_path, code=2).stderr
+
+
+def test_the_card_of_supervised_fine_tuning_claims_nothing_else(tmp_path):
+    call(SCRIPT, "sft", YAML, *SMALL, "training.output_dir=run", cwd=tmp_path, JAX_PLATFORMS="cpu")
+    call(SCRIPT, "export", "run", "out", cwd=tmp_path)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert yaml.safe_load(card.split("---")[1])["tags"] == ["tunix_like", "sft"]
+    assert "supervised fine-tuning, 4 steps of 8 examples, on the data reverse_text" in card
+    assert "maxrl" not in card and "| `sft.batch_size` | 8 |" in card
 
 
 def test_a_failed_upload_keeps_the_export(tmp_path):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +82,22 @@ def test_text_without_the_template(said, data, warned, template):
     if not keys or keys[0] != "data.system_prompt=Add.":
         _, _, log = said("generate", "chat", "--prompt", "1 + 1 =", *keys, *LENGTHS)
         assert (TEXT in log) == (warned or not keys)
+
+
+def test_prompts_of_agents_are_no_texts_of_the_model(said):
+    agent = "environment.name=program", "environment.arguments={command: [python, agent.py]}"
+    Path("agent.py").write_text(
+        "import json, os, urllib.request\n"
+        "body = json.dumps({'model': 'any', 'messages': [{'role': 'user', 'content': 'a'}]}).encode()\n"
+        "head = {'Content-Type': 'application/json', 'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
+        "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
+        "urllib.request.urlopen(urllib.request.Request(url, body, head))\n"
+    )
+    data = "data.name=jsonl", "data.path=text.jsonl", *LENGTHS, *TRAINING
+    out, _, log = said("train", "run.yaml", "--dry-run", *data, *agent, "sft.max_steps=0",
+                     "rollout.max_tokens_to_generate=64")  # fmt: skip
+    assert "template: that of the tokenizer, around the requests of the agent" in out
+    assert "prompt: of the row, for the agent: '0 + 1 ='" in out and TEXT not in log
 
 
 @pytest.mark.slow

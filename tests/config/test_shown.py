@@ -66,7 +66,7 @@ def test_cards_reports_and_loggers_show_no_secrets(run, tmp_path):
     folder, config = run
     runs = read_runs([folder, write_run(tmp_path / "other")])
     page = build(runs, [], folder)
-    card = card_files(folder, 6, config, False, None)[CARD].decode()
+    card = card_files(folder / "checkpoints" / "6", config, False, None)[CARD].decode()
     logged = json.dumps(_shown(folder / "config.yaml", {}))
     for text in (page, card, logged):
         assert "SECRET" not in text and "hooks.example" not in text and "/home" not in text
@@ -82,7 +82,7 @@ def test_texts_of_a_run_are_no_markup_in_its_card(tmp_path):
     row = {"step": 6, "eval/pass@1": 0.5, f"eval/pass@1/{label}": 0.5}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
-    card = card_files(folder, 6, load(None, []), False, None)[CARD].decode()
+    card = card_files(folder / "checkpoints" / "6", load(None, []), False, None)[CARD].decode()
     text = card.split("---\n", 2)[2].replace("![pass@1, held out](curve.png)", "")
     assert not set("<>*()`") & set(re.sub(r"`[\w.]+`", "", text)) - set("()") and "](http" not in text
 

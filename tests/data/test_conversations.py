@@ -16,7 +16,6 @@ from tunix_like.environments.chat_messages import RequestError
 from tunix_like.environments.history import History
 from tunix_like.rewards.served_reward_model import ServedRewardModel
 from tunix_like.serving.requests import Settings, chat_request
-from tunix_like.training.answers import with_tools
 
 QWEN3 = (  # contents that are no string are empty; unknown roles vanish; thoughts of earlier turns vanish
     "{%- if tools %}{{- '<|im_start|>system\n' ~ (tools | tojson) ~ '<|im_end|>\n' }}{%- endif %}"
@@ -187,28 +186,34 @@ MERGED = {**TOOL, "strict": None, "function": {**TOOL["function"], "return": Non
 @pytest.mark.parametrize("given", [json.dumps([TOOL]), [json.dumps(TOOL)], [MERGED]])
 def test_column_tools_as_text_or_merged_structs_gives_the_prompt_of_the_list(given):
     tokenizer = bpe(QWEN3)
-    found = with_tools(tokenizer, [{"prompt": [USER], "tools": given}] * 2, "SFT").render([USER])
+    found = render({"prompt": [USER], "tools": given}, tokenizer).text
     assert found == tokenizer.render([USER], tools=[TOOL])
 
 
 @pytest.mark.parametrize(
-    ("columns", "template"),
+    ("column", "template"),
     [
-        ([None, [TOOL]], QWEN3),
-        ([[TOOL], None], QWEN3),
-        ([[], None, json.dumps([TOOL])], QWEN3),
-        (["add", "add"], QWEN3),
-        (["{}"], QWEN3),
-        (["[5]"], QWEN3),
-        ([[{"type": "function"}]], QWEN3),
-        (["[" * 100_000], QWEN3),
-        ([5], QWEN3),
-        ([[TOOL]], LLAMA3),
+        ("add", QWEN3),
+        ("{}", QWEN3),
+        ("[5]", QWEN3),
+        ([{"type": "function"}], QWEN3),
+        ("[" * 100_000, QWEN3),
+        (5, QWEN3),
+        ([TOOL], LLAMA3),
     ],
 )
-def test_column_tools_that_the_model_would_not_see_is_an_error(columns, template):
-    with pytest.raises(UserError):
-        with_tools(bpe(template), [{"prompt": [USER], "tools": column} for column in columns], "SFT")
+def test_column_tools_that_the_model_would_not_see_is_an_error(column, template):
+    with pytest.raises(UserError, match="column 'tools'"):
+        render({"prompt": [USER], "tools": column}, bpe(template))
+
+
+def test_column_tools_beside_tools_of_the_environment_is_an_error():
+    with pytest.raises(UserError, match="column 'tools': the environment has tools"):
+        render({"prompt": [USER], "tools": [TOOL]}, bpe(QWEN3).with_template_variables({"tools": [TOOL]}))
+
+
+def test_a_text_prompt_gets_no_tools():
+    assert render({"prompt": "text", "tools": True}, bpe(QWEN3)).text == "text"
 
 
 def test_null_arguments_of_merged_structs_are_not_trained():

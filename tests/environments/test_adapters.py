@@ -3,6 +3,7 @@ tools."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from typing import Any
@@ -418,12 +419,12 @@ class Raises(Own):
     def step(self, completion):
         if completion == "interrupt":
             raise KeyboardInterrupt
-        raise SystemExit(3) if completion == "exit" else KeyError("no such key")
+        raise {"exit": SystemExit(3), "cancel": asyncio.CancelledError()}.get(completion, KeyError("no such key"))
 
 
 def test_local_failure_names_the_line_of_the_error():
     environments = LocalEnvironments(Raises)
-    for number, turn in enumerate(("key", "exit")):
+    for number, turn in enumerate(("key", "exit", "cancel")):
         environments.reset(number, {"start": 1})
         environments.step(number, turn)
         _, outcome = environments.outcomes(True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from tunix_like import UserError
-from tunix_like.environments.bridge import Bridge, TemplateDifference, check_tools, with_observation
+from tunix_like.environments.bridge import Bridge, TemplateDifference, with_observation
 from tunix_like.errors import EnvironmentMisconfigured
 from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.text.untrusted import Filled, fill
@@ -381,14 +381,14 @@ def test_tools_are_in_the_prompt():
     for name in WITH_TOOLS:
         ours, theirs = BUILT[name]
         ours = ours.with_template_variables({"tools": TOOLS})
-        check_tools(ours, "tools")
+        ours.check_tools("tools")
         text, ids = ours.encode_prompt([user("Q")], True)
         assert '"Adds."' in text
         assert ids == theirs.apply_chat_template(
             [user("Q")], tools=TOOLS, add_generation_prompt=True, return_dict=False
         )
-    with pytest.raises(UserError, match="ignores tools, .* to chat_template.jinja in the model's folder"):
-        check_tools(BUILT["gemma"][0].with_template_variables({"tools": TOOLS}), "tools")
+    with pytest.raises(UserError, match="ignores tools, .* to chat_template.jinja .* set model.path=FOLDER"):
+        BUILT["gemma"][0].check_tools("tools")
 
 
 def test_the_first_observation_is_added_to_the_prompt():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,9 +25,11 @@ from tunix_like.environments.maze_steps import MazeSteps
 from tunix_like.environments.pool import EnvironmentPool
 from tunix_like.environments.registry import ENVIRONMENTS, resolve
 from tunix_like.errors import UserError
+from tunix_like.runs.build import assemble, make_evaluator
 from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.tasks.guess import MOST_GUESSES, NUMBERS
 from tunix_like.tasks.maze import MOST_MOVES
+from tunix_like.training.engine import make_engine
 
 
 def test_the_shipped_environments_are_registered():
@@ -45,6 +48,41 @@ def test_loading_an_environment_does_not_import_jax(name):
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.strip() == "set()", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "rewards", "told"),
+    [
+        ("name: calculator", "{}", True),
+        ("tools: [tunix_like.environments.calculator:calculator]", "{}", True),
+        ("name: calculator", "{functions: [{name: gsm8k}]}", False),
+        ("name: tests.environments.test_tasks:Rewarded", "{}", False),
+    ],
+)
+def test_tools_without_rewards_are_told(tmp_path, caplog, environment, rewards, told):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: {init: random, config: {model_type: qwen2, hidden_size: 16, intermediate_size: 16, num_hidden_layers: "
+        "1, num_attention_heads: 2, num_key_value_heads: 2, max_position_embeddings: 1024}}\n"
+        "data: {name: calculator, train_size: 16, eval_size: 8}\nalgorithm: {advantage_estimator: rloo}\n"
+        f"environment: {{{environment}, workers: 0}}\nrewards: {rewards}\n"
+    )
+    assemble(load(file), abstract=True)
+    assert ("set rewards.functions, for this data [{name: gsm8k}]" in caplog.text) == told
+
+
+def test_an_evaluation_renders_the_tools_of_the_environment():
+    parts = assemble(load(ROOT / "examples" / "environments" / "calculator.yaml", ["data.eval_size=8"]), abstract=True)
+    tokenizer = parts.source.tokenizer
+    engine = make_engine(nnx.split(parts.model)[0], tokenizer, parts.config.rollout, None)
+    made = parts.config, parts.config.eval, engine, tokenizer, parts.source, [], parts.environments
+    evaluator = make_evaluator(*made)
+    assert "# Tools\ncalculator(expression)" in evaluator.problems[0].text
+
+
+class Rewarded(Calculator):
+    def get_reward(self) -> float:
+        return 1.0
 
 
 @pytest.mark.parametrize("name", ["guess", "maze_steps", "calculator"])

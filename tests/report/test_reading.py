@@ -95,9 +95,13 @@ def test_names_of_runs_are_distinct(tmp_path):
     ("damage", "message"),
     [
         (lambda run: (run / "metrics.jsonl").unlink(), "has no metrics.jsonl: give the folder of a run"),
+        (
+            lambda run: (run / "metrics.jsonl").rename(run / "x") and (run / "metrics.jsonl").mkdir(),
+            "metrics.jsonl is a folder, not a file",
+        ),
         (lambda run: (run / "metrics.jsonl").write_text(""), "metrics.jsonl has no row of a step yet"),
         (lambda run: (run / "metrics.jsonl").write_text('[1]\n{"step": 1}\n'), "metrics.jsonl, line 1"),
-        (lambda run: (run / "metrics.jsonl").write_text('{"step": "one"}\n'), "metrics.jsonl, row 1: step is 'one'"),
+        (lambda run: (run / "metrics.jsonl").write_text('{"step": "one"}\n'), "metrics.jsonl, line 1: step is 'one'"),
         (lambda run: (run / "config.yaml").write_text("a: [1"), "config.yaml, line 1: expected"),
         (lambda run: (run / "config.yaml").write_text("- 1"), "config.yaml: a config file is a mapping of sections"),
         (
@@ -119,6 +123,15 @@ def test_error_names_the_invalid_file_of_a_run(tmp_path, capsys, damage, message
     damage(write_run(tmp_path))
     assert main(["report", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "report.html").exists()
+
+
+def test_runs_that_never_started_are_left_out_of_several(tmp_path, caplog):
+    write_run(tmp_path / "ran")
+    (tmp_path / "failed" / "model").mkdir(parents=True)
+    (tmp_path / "failed" / "config.yaml").write_text("seed: 1\n")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "failed is left out: it has no metrics.jsonl" in caplog.text
+    assert main(["report", str(tmp_path / "failed")]) == 2
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,9 @@ def test_failure_shows_the_users_line_above_calls_of_libraries():
     assert "in user" in got.first_failure and "json" in got.first_failure and "calls.py" not in got.first_failure
 
 
-@pytest.mark.parametrize("error", [SystemExit("leaving"), RecursionError(), UserError("the row is bad")])
+@pytest.mark.parametrize(
+    "error", [SystemExit("leaving"), asyncio.CancelledError("gone"), RecursionError(), UserError("the row is bad")]
+)
 def test_no_error_of_a_function_in_this_process_propagates(error):
     def broken(completions, **_):
         raise error

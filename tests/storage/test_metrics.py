@@ -116,8 +116,17 @@ def test_error_names_an_invalid_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 2"):
         rows(tmp_path)
-    with pytest.raises(UserError, match="line 2"):
-        MetricsLog(tmp_path).cut("step", 1)
+
+
+def test_damaged_lines_do_not_stop_a_resumed_run(tmp_path, caplog):
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b'{"step": 1}\nnonsense \xff\n{"step": 2}\n{"step": "3"}\n{"step": 3}\n{"step": 4, "x')
+    log = MetricsLog(tmp_path)
+    assert log.cut("step", 2) == 2 and rows(tmp_path) == [{"step": 1}, {"step": 2}]
+    assert (tmp_path / "metrics_damaged.txt").read_bytes() == b'nonsense \xff\n{"step": "3"}\n'
+    assert "damaged lines (2, 4) are moved to" in caplog.text and "metrics_damaged.txt" in caplog.text
+    caplog.clear()
+    assert log.cut("step", 2) == 2 and not caplog.text
 
 
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
@@ -158,6 +167,6 @@ def test_a_resumed_run_says_which_rows_are_lost(tmp_path, damage, message, caplo
 @pytest.mark.parametrize("key", ["step", "sft/step"])
 def test_a_step_that_is_no_number_is_named(tmp_path, key, step):
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{{"{key}": {step}}}\n')
-    for reads in (rows, lambda folder: MetricsLog(folder).cut("step", 1), lambda folder: best_of(folder, "x")):
-        with pytest.raises(UserError, match=f"metrics.jsonl, row 2: {key} is "):
+    for reads in (rows, lambda folder: best_of(folder, "x")):
+        with pytest.raises(UserError, match=f"metrics.jsonl, line 2: {key} is "):
             reads(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 
@@ -99,6 +100,7 @@ def test_an_evaluation_and_a_checkpoint_on_request(tmp_path):
         ("on_evaluation", KeyError(1)),
         ("on_checkpoint", KeyError(1)),
         ("on_row", SystemExit(1)),
+        ("on_row", asyncio.CancelledError(1)),
     ],
 )
 def test_an_error_names_the_callback_and_the_last_step_is_saved(tmp_path, method, error):

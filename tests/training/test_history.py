@@ -15,6 +15,7 @@ from tests.environments.test_history import OPENED, QWEN3, build_thinking
 from tests.tiny_model import HF
 from tunix_like import EnvironmentConfig, EnvStepResult, EvalConfig, MaxRLConfig, RolloutConfig, Tokenizer, UserError
 from tunix_like.config.schema import MeshConfig
+from tunix_like.data.stream import render
 from tunix_like.models.sharding import build_mesh
 
 from . import small_learner
@@ -83,7 +84,7 @@ def check_contexts(made, theirs, rows) -> int:
     prompts, sampled = seen_contexts(made)
     collect(made, rows, batch_size=len(rows))
     out, later = sampled[0], 0
-    whole = [(made.tokenizer.encode_prompt(row["prompt"], True)[1], row) for row in rows]
+    whole = [(render(row, made.tokenizer).tokens, row) for row in rows]
     for p, i in np.ndindex(*out.lengths.shape):
         (row,) = (row for tokens, row in whole if tokens[: len(prompts[p])] == list(prompts[p]))
         messages = list(row["prompt"])
@@ -119,6 +120,17 @@ def test_context_of_letters_follows_the_template():
     made = learner(max_steps=1)
     tokenizer = made.tokenizer
     assert check_contexts(made, lambda messages: tokenizer.encode_prompt(messages, True)[1], ROWS[:4]) >= 8
+
+
+@pytest.mark.slow
+def test_the_tools_of_a_row_are_in_every_context():
+    made = learner(max_steps=1, template="{% for tool in tools or [] %}{{ tool.name }}>{% endfor %}" + REWRITES)
+    tools = [{"name": "ef"}]
+    rows = [{**row, "tools": json.dumps(tools)} for row in ROWS[:4]]
+    assert (
+        check_contexts(made, lambda messages: made.tokenizer.encode_prompt(messages, True, tools=tools)[1], rows) >= 8
+    )
+    assert all(made.tokenizer.decode(render(row, made.tokenizer).tokens).startswith("ef>") for row in rows)
 
 
 @pytest.mark.slow

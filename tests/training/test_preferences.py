@@ -119,7 +119,7 @@ def naive(learner, config, reference, rows=ROWS[:4]):
     """Returns `params -> loss`, with whole sequences of the plain forward pass, each prompt computed twice."""
     encoder = learner._answers
     prompts = [learner.tokenizer.encode_prompt(row["prompt"], False)[1] for row in rows]
-    pairs = [[encoder.encode(row["prompt"], row[name]) for row in rows] for name in ("chosen", "rejected")]
+    pairs = [[encoder.encode(row["prompt"], row[name], row) for row in rows] for name in ("chosen", "rejected")]
     ref = [jnp.zeros(len(rows)) if reference is None else log_sums(reference, prompts, each)[0] for each in pairs]
 
     def loss(params):
@@ -230,7 +230,7 @@ def test_only_the_assistants_tokens_count_in_several_turns():
     learner = make(LOSSES["ipo"], max_steps=1, actor_optimizer=optax.sgd(1.0), rollout=ROLLOUT)
     config = LOSSES["ipo"]
     row, before, got = gradient_of(learner, rows)
-    mask = learner._answers.encode("ab>", SAID).sampled
+    mask = learner._answers.encode("ab>", SAID, {}).sampled
     assert sum(mask) < len(mask) <= 8
     loss = naive(learner, config, make_model(), rows)
     value, expected = jax.value_and_grad(loss)(jax.tree.map(jnp.asarray, before))

@@ -105,7 +105,7 @@ def test_orpo(tmp_path, peer):
     whole, own = [], []
     for pair in PAIRS:
         prompt = TOKENIZER.encode_prompt(pair["prompt"], False)[1]
-        tokens = torch.tensor([prompt + learner._answers.encode(pair["prompt"], pair["chosen"]).tokens])
+        tokens = torch.tensor([prompt + learner._answers.encode(pair["prompt"], pair["chosen"], pair).tokens])
         logprobs = policy(tokens).logits[0].log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
         whole.append(logprobs)
         own.append(logprobs[len(prompt) - 1 :])

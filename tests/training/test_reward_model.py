@@ -47,7 +47,7 @@ def make(preference=None, *, model=None, **given):
 def whole(learner, row, column):
     """Returns the tokens of the prompt and a completion of a row."""
     prompt = learner.tokenizer.encode_prompt(row["prompt"], False)[1]
-    return prompt + learner._answers.encode(row["prompt"], row[column]).tokens
+    return prompt + learner._answers.encode(row["prompt"], row[column], row).tokens
 
 
 def last_hidden(model, tokens):

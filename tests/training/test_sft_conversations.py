@@ -4,6 +4,7 @@ messages, and those of transformers; only the assistant's tokens have a loss; ba
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -223,10 +224,40 @@ def test_templates_that_cannot_be_used_are_refused():
     opening, _ = build("qwen25", QWEN25.replace("{{- '<|im_start|>assistant\n' }}", "{{- '<|im_start|>model\n' }}"))
     with pytest.raises(UserError, match=r"row 0 .*template"):
         make(opening).train([GOOD])
-    with pytest.raises(UserError, match="tools"):
-        make(ignoring).train([GOOD | {"tools": TOOLS}, GOOD])
     with pytest.raises(UserError, match="row 0 .*tool calls"):
         make(ignoring).train([{"prompt": "text", "answer": AGENT[2:]}])
+
+
+@pytest.mark.slow
+def test_every_command_renders_the_tools_of_a_row(tmp_path, monkeypatch, capsys):
+    """The template writes only the name of each tool, and each row has another one."""
+    monkeypatch.chdir(tmp_path)
+    template = "{% for tool in tools or [] %}{{ tool.name }} {% endfor %}" + QWEN25
+    ours, _ = build("qwen25", template)
+    model = tunix_like.load_model(HF | WIDE | {"vocab_size": ours.vocab_size}, init="random")[0]
+    tunix_like.export_model(model, ours, "model")
+    rows = [
+        {"prompt": [said("user", "Question")], "answer": "text", "tools": [{"name": f"tool{i}"}]} for i in range(16)
+    ]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("run.yaml").write_text(
+        "model: {path: model}\ndata: {name: jsonl, path: rows.jsonl, eval_size: 8, batch_size: 8, shuffle: false}\n"
+        "algorithm: {advantage_estimator: rloo, num_generations: 2}\nrewards: {functions: [{name: exact_match}]}\n"
+        "rollout: {max_prompt_length: 256, max_tokens_to_generate: 4}\neval: {samples: 1, k: [1], batch_size: 8}\n"
+        "training: {max_steps: 1, output_dir: run, log_rollouts_every_n_steps: 1}\n"
+    )
+    for command, shown in (
+        (["train", "run.yaml", "--dry-run"], "tool0"),
+        (["sft", "run.yaml", "sft.max_steps=1", "sft.batch_size=8", "training.output_dir=tuned"], "tool0"),
+        (["generate", "run.yaml", "--row", "1"], "tool8"),
+        (["train", "run.yaml"], "tool0"),
+        (["eval", "run.yaml", "--out", "eval.jsonl"], ""),
+    ):
+        assert main(command) == 0, capsys.readouterr().err
+        captured = capsys.readouterr()
+        assert shown in captured.out + captured.err
+    written = "".join(path.read_text() for path in [Path("eval.jsonl"), *Path("run/rollouts").rglob("*.jsonl")])
+    assert all(f"tool{i} <|im_start|>" in written for i in range(16))
 
 
 @pytest.mark.slow

@@ -102,7 +102,8 @@ def measured(source: str, overrides: Sequence[str]) -> Measured:
         trained = trained._replace(config=dataclasses.replace(trained.config, data=data))
     evaluator = evaluator_of(trained, on_training_rows)
     if is_first():  # to standard error: if standard output cannot be written, the files still are
-        print("\n".join(prompt_lines(evaluator.problems[0])), file=sys.stderr)
+        environments = None if evaluator.player is None else evaluator.player.environments
+        print("\n".join(prompt_lines(evaluator.problems[0], environments)), file=sys.stderr)
     try:
         return Measured(trained, split, evaluator, evaluator(trained.params, moment=trained.moment))
     finally:

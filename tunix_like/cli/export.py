@@ -95,4 +95,4 @@ def _card(trained: Trained, arguments: argparse.Namespace) -> dict[str, bytes]:
     run = checkpoint.parent.parent
     if is_remote(trained.origin) or not (run / "config.yaml").is_file() or step_of(checkpoint.name) is None:
         return {}
-    return card_files(run, int(checkpoint.name), trained.config, arguments.adapter, arguments.license)
+    return card_files(checkpoint, trained.config, arguments.adapter, arguments.license)

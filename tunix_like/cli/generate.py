@@ -15,7 +15,7 @@ from tunix_like.config.load import load
 from tunix_like.config.schema import Config
 from tunix_like.data import load_source
 from tunix_like.data.shared import warn_text_prompts
-from tunix_like.data.stream import Prompt, render
+from tunix_like.data.stream import Prompt, render, row_variables
 from tunix_like.environments.arguments import make_player, with_tools
 from tunix_like.environments.history import Histories, History
 from tunix_like.environments.kinds import environments_of
@@ -71,14 +71,14 @@ def generate(arguments: argparse.Namespace) -> None:
         print(_sampling_line(sampling, config.training.seed), file=sys.stderr)
         if arguments.interactive:
             tools = environments is not None and bool(environments.tools)
-            talk(sampler, trained, row["prompt"], sampling, tools)
+            talk(sampler, trained, row, sampling, tools)
         elif environments is not None:
             play(sampler, trained, row, sampling, environments)
         else:
             if by_row:
                 print(f"prompt: {console.excerpt(_rendered(trained, row).text, 2000)}", file=sys.stderr)
             watch = Stopwatch()
-            out = completed(sampler, trained.params, trained.tokenizer, [row["prompt"]], sampling, config.training.seed)
+            out = completed(sampler, trained.params, trained.tokenizer, [row], sampling, config.training.seed)
             seconds = watch.seconds()
             (completion,) = completion_texts(out, trained.tokenizer)
             _print_completion(completion)
@@ -229,13 +229,13 @@ class Person:
         return []
 
 
-def talk(engine: Engine, trained: Trained, prompt: Any, sampling: SamplingParams, tools: bool) -> None:
+def talk(engine: Engine, trained: Trained, row: Mapping[str, Any], sampling: SamplingParams, tools: bool) -> None:
     """Lets a person answer the turns of the model, until the end of standard input, `/quit` or the token limit. If the
     prompt is a list of messages, each line of the person becomes a user message. Otherwise each line is appended as
     plain text."""
     rollout = trained.config.rollout
     tokenizer = trained.tokenizer
-    tokens = rendered(prompt, tokenizer, engine.max_prompt_length).tokens
+    _, tokens, columns, prompt, *_ = rendered(row, tokenizer, engine.max_prompt_length)
     most = rollout.max_tokens_to_generate
     ends = rollout.eos_tokens or tokenizer.eos_ids
     config = dataclasses.replace(trained.config.environment, max_observation_tokens=most, overlong_observation="cut")
@@ -243,7 +243,7 @@ def talk(engine: Engine, trained: Trained, prompt: Any, sampling: SamplingParams
     if not chat:
         config = dataclasses.replace(config, history="sampled")
     histories = Histories(tokenizer, chat, ends, tools, config)
-    history = histories.begin(prompt, tokens)
+    history = histories.begin(prompt, tokens, **row_variables(prompt, columns, tokenizer))
     person = Person(tokenizer, histories, history)
     key = jax.random.key(trained.config.training.seed)
     requests = [Request(tokens[: history.prompt], number=0, samples=1)]
@@ -261,13 +261,14 @@ def play(
     """Plays one trajectory of a data row. Prints the turns to standard output and the reward to standard error."""
     config = trained.config
     tokenizer = trained.tokenizer
-    prompt = rendered(row["prompt"], tokenizer, engine.max_prompt_length)
-    columns = {name: value for name, value in row.items() if name != "prompt"}
-    problem = Problem(0, prompt.text, prompt.tokens, columns, row["prompt"], moment=trained.moment)
+    prompt = rendered(row, tokenizer, engine.max_prompt_length)
+    problem = Problem(0, *prompt, moment=trained.moment)
     player = make_player(environments, config.environment, tokenizer, config.rollout)
     assert player is not None, "environments were given"
     cure = (
-        "" if columns else " The environment got no columns, because the prompt is not a row of the data; use --row N."
+        ""
+        if prompt.columns
+        else " The environment got no columns, because the prompt is not a row of the data; use --row N."
     )
     try:
         first_observation(environments, row, "")  # fails before sampling if the environment cannot be reset

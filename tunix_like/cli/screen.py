@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix_like.data.stream import Prompt, check_prompts, render, usable
+from tunix_like.environments.outcomes import Environments, are_agents
 from tunix_like.runs.build import Parts
 from tunix_like.runs.describe import describe
 from tunix_like.runtime import console, processes, progress
@@ -37,7 +38,7 @@ def announce(parts: Parts, place: str | Path) -> None:
             console.print_text(f"{what:>10}: {used} prompts{skipped and f', {skipped}'}")
     rendered = (render(row, parts.tokenizer, limit) for row in parts.source.train)
     first = next(prompt for prompt in rendered if usable(prompt, limit))
-    for line in prompt_lines(first):
+    for line in prompt_lines(first, parts.environments):
         console.print_text(line)
     if parts.first_observation:
         added = parts.first_observation
@@ -45,8 +46,14 @@ def announce(parts: Parts, place: str | Path) -> None:
         console.print_text(f"{'reset':>9}: the environment adds to the prompt of row 1: {_both_ends(text, 600)}")
 
 
-def prompt_lines(prompt: Prompt | Problem) -> list[str]:
-    """Returns lines with a prompt as the model receives it, and what made it."""
+def prompt_lines(prompt: Prompt | Problem, environments: Environments | None) -> list[str]:
+    """Returns lines with a prompt as the model receives it, and what made it. Agents get the prompt of their row, and
+    the model gets their requests."""
+    if are_agents(environments):
+        return [
+            f"{'template':>9}: that of the tokenizer, around the requests of the agent",
+            f"{'prompt':>9}: of the row, for the agent: {_both_ends(prompt.text, 600)}",
+        ]
     made = "none, the prompt is text" if isinstance(prompt.source, str) else "that of the tokenizer, around messages"
     return [
         f"{'template':>9}: {made}",

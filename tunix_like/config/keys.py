@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tunix_like.config.argument_names import NamedArguments
-from tunix_like.config.urls import plain_hub_id
+from tunix_like.config.urls import is_server, plain_hub_id
 from tunix_like.errors import UserError, nearest
+from tunix_like.runtime.object_storage import is_remote
 
 LARGEST_INT = 2**31 - 1
 SMALLEST_FLOAT = 1.1754944e-38
@@ -28,12 +29,14 @@ def key(
     blank: bool = False,
     python_only: bool = False,
     hub: str | None = None,
+    address: bool = False,
     may_change: bool = False,
 ) -> Any:
     """Declares a config key: a dataclass field with its documentation and allowed range.
 
     The range is `at_least <= value <= at_most` and `above < value < below`; `blank` allows an empty text. A key with
     `python_only` cannot be set in YAML. `hub` is the kind of an id of the Hugging Face hub (see `plain_hub_id`).
+    `address`: a folder that can be an address in object storage, as each value with `hub` can.
     `may_change`: a resumed run may have another value than its checkpoint.
     """
     metadata = {
@@ -46,6 +49,7 @@ def key(
         "blank": blank,
         "python_only": python_only,
         "hub": hub,
+        "address": address,
         "may_change": may_change,
     }
     if isinstance(default, list | dict):
@@ -128,14 +132,17 @@ def fixed_settings(section: Any) -> dict[str, Any]:
 
 
 class Checked(NamedArguments):
-    """Base class of config sections. The constructor checks the range of each value, so that users of Python and of
-    YAML get the same errors, and removes `hf://` from hub ids."""
+    """Base class of config sections. The constructor checks the range of each value and the addresses, so that users of
+    Python and of YAML get the same errors, and removes `hf://` from hub ids."""
 
     section = ""
 
     def __post_init__(self) -> None:
         check_ranges(self, self.section)
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            name = f"{self.section}.{field.name}"
             if kind := field.metadata.get("hub"):
-                plain = plain_hub_id(getattr(self, field.name), f"{self.section}.{field.name}", kind)
+                plain = plain_hub_id(getattr(self, field.name), name, kind)
                 object.__setattr__(self, field.name, plain)
+            if (kind or field.metadata.get("address")) and not is_server(getattr(self, field.name)):
+                is_remote(getattr(self, field.name), name)

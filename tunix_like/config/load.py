@@ -245,6 +245,8 @@ def _converted(value: Any, hint: Any, name: str) -> Any:
             continue
     shown = "null" if value is None else f"{value!r} ({_NAMES.get(type(value), type(value).__name__)})"
     meaning = next((f" ({key.doc})" for key in keys() if name.endswith(key.name)), "")
+    if isinstance(value, float) and float in _options(hint):
+        raise UserError(f"{name}: got {value}; expected: a finite number{meaning}.")
     raise UserError(f"{name}: got {shown}; expected: {_describe(hint)}{meaning}.")
 
 

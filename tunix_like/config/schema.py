@@ -633,6 +633,7 @@ class RLTrainingConfig(Checked):
     output_dir: str | None = key(
         doc="run folder or address (gs://, s3://), {a.b} is the value of that key; unset: "
         "runs/<config>-<estimator>-s<seed>, in Python none",
+        address=True,
         may_change=True,
     )
     max_steps: int | None = key(doc="rollout batches; unset: one epoch", at_least=1, may_change=True)

@@ -20,7 +20,7 @@ import jax
 from tunix_like.config.schema import OVERLONG
 from tunix_like.errors import UserError, nearest
 from tunix_like.runtime.processes import spread
-from tunix_like.text.conversations import chat_messages
+from tunix_like.text.conversations import chat_messages, chat_tools
 from tunix_like.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("tunix_like")
@@ -116,7 +116,24 @@ def render(row: Any, tokenizer: Tokenizer, most: int | None = None) -> Prompt:
     if not isinstance(prompt, str):
         prompt = chat_messages(prompt, "prompt")
     columns = {name: value for name, value in row.items() if name != "prompt"}
-    return Prompt(*tokenizer.encode_prompt(prompt, False, most), columns, prompt)
+    variables = row_variables(prompt, columns, tokenizer)
+    return Prompt(*tokenizer.encode_prompt(prompt, False, most, **variables), columns, prompt)
+
+
+def row_variables(prompt: Any, columns: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns the variables of the chat template that a row gives its prompt: the column `tools`. A prompt of text has
+    none, because the template does not render it.
+
+    Raises:
+      UserError: the tools have a wrong form, the chat template ignores them, or the environment has tools of its own.
+    """
+    tools = [] if isinstance(prompt, str) else chat_tools(columns.get("tools"), "column 'tools'")
+    if not tools:
+        return {}
+    if tokenizer.has_tools:
+        raise UserError("column 'tools': the environment has tools of its own; remove the column.")
+    tokenizer.check_tools("column 'tools'")
+    return {"tools": tools}
 
 
 def check_prompts(

@@ -62,7 +62,7 @@ class TemplateDifference:
         self._tools = tools
         self._checked: set[str | None] = set()
         if tools:
-            check_tools(tokenizer, "environment")
+            tokenizer.check_tools("environment")
         ends = {tokenizer.decode([i], skip_special_tokens=False): i for i in eos_ids}
         self._closing = ""
         self.end, self._before_addition = self._end_of_turn([end for end in ends if end])
@@ -78,11 +78,11 @@ class TemplateDifference:
         """
         return self._after((QUESTION,), _ANSWERS[0], messages)
 
-    def turn(self, message: Mapping[str, Any]) -> str:
+    def turn(self, message: Mapping[str, Any], **template_variables: Any) -> str:
         """Returns the text of an assistant's message as the policy would write it in a last turn, without the
         end-of-sequence token. The text includes what the template adds, such as tool calls."""
-        opened = self._tokenizer.render_guarded([QUESTION])
-        text = self._tokenizer.render_guarded([QUESTION, message], False)
+        opened = self._tokenizer.render_guarded([QUESTION], **template_variables)
+        text = self._tokenizer.render_guarded([QUESTION, message], False, **template_variables)
         if not (text.startswith(opened) and text.endswith(self._closing)):
             raise UserError(
                 "The chat template does not render an assistant's message as the continuation of a prompt; use a "
@@ -157,16 +157,6 @@ class TemplateDifference:
         if not after.startswith(self._before_addition):
             raise UserError("The chat template ends the assistant's turn differently if messages follow.")
         return after[len(self._before_addition) :]
-
-
-def check_tools(tokenizer: Tokenizer, what: str) -> None:
-    """Raises UserError if the chat template fails, or renders the same prompt with and without the tools that are in
-    the template variables of the tokenizer. `what` begins the message."""
-    if tokenizer.render([QUESTION]) == tokenizer.render([QUESTION], tools=None):
-        raise UserError(
-            f"{what}: the chat template ignores tools, so the model would not know them; write one that renders "
-            "`tools` to chat_template.jinja in the model's folder."
-        )
 
 
 class Bridged(NamedTuple):

@@ -66,6 +66,7 @@ class History:
       rewritten: number of times that earlier turns were rewritten.
       restarted: the value of `rewritten` when the last turn was sampled.
       whole: whether all tokens are kept, which only `environment.history=template` needs.
+      variables: variables of the chat template that belong to the row.
     """
 
     messages: list[Message] = dataclasses.field(default_factory=list)
@@ -74,6 +75,7 @@ class History:
     rewritten: int = 0
     restarted: int = 0
     whole: bool = True
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._append(())
@@ -85,7 +87,7 @@ class History:
         return self.tokens[self.prompt :]
 
     def copy(self) -> History:
-        return History([*self.messages], [*self.tokens], self.prompt, whole=self.whole)
+        return History([*self.messages], [*self.tokens], self.prompt, whole=self.whole, variables=self.variables)
 
     def add_turn(self, text: str, tokens: Sequence[int]) -> None:
         if self._continued:  # the turn continues the last message of the prompt
@@ -159,13 +161,14 @@ class Histories:
             except UserError as error:
                 raise UserError(f"environment.history=template: {error} Set environment.history=sampled.") from None
 
-    def begin(self, prompt: str | Sequence[Message], tokens: Sequence[int]) -> History:
+    def begin(self, prompt: str | Sequence[Message], tokens: Sequence[int], **template_variables: Any) -> History:
         """Returns the history of a trajectory that begins with a prompt of these tokens."""
         messages = [] if isinstance(prompt, str) else [*prompt]
-        history = History(messages, [int(i) for i in tokens], len(tokens), whole=self._rewrites)
+        tokens = [int(i) for i in tokens]
+        history = History(messages, tokens, len(tokens), whole=self._rewrites, variables=template_variables)
         if self._rewrites:
             try:
-                later = rendered(self._tokenizer, [*history.messages, *NEXT])
+                later = rendered(self._tokenizer, [*history.messages, *NEXT], **history.variables)
             except UserError:  # `add` reports this error after a turn
                 return history
             kept = common_beginning(history.tokens, later)
@@ -187,7 +190,7 @@ class Histories:
 
     def _render(self, history: History, new: Sequence[Message]) -> Continuation:
         messages = [*history.messages, *new]
-        return history.replace(messages, rendered(self._tokenizer, messages))
+        return history.replace(messages, rendered(self._tokenizer, messages, **history.variables))
 
 
 class Demonstration(NamedTuple):
@@ -203,7 +206,7 @@ class Demonstrations:
     messages and an environment sent the other messages, with `environment.history=sampled`.
 
     Args:
-      tokenizer: a tokenizer whose template variables include the tools.
+      tokenizer: a tokenizer whose template variables include the tools of an environment.
       chat: whether prompts are messages. If False, prompts and observations are plain text.
       eos_ids: ids that end a turn.
       eos_id: ends a turn if the chat template writes no end-of-sequence token.
@@ -218,7 +221,7 @@ class Demonstrations:
         self._eos_id = eos_id
         self._bridge = Bridge(tokenizer, chat, eos_ids, most_tokens=NO_LIMIT, overlong="unscored")
 
-    def encode(self, answer: Sequence[Mapping[str, Any]], most: int) -> Demonstration:
+    def encode(self, answer: Sequence[Mapping[str, Any]], most: int, **template_variables: Any) -> Demonstration:
         """Returns the first `most` tokens of an answer (see `data.source.chat_answer`).
 
         Raises:
@@ -228,7 +231,7 @@ class Demonstrations:
         difference = self._bridge.difference
         places = [place for place, message in enumerate(answer) if message["role"] == "assistant"]
         for place, following in zip(places, [*places[1:], 0], strict=True):
-            turn = self._turn(answer[place], most)
+            turn = self._turn(answer[place], most, template_variables)
             after = []
             if following:
                 new: Any = answer[place + 1 : following]
@@ -244,13 +247,13 @@ class Demonstrations:
             out.sampled.extend([True] * (len(turn) + 1) + [False] * len(after))
         return Demonstration(out.tokens[:most], out.sampled[:most])
 
-    def _turn(self, turn: Mapping[str, Any], most: int) -> list[int]:
+    def _turn(self, turn: Mapping[str, Any], most: int, variables: Mapping[str, Any]) -> list[int]:
         if self._bridge.difference is None:
             if "tool_calls" in turn:
                 raise UserError("an answer has tool calls, but its prompt is text; give the prompt as messages.")
             return self._tokenizer.encode_data(turn["content"], most)
-        text = self._bridge.difference.turn(turn)
-        self._tokenizer.check_written([QUESTION, turn])
+        text = self._bridge.difference.turn(turn, **variables)
+        self._tokenizer.check_written([QUESTION, turn], **variables)
         return self._tokenizer.encode_guarded(text, most)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from tunix_like.config.schema import Config, EnvironmentConfig
 from tunix_like.environments.adapters import as_environment
+from tunix_like.environments.adapters import kind_of as interface_of
 from tunix_like.environments.local import LocalEnvironments
 from tunix_like.environments.outcomes import Environments
 from tunix_like.environments.pool import EnvironmentPool
@@ -85,6 +86,15 @@ def environments_of(config: Config) -> Environments | None:
     make = load_function(kind.make, "Environment") if isinstance(kind.make, str) else kind.make
     environments: Environments = make(config)
     return environments
+
+
+def gives_no_rewards(config: Config) -> bool:
+    """Whether the environment of a config consists of tools only: functions, or a class of tools without
+    `get_reward`."""
+    if kind_of(config) is not OWN:
+        return bool(config.environment.tools)
+    factory = resolve(str(config.environment.name))
+    return isinstance(factory, type) and interface_of(factory) == "tools" and not hasattr(factory, "get_reward")
 
 
 def changed_keys(section: EnvironmentConfig) -> list[str]:

@@ -79,7 +79,9 @@ class LocalEnvironments:
         start = time.perf_counter()
         try:
             outcome = call()
-        except (Exception, SystemExit) as error:  # KeyboardInterrupt must stop the run
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # includes SystemExit and asyncio.CancelledError
             outcome = Outcome(number, failure=failure_of(self._adapted.name, error))
             self._trajectories.pop(number, None)
         self._ready.append(outcome._replace(called=(start, time.perf_counter())))

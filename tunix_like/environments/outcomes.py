@@ -86,6 +86,11 @@ class Environments(Protocol):
         """Stops all environments. Unanswered calls get no outcome. Environments start again at the next `reset`."""
 
 
+def are_agents(environments: Any) -> bool:
+    """Whether the model sees the requests of agents (`AgentEnvironments`), and not the prompts of the rows."""
+    return hasattr(environments, "one_conversation")
+
+
 def failure_of(name: str, error: BaseException) -> Failure:
     """Converts an exception that the environment `name` raised to a `Failure`."""
     kinds = (kind for each, kind in _KINDS.items() if isinstance(error, each))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 
 from tunix_like.config.schema import EnvironmentConfig
-from tunix_like.data.stream import render, usable
+from tunix_like.data.stream import render, row_variables, usable
 from tunix_like.environments.bridge import with_observation
 from tunix_like.environments.history import Continuation, Histories, History
 from tunix_like.environments.outcomes import Environments, Outcome, check_configured, reset_arguments
@@ -204,7 +204,7 @@ class Player:
                 return 0
         except UserError:  # `check_prompts` reports it
             return 0
-        return len(render({"prompt": with_observation(row["prompt"], observation)}, self.tokenizer).tokens)
+        return len(render({**row, "prompt": with_observation(row["prompt"], observation)}, self.tokenizer).tokens)
 
     def start(self, problems: Sequence[Problem], size: int, max_prompt_length: int) -> Trajectories:
         """Starts the trajectories of a rollout: resets `size` environments for each problem. Raises UserError if their
@@ -396,7 +396,7 @@ class Trajectories:
         if not seen or not seen[0]:
             return None
         self._chats[group] = with_observation(problem.source, seen[0])
-        prompt = render({"prompt": self._chats[group]}, self.player.tokenizer)
+        prompt = render({**problem.columns, "prompt": self._chats[group]}, self.player.tokenizer)
         if len(prompt.tokens) > most:
             for number in self._numbers(group):
                 self._states[number].fail(
@@ -430,7 +430,8 @@ class Trajectories:
     def _histories(self, group: int) -> list[History]:
         """Returns the histories of the trajectories of a problem, all with the same value of `History.prompt`."""
         chat = self._chats[group]
-        history = self.player.histories(chat).begin(chat, self.problems[group].tokens)
+        variables = row_variables(chat, self._given[group].columns, self.player.tokenizer)
+        history = self.player.histories(chat).begin(chat, self.problems[group].tokens, **variables)
         return [history.copy() for _ in self._numbers(group)]
 
     def _record(self, outcome: Outcome) -> None:

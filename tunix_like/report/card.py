@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 from collections.abc import Mapping
@@ -11,15 +12,18 @@ from typing import Any
 import yaml
 
 import tunix_like
+from tunix_like.algorithms.objective import resolve
 from tunix_like.config.load import as_dict
-from tunix_like.config.schema import Config
+from tunix_like.config.schema import AlgorithmConfig, Config
 from tunix_like.config.shown import HIDDEN, given, shown
 from tunix_like.report.contents import curves
 from tunix_like.report.figures import draw
 from tunix_like.report.reading import read_runs
+from tunix_like.runs.build import defaults_read
 from tunix_like.runtime import console
 from tunix_like.runtime.visible import visible
 from tunix_like.storage import metrics
+from tunix_like.training.learners import LEARNERS, CustomLearner
 
 CARD = "README.md"
 CURVE = "curve.png"
@@ -27,17 +31,22 @@ CURVE = "curve.png"
 _LEFT_OUT = ("training.output_dir", "training.loggers", "mesh.", "eval.")
 """Beginnings of keys that say nothing about the model."""
 
+_NOT_OF_SFT = ("algorithm.", "teacher.", "critic.", "preference.", "rewards.", "environment.", "optimizer.")
+"""Beginnings of keys that supervised fine-tuning does not read."""
 
-def card_files(run: Path, step: int, config: Config, adapter: bool, license: str | None) -> dict[str, bytes]:
+
+def card_files(checkpoint: Path, config: Config, adapter: bool, license: str | None) -> dict[str, bytes]:
     """Returns the files of a card by name: the text, and the curve of the held-out pass rate or of the reward.
 
     Args:
-      run: the run folder.
-      step: the step of the exported checkpoint.
+      checkpoint: the folder of the exported checkpoint, in the folder of its run.
       adapter: whether only the adapters are exported.
       license: its id on the hub; None: to be chosen.
     """
-    found = read_runs([run]) if metrics.rows(run) else []
+    run = checkpoint.parent.parent
+    step = int(checkpoint.name)
+    supervised = checkpoint.parent.name == "sft_checkpoints"
+    found = read_runs([run]) if metrics.rows(run) and not supervised else []
     drawn = [curve for curve in curves(found) if curve.key in ("eval/pass@1", "train/rewards/mean")][-1:]
     files = {}
     if drawn:
@@ -46,10 +55,9 @@ def card_files(run: Path, step: int, config: Config, adapter: bool, license: str
         files[CURVE] = buffer.getvalue()
     head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "tags": ["tunix_like"]}
     values = given(as_dict(config))
-    estimator, data, base, dataset = (
-        shown(key, values[key]) for key in ("algorithm.advantage_estimator", "data.name", "model.path", "data.path")
-    )
-    head["tags"] += ["reinforcement-learning", str(estimator)]
+    data, base, dataset = (shown(key, values[key]) for key in ("data.name", "model.path", "data.path"))
+    tags, training = _training(config, step, supervised)
+    head["tags"] += tags
     base = None if base == HIDDEN else base
     head |= {} if base is None else {"base_model": base}
     head |= {"datasets": [dataset]} if data == "hub" and dataset != HIDDEN else {}
@@ -58,15 +66,26 @@ def card_files(run: Path, step: int, config: Config, adapter: bool, license: str
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# {_plain(title)}",
         f"Trained with tunix_like {tunix_like.__version__}: "
-        f"{_plain(estimator)}, {step} steps of {config.data.batch_size} prompts with "
-        f"{config.algorithm.num_generations} completions each, on the data {_plain(data)}"
+        f"{_plain(training)}, on the data {_plain(data)}"
         + (f", from {_plain(base)}" if base else "")
         + (". The licence is that of the base model and of the data: choose it." if license is None else "."),
-        *_results(run, step),
+        *([] if supervised else _results(run, step)),
         *([f"![{drawn[0].title}]({CURVE})"] if drawn else []),
-        "## Settings that differ from the defaults\n\n| key | value |\n|---|---|\n" + _settings(config),
+        "## Settings that differ from the defaults\n\n| key | value |\n|---|---|\n" + _settings(config, supervised),
     ]
     return files | {CARD: ("\n\n".join(parts) + "\n").encode()}
+
+
+def _training(config: Config, step: int, supervised: bool) -> tuple[list[str], str]:
+    """Returns the tags of the training that made a checkpoint, and a text that describes it."""
+    if supervised:
+        return ["sft"], f"supervised fine-tuning, {step} steps of {config.sft.batch_size} examples"
+    estimator = str(shown("algorithm.advantage_estimator", config.algorithm.advantage_estimator))
+    steps = f"{estimator}, {step} steps of {config.data.batch_size}"
+    if config.trains_pairs:
+        return [estimator], f"{steps} pairs of completions"
+    generations = config.algorithm.num_generations
+    return ["reinforcement-learning", estimator], f"{steps} prompts with {generations} completions each"
 
 
 def _results(run: Path, step: int) -> list[str]:
@@ -86,10 +105,15 @@ def _is_evaluated(row: Mapping[str, Any]) -> bool:
     return any(name.startswith("eval/pass@") for name in row)
 
 
-def _settings(config: Config) -> str:
-    defaults = given(as_dict(Config()))
+def _settings(config: Config, supervised: bool) -> str:
+    learner = LEARNERS.get(str(config.algorithm.advantage_estimator), CustomLearner)
+    algorithm = resolve(AlgorithmConfig(), learner.config_class)  # a run fills in the defaults of its estimator
+    algorithm = dataclasses.replace(algorithm, **defaults_read(algorithm))
+    defaults = given(as_dict(dataclasses.replace(Config(), algorithm=algorithm)))
+    defaults["algorithm.advantage_estimator"] = None  # always listed
     values = given(as_dict(config))
-    changed = [key for key, value in values.items() if value != defaults[key] and not key.startswith(_LEFT_OUT)]
+    left_out = _LEFT_OUT + (_NOT_OF_SFT if supervised else ())
+    changed = [key for key, value in values.items() if value != defaults[key] and not key.startswith(left_out)]
     return "\n".join(f"| `{key}` | {_plain(shown(key, values[key]))} |" for key in changed)
 
 

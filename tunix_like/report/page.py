@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import importlib.resources
 import json
+import logging
 import math
 import os
 import tempfile
@@ -38,6 +39,8 @@ from tunix_like.tasks.results import PASS_RATES
 if TYPE_CHECKING:
     from tunix_like.report.gradients import Gradients
 
+logger = logging.getLogger("tunix_like")
+
 SCRIPTS = ("charts.js", "sections.js", "rollouts.js", "main.js")
 """Files that are concatenated, in this order, to the script of the page."""
 
@@ -51,7 +54,7 @@ def write(folders: Sequence[str], out: str | None, png: str | None, batches: int
     number of batches of prompts whose gradient norms are measured."""
     with contextlib.ExitStack() as copies:
         places = [copies.enter_context(_local(folder, batches is not None)).resolve() for folder in folders]
-        runs = read_runs([run for place in places for run in run_folders(place) or [place]])
+        runs = read_runs([run for place in places for run in _runs_below(place)])
         file = places[0] / "report.html" if out is None else Path(out)
         _check_out(file)
         gradients = [] if batches is None else _measure(runs, batches)
@@ -64,6 +67,17 @@ def write(folders: Sequence[str], out: str | None, png: str | None, batches: int
         if png is not None:
             written = save_figures(runs, Path(png), gradients)
             console.print_text(f"wrote {len(written)} figures to {png}: {', '.join(path.name for path in written)}")
+
+
+def _runs_below(place: Path) -> list[Path]:
+    """Returns the runs in a folder, or the folder. Of several runs, those that never started are left out."""
+    found = run_folders(place) or [place]
+    started = [run for run in found if (run / FILE).exists()]
+    if not started:
+        return found
+    for run in sorted({*found} - {*started}):
+        logger.warning("%s is left out: it has no %s", run, FILE)
+    return started
 
 
 @contextlib.contextmanager

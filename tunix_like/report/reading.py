@@ -64,7 +64,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 def _read_run(folder: Path, name: str) -> Run:
     file = folder / metrics.FILE
-    if not file.is_file():
+    if not file.exists():
         what = "is not a folder" if not folder.is_dir() else f"has no {metrics.FILE}"
         raise UserError(f"{folder} {what}: give the folder of a run, as `tunix-like train` prints it.")
     rows = metrics.rows(folder)

@@ -254,7 +254,9 @@ def call_in_process(
     def attempt(rows: range) -> None:
         try:
             part = call(name, function, slices(arguments, rows), len(rows))
-        except (Exception, SystemExit) as error:  # KeyboardInterrupt must stop the run
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # includes SystemExit and asyncio.CancelledError
             reason = explain(name, error)
             of_all = isinstance(error, WrongCount) and len(rows) <= group_size
         else:

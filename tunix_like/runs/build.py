@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -32,8 +33,8 @@ from tunix_like.data import DataSource, check_parts, load_source
 from tunix_like.data.curriculum import check_curriculum, curriculum_of
 from tunix_like.data.shared import warn_text_prompts
 from tunix_like.environments.arguments import check_credit, check_turn_rewards, make_player, with_tools
-from tunix_like.environments.kinds import environments_of, kind_of
-from tunix_like.environments.outcomes import Environments
+from tunix_like.environments.kinds import environments_of, gives_no_rewards, kind_of
+from tunix_like.environments.outcomes import Environments, are_agents
 from tunix_like.errors import UserError
 from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluator, check_best_metric, eval_problems, ks_of
 from tunix_like.models.decoder import Decoder, add_scalar_head
@@ -71,6 +72,8 @@ from tunix_like.training.teacher import (
     resolve_teacher,
 )
 from tunix_like.types import Engine
+
+logger = logging.getLogger("tunix_like")
 
 
 class Parts(NamedTuple):
@@ -148,7 +151,7 @@ def check_config(config: Config) -> tuple[Config, type[Learner] | type[DPOLearne
         if part.teacher is None:
             objective.check_taught(part.label, f"{part.place}.teacher")
     trace_user_functions(objective, config.data.batch_size, algorithm.num_generations)
-    algorithm = dataclasses.replace(algorithm, **_defaults_read(algorithm))
+    algorithm = dataclasses.replace(algorithm, **defaults_read(algorithm))
     if config.rollout.temperature == 0:
         raise UserError("rollout.temperature: got 0 (greedy decoding); set it above 0 for training.")
     if algorithm.dynamic_sampling and config.training.max_steps is None:
@@ -227,7 +230,7 @@ def _check_lora(config: Config) -> None:
         )
 
 
-def _defaults_read(algorithm: AlgorithmConfig) -> dict[str, Any]:
+def defaults_read(algorithm: AlgorithmConfig) -> dict[str, Any]:
     """Returns the defaults of unset keys that the estimator and the loss read. Parameters of a user's estimator are
     left out, because their names can equal those of unrelated keys."""
     read = dict(loss_parameters(str(algorithm.policy_loss_fn)))
@@ -256,8 +259,14 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     model, tokenizer, weights = load_policy(config, chosen_tokenizer(config, source), abstract, mesh)
     _check_policy(config, model, tokenizer, mesh)
     check_parts(source, tokenizer, config.rollout.max_prompt_length, needs_answer=config.sft.max_steps > 0)
-    warn_of_text(config, source, tokenizer)
+    if not rewards and config.teacher.path is None and gives_no_rewards(config):
+        named = f", for this data [{{name: {source.reward}}}]" if source.reward else ""
+        logger.warning(
+            "the environment has tools and no rewards, and rewards.functions is unset: every reward is 0, which trains "
+            "nothing; set rewards.functions%s", named,
+        )  # fmt: skip
     environments = environments_of(config)
+    warn_of_text(config, source, tokenizer, environments)
     tokenizer = with_tools(tokenizer, environments)
     player = make_player(environments, config.environment, tokenizer, config.rollout)
     # Also checks that the prompts of the data can have several turns.
@@ -294,8 +303,10 @@ def _check_policy(config: Config, model: Decoder, tokenizer: Tokenizer, mesh: Me
     check_model(mesh, model.config, nnx.to_pure_dict(nnx.split(model)[1]))
 
 
-def warn_of_text(config: Config, source: DataSource, tokenizer: Tokenizer) -> None:
+def warn_of_text(config: Config, source: DataSource, tokenizer: Tokenizer, environments: Environments | None) -> None:
     """Warns of text prompts (`warn_text_prompts`) of each data source for which `apply_chat_template` is not false."""
+    if are_agents(environments) and not config.sft.max_steps:
+        return
     sections = {entry.label: entry.config for entry in entries(config.data)}
     for label, part in (source.parts or {"": source}).items():
         if sections.get(label, config.data).apply_chat_template is not False:
@@ -455,6 +466,8 @@ def make_evaluator(
 ) -> Evaluator:
     """Builds an evaluator for the held-out rows of a data source."""
     rollout = config.rollout
+    player = make_player(environments, config.environment, tokenizer, rollout)
+    tokenizer = tokenizer if player is None else player.tokenizer  # with the tools of the environment
     problems, skipped = eval_problems(
         source.eval, tokenizer, rollout.max_prompt_length, settings.max_problems, config.data.overlong_prompts
     )
@@ -467,5 +480,5 @@ def make_evaluator(
         config.rewards.success_threshold,
         jax.random.fold_in(jax.random.key(config.training.seed), EVAL_KEY),
         skipped=skipped,
-        player=make_player(environments, config.environment, tokenizer, rollout),
+        player=player,
     )

@@ -183,8 +183,8 @@ def evaluator_of(trained: Trained, on_training_rows: bool = False) -> Evaluator:
             f"data.name={config.data.name} has no held-out rows. Set data.path=<another file or folder> with rows that "
             "were not trained on."
         )
-    warn_of_text(config, source, trained.tokenizer)
     environments = environments_of(config)
+    warn_of_text(config, source, trained.tokenizer, environments)
     if not rewards and environments is None:
         raise UserError(
             "rewards.functions: this run had no rewards (distillation), and an evaluation needs one; set it."

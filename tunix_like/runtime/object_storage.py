@@ -26,9 +26,9 @@ _EXTRAS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 """Maps the beginning of an address to the package that reads it and the extra that installs the package."""
 
 
-def is_remote(path: Any) -> bool:
-    """Whether `path` is an address in object storage. Raises UserError for other and incomplete addresses, which would
-    become folders of this machine; so does a `Path`, which has lost a slash."""
+def is_remote(path: Any, key: str = "") -> bool:
+    """Whether `path`, the value of the config key `key`, is an address in object storage. Raises UserError for other
+    and incomplete addresses, which would become folders of this machine; so does a `Path`, which has lost a slash."""
     if not isinstance(path, str | os.PathLike):
         return False
     scheme, colon, rest = str(path).partition(":")
@@ -36,7 +36,8 @@ def is_remote(path: Any) -> bool:
         return True
     if colon and (rest.startswith("//") or scheme.lower() in (*_EXTRAS, "hf")):
         raise UserError(
-            f"{path}: addresses of files and folders begin with gs://BUCKET or s3://BUCKET (in Python texts, no Path)."
+            f"{f'{key}: ' if key else ''}{path}: addresses of files and folders begin with gs://BUCKET or s3://BUCKET "
+            "(in Python texts, no Path)."
         )
     return False
 

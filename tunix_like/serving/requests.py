@@ -428,7 +428,7 @@ def _chat_tokens(
             raise wrong(f"chat_template_kwargs.{key}", "it cannot be set")
     try:
         text = tokenizer.render_prompt(messages, True, **variables, **({"tools": tools} if tools else {}))
-        if tools and text == tokenizer.render_prompt(messages, True, **variables):
+        if tools and not tokenizer.renders_tools:
             raise RequestError("the chat template of this model ignores tools; leave them out", "tools")
         tokens = tokenizer.encode_guarded(text, most)
     except UserError as error:

@@ -104,7 +104,9 @@ class Callbacks:
                 for callback in self._callbacks:
                     try:
                         getattr(callback, event)(self._run, argument)
-                    except (Exception, SystemExit) as error:
+                    except KeyboardInterrupt:
+                        raise
+                    except BaseException as error:  # includes SystemExit and asyncio.CancelledError
                         known = isinstance(error, UserError)
                         problem = str(error).rstrip(".") if known else describe_error(error)
                         raise UserError(f"callback {type(callback).__name__}.{event}: {problem}.") from error
@@ -130,7 +132,9 @@ class Callbacks:
         for callback in self._callbacks:
             try:
                 callback.on_end(self._run)
-            except (Exception, SystemExit) as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # includes SystemExit and asyncio.CancelledError
                 message = f"callback {type(callback).__name__}.on_end: {describe_error(error)}."
                 if not failed:
                     raise CallbackFailed(message) from error
@@ -308,7 +312,9 @@ def named_callbacks(entries: Sequence[Mapping[str, Any]] | None) -> list[Callbac
         check_arguments(key, name, kind, arguments)
         try:
             made.append(kind(**arguments))
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # includes SystemExit and asyncio.CancelledError
             problem = str(error) if isinstance(error, UserError) else f"{name}: {describe_error(error)}."
             raise UserError(f"{key}: {problem}") from error
         check_callbacks(made[-1:], key)

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -22,6 +22,9 @@ from tunix_like.runtime.input_files import file_problem
 logger = logging.getLogger("tunix_like")
 
 FILE = "metrics.jsonl"
+
+DAMAGED = "metrics_damaged.txt"
+"""The lines of `FILE` that could not be read when the run was resumed."""
 
 STEP_KEYS = ("step", "sft/step")
 """The columns with the number of the step."""
@@ -97,12 +100,16 @@ class MetricsLog:
         """Removes the rows with a value above `last` in the column `key`, and an incomplete last line, which a killed
         process can leave. Returns the number of remaining rows.
 
-        Rows without this column are kept. The file is replaced atomically. A warning says which steps up to `last` have
-        no rows, because the file was damaged or could not be written.
+        Rows without this column are kept. The file is replaced atomically. Damaged lines, which must not stop a run,
+        are moved to the file `DAMAGED` with a warning. Another warning says which steps up to `last` have no rows,
+        because the file was damaged or could not be written.
         """
         if self._path is None:
             return 0
-        kept = [row for row in self.rows() if row.get(key) is None or row[key] <= last]
+        lines = _lines(self._path, _step_problem) if self._path.exists() else []
+        damaged = {number: line.text for number, line in enumerate(lines, 1) if line.problem is not None}
+        rows = [line.row for line in lines if line.row is not None and line.problem is None]
+        kept = [row for row in rows if row.get(key) is None or row[key] <= last]
         if lost := sorted(set(range(1, last + 1)) - {row.get(key) for row in kept}):
             logger.warning(
                 "%s has no rows of %d of the %d steps before the checkpoint (%s %d to %d): their metrics are lost, and "
@@ -112,6 +119,12 @@ class MetricsLog:
         if not self._path.exists():
             return 0
         try:
+            if damaged:
+                aside = self._path.with_name(DAMAGED)
+                with aside.open("ab") as file:
+                    file.writelines(text + b"\n" for text in damaged.values())
+                numbers = ", ".join(map(str, damaged))
+                logger.warning("%s: damaged lines (%s) are moved to %s", self._path, numbers, aside)
             write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in kept))
         except OSError as error:
             raise UserError(
@@ -140,15 +153,7 @@ def rows(folder: str | Path) -> list[dict[str, Any]]:
       UserError: also if a step is not a whole number.
     """
     path = Path(folder) / FILE
-    found = objects(path) if path.exists() else []
-    for number, row in enumerate(found, 1):
-        for key in STEP_KEYS:
-            step = row.get(key)
-            if step is not None and not (type(step) is int and 0 <= step < 1 << 31):
-                raise UserError(
-                    f"{path}, row {number}: {key} is {step!r:.40}, not the number of a step; remove the row."
-                )
-    return found
+    return _rows(path, _lines(path, _step_problem)) if path.exists() else []
 
 
 def is_number(value: Any) -> TypeGuard[float]:
@@ -163,20 +168,47 @@ def objects(path: Path) -> list[dict[str, Any]]:
       UserError: the file cannot be read, or a line before the last is not a JSON object. The message names the file
         and the line.
     """
+    return _rows(path, _lines(path))
+
+
+class _Line(NamedTuple):
+    """A line of a file of rows. An incomplete last line has neither a row nor a problem."""
+
+    text: bytes
+    row: dict[str, Any] | None
+    problem: str | None
+
+
+def _lines(path: Path, problem_of: Callable[[dict[str, Any]], str | None] = lambda row: None) -> list[_Line]:
     if problem := file_problem(path):
         raise UserError(f"{path} {problem}.")
-    lines = path.read_bytes().splitlines()
-    result = []
-    for number, line in enumerate(lines, 1):
+    texts = path.read_bytes().splitlines()
+    found = []
+    for number, text in enumerate(texts, 1):
         try:
-            row = json.loads(line)
+            row = json.loads(text)
         except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
-            result.append(row)
-        elif number < len(lines):
-            raise UserError(f"{path}, line {number}: this is not a JSON object; remove the line to continue.")
-    return result
+            found.append(_Line(text, row, problem_of(row)))
+        else:
+            found.append(_Line(text, None, "this is not a JSON object" if number < len(texts) else None))
+    return found
+
+
+def _step_problem(row: Mapping[str, Any]) -> str | None:
+    for key in STEP_KEYS:
+        step = row.get(key)
+        if step is not None and not (type(step) is int and 0 <= step < 1 << 31):
+            return f"{key} is {step!r:.40}, not the number of a step"
+    return None
+
+
+def _rows(path: Path, lines: Sequence[_Line]) -> list[dict[str, Any]]:
+    for number, line in enumerate(lines, 1):
+        if line.problem is not None:
+            raise UserError(f"{path}, line {number}: {line.problem}; remove the line to continue.")
+    return [line.row for line in lines if line.row is not None]
 
 
 class Best:

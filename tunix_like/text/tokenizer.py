@@ -39,6 +39,21 @@ _LONG_TOKEN = 16
 """Number of characters of a long token. A text with more than this many characters per allowed token is probably too
 long."""
 
+_QUESTION: Message = {"role": "user", "content": "Question"}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "find",
+        "description": "Finds a text.",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string", "description": "The text."}},
+            "required": ["text"],
+        },
+    },
+}
+"""A tool that shows whether a chat template renders tools."""
+
 
 class Tokenizer:
     """A tokenizer with its special tokens and its chat template. Token ids are returned as lists of int.
@@ -310,6 +325,25 @@ class Tokenizer:
         if len(turns) <= 16 and len(self._written) < 1000:  # clients of a server choose the forms
             self._written.add(known)
 
+    @property
+    def has_tools(self) -> bool:
+        """Whether every prompt gets tools, such as those of an environment."""
+        return bool(self._template_variables.get("tools"))
+
+    def check_tools(self, what: str) -> None:
+        """Raises UserError if the chat template fails, or ignores tools. `what` begins the message."""
+        if not self.renders_tools:
+            raise UserError(
+                f"{what}: the chat template ignores tools, so the model would not know them; write one that renders "
+                "`tools` to chat_template.jinja in the model's folder. A model of a hub id, package or GGUF file gets "
+                "a folder by `tunix-like export MODEL FOLDER`; then set model.path=FOLDER."
+            )
+
+    @functools.cached_property
+    def renders_tools(self) -> bool:
+        """Whether the chat template writes tools into prompts."""
+        return self.render([_QUESTION], tools=[_TOOL]) != self.render([_QUESTION], tools=None)
+
     def encode_guarded(self, text: str, most: int) -> list[int]:
         """Encodes a text of `render_guarded`, or a part of it, without special tokens. If it has more than `most` ids,
         the result may be truncated, but to more than `most` ids."""
@@ -331,7 +365,11 @@ class Tokenizer:
             raise template_error(turns, error) from error
 
     def encode_prompt(
-        self, prompt: str | Sequence[Message], apply_chat_template: bool, most: int | None = None
+        self,
+        prompt: str | Sequence[Message],
+        apply_chat_template: bool,
+        most: int | None = None,
+        **template_variables: Any,
     ) -> tuple[str, list[int]]:
         """Returns the text and the token ids of a prompt, as the model receives them.
 
@@ -363,12 +401,12 @@ class Tokenizer:
         beginning = messages if most is None else self._enough(messages, most)
         if beginning is not messages:
             with contextlib.suppress(UserError):
-                text, ids = self._encode_guarded(self.render_prompt(beginning), False, most)
+                text, ids = self._encode_guarded(self.render_prompt(beginning, **template_variables), False, most)
                 if most is not None and len(ids) > most:
                     return text, ids
             # A template may drop long texts, so the whole prompt may fit.
             most = None
-        return self._encode_guarded(self.render_prompt(messages), False, most)
+        return self._encode_guarded(self.render_prompt(messages, **template_variables), False, most)
 
     def _enough(self, prompt: Any, most: int) -> Any:
         """Truncates the texts of a prompt, but the longest to more than `2 * most` tokens. This bounds the time:

@@ -8,12 +8,10 @@ from typing import Any
 
 from tunix_like.config.schema import RolloutConfig
 from tunix_like.data.source import chat_answer, is_conversation
-from tunix_like.data.stream import SCANNED_ROWS
-from tunix_like.environments.bridge import check_tools
+from tunix_like.data.stream import SCANNED_ROWS, row_variables
 from tunix_like.environments.history import Demonstration, Demonstrations
 from tunix_like.errors import UserError
 from tunix_like.runtime import progress
-from tunix_like.text.conversations import chat_tools
 from tunix_like.text.tokenizer import Tokenizer
 
 
@@ -29,18 +27,22 @@ class Answers:
         self.eos_id = (rollout.eos_tokens or default)[0]
         self._demonstrations: dict[bool, Demonstrations] = {}
 
-    def encode(self, prompt: Any, answer: Any) -> Demonstration:
-        """Returns the tokens of a completion of `prompt` (text or messages, before rendering)."""
+    def encode(self, prompt: Any, answer: Any, columns: Mapping[str, Any]) -> Demonstration:
+        """Returns the tokens of a completion of `prompt` (text or messages, before rendering). `columns` are the other
+        ones of its row."""
         if is_conversation(answer):
-            return self._demonstrated(prompt, chat_answer(answer))
+            return self._demonstrated(prompt, chat_answer(answer), columns)
         tokens = [*self.tokenizer.encode_data(answer, self._limit), self.eos_id][: self._limit]
         return Demonstration(tokens, [True] * len(tokens))
 
-    def _demonstrated(self, prompt: Any, answer: Sequence[Mapping[str, Any]]) -> Demonstration:
+    def _demonstrated(
+        self, prompt: Any, answer: Sequence[Mapping[str, Any]], columns: Mapping[str, Any]
+    ) -> Demonstration:
         chat = not isinstance(prompt, str)
         if chat not in self._demonstrations:
             self._demonstrations[chat] = Demonstrations(self.tokenizer, chat, self.eos_ids, self.eos_id)
-        return self._demonstrations[chat].encode(answer, self._limit)
+        variables = row_variables(prompt, columns, self.tokenizer)
+        return self._demonstrations[chat].encode(answer, self._limit, **variables)
 
     def check(
         self, rows: Sequence[Mapping[str, Any]], columns: Sequence[str], who: str, what: str = "training"
@@ -64,7 +66,7 @@ class Answers:
                     try:
                         answer = chat_answer(row[column], column)
                         if number < SCANNED_ROWS:
-                            self._demonstrated(row.get("prompt"), answer)
+                            self._demonstrated(row.get("prompt"), answer, row)
                     except UserError as error:
                         raise UserError(f"{what} row {number} (counted from 0): {error}") from error
         return several_turns
@@ -78,20 +80,3 @@ def _check_text(row: Mapping[str, Any], column: str, number: int, who: str, what
             f"{who} text or messages in the '{column}' column; {what} row {number} of prompt "
             f"{row.get('prompt')!r:.60} has {answer!r:.60}.{cure}"
         )
-
-
-def with_tools(tokenizer: Tokenizer, rows: Sequence[Mapping[str, Any]], who: str) -> Tokenizer:
-    """Passes the column `tools`, which must be the same in all rows, to the chat template."""
-    tools: list[dict[str, Any]] = []
-    for number in range(len(rows)):
-        row = rows[number]
-        tool_column = row.get("tools") if isinstance(row, Mapping) else None
-        given = chat_tools(tool_column, f"training row {number}: column 'tools'")
-        if number and given != tools:
-            raise UserError(f"column 'tools': training row {number} has other tools than row 0; {who} needs one list.")
-        tools = given
-    if not tools:
-        return tokenizer
-    tokenizer = tokenizer.with_template_variables({"tools": tools})
-    check_tools(tokenizer, "column 'tools'")
-    return tokenizer

@@ -81,27 +81,33 @@ def complete(
         raise UserError(
             f"prompts: got {type(prompts).__name__}; give a list, each element a text or a list of messages."
         )
-    return completion_texts(completed(engine, params, tokenizer, prompts, sampling, seed), tokenizer) if prompts else []
+    rows = [{"prompt": prompt} for prompt in prompts]
+    return completion_texts(completed(engine, params, tokenizer, rows, sampling, seed), tokenizer) if rows else []
 
 
 def completed(
-    engine: Engine, params: Any, tokenizer: Tokenizer, prompts: Sequence[Any], sampling: SamplingParams, seed: int
+    engine: Engine,
+    params: Any,
+    tokenizer: Tokenizer,
+    rows: Sequence[Mapping[str, Any]],
+    sampling: SamplingParams,
+    seed: int,
 ) -> Completions:
-    """Samples one completion of each prompt with an engine. Raises UserError for a prompt without tokens or with too
-    many."""
+    """Samples one completion of the prompt of each row with an engine. Raises UserError for a prompt without tokens or
+    with too many."""
     requests = []
-    for number, prompt in enumerate(prompts):
+    for number, row in enumerate(rows):
         try:
-            tokens = rendered(prompt, tokenizer, engine.max_prompt_length).tokens
+            tokens = rendered(row, tokenizer, engine.max_prompt_length).tokens
         except UserError as error:
-            raise error if len(prompts) == 1 else UserError(f"prompts[{number}]: {error}") from None
+            raise error if len(rows) == 1 else UserError(f"prompts[{number}]: {error}") from None
         requests.append(Request(tokens, number=number, samples=1))
     return collect(engine.generate(engine.place(params), requests, jax.random.key(seed), sampling), requests)
 
 
-def rendered(prompt: Any, tokenizer: Tokenizer, limit: int) -> Prompt:
-    """Renders and tokenises a prompt. Raises UserError if the prompt has no tokens or more than `limit` tokens."""
-    found = render({"prompt": prompt}, tokenizer, limit)
+def rendered(row: Mapping[str, Any], tokenizer: Tokenizer, limit: int) -> Prompt:
+    """Renders and tokenises the prompt of a row. Raises UserError if it has no tokens or more than `limit` tokens."""
+    found = render(row, tokenizer, limit)
     if not found.tokens:
         raise UserError("the prompt has no tokens; give a text.")
     if len(found.tokens) > limit:

@@ -42,6 +42,7 @@ from tunix_like.environments.arguments import (
     check_turns,
     make_player,
 )
+from tunix_like.environments.outcomes import are_agents
 from tunix_like.errors import EngineLost, UserError
 from tunix_like.evaluation.evaluate import EVAL_KEY, Evaluation, Evaluator, check_best_metric, eval_problems
 from tunix_like.models.decoder import Decoder
@@ -432,7 +433,8 @@ class Learner(Trainer):
         forever = self.training.max_steps is not None
         stream = self._open_stream(data.train, batch_size, data.shuffle, forever, curriculum=drawn_by)
         warn_shared(data.train, data.eval)
-        warn_text_prompts(data.train, self.tokenizer)
+        if self.player is None or not are_agents(self.player.environments):
+            warn_text_prompts(data.train, self.tokenizer)
         return refusing(stream, data.overlong)
 
     def _open_evaluator(self, data: _Data) -> Evaluator | None:

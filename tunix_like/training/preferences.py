@@ -37,7 +37,7 @@ from tunix_like.step.optimizer import updates_done
 from tunix_like.step.packing import Packed
 from tunix_like.step.train_step import step_inputs
 from tunix_like.training import loop
-from tunix_like.training.answers import Answers, with_tools
+from tunix_like.training.answers import Answers
 from tunix_like.training.arguments import likelihood_options
 from tunix_like.training.companions import Reference, make_reference
 from tunix_like.training.teacher import check_reference
@@ -179,9 +179,8 @@ class DPOLearner(Trainer):
         limit = self.rollout_config.max_prompt_length
         rows = self._pairs(train_ds, "training")
         held_out = self._pairs(() if eval_ds is None else eval_ds, "evaluation")
-        tokenizer = with_tools(self.tokenizer, rows, "a run")
-        self._answers = Answers(tokenizer, self.rollout_config)
-        checked = check_prompts(rows, tokenizer, limit, overlong, "training")
+        self._answers = Answers(self.tokenizer, self.rollout_config)
+        checked = check_prompts(rows, self.tokenizer, limit, overlong, "training")
         checked.warn("training")
         batch_size = checked.fitting_batch(batch_size)
         check_batch(self.mesh, "data.batch_size", batch_size)
@@ -189,14 +188,14 @@ class DPOLearner(Trainer):
         for part, what in ((rows, "training"), (held_out, "evaluation")):
             self._several_turns |= check_pairs(part, self._answers, self.who, what)
         warn_shared(rows, held_out)
-        warn_text_prompts(rows, tokenizer)
-        prompts = (render(held_out[i], tokenizer, limit) for i in range(len(held_out)))
+        warn_text_prompts(rows, self.tokenizer)
+        prompts = (render(held_out[i], self.tokenizer, limit) for i in range(len(held_out)))
         self._held_out = [prompt for prompt in prompts if usable(prompt, limit)]
         self._check_best_metric()
         steps = (len(rows) - checked.prompts) // batch_size if training.max_steps is None else training.max_steps
         self.total = self.done + steps
         forever = training.max_steps is not None
-        self._batches = refusing(self._open_stream(rows, batch_size, shuffle, forever, tokenizer), overlong)
+        self._batches = refusing(self._open_stream(rows, batch_size, shuffle, forever), overlong)
         self._batch_size = batch_size
         self._profile = Profile(training.profile_steps, self.folder)
         optimizer = training.actor_optimizer or OptimizerConfig()
@@ -276,7 +275,7 @@ class DPOLearner(Trainer):
         )
 
     def _encoded(self, prompt: Prompt, column: str) -> Demonstration:
-        return self._answers.encode(prompt.source, prompt.columns[column])
+        return self._answers.encode(prompt.source, prompt.columns[column], prompt.columns)
 
     def _placed(self, batch: GroupBatch) -> tuple[GroupBatch, Packed]:
         """Packs a batch, with both completions of a pair in the same chunk, and places it on the devices."""

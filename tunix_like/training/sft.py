@@ -39,7 +39,7 @@ from tunix_like.step.train_step import step_inputs
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.training import loop
-from tunix_like.training.answers import Answers, with_tools
+from tunix_like.training.answers import Answers
 from tunix_like.training.arguments import likelihood_options
 from tunix_like.training.trainer import Trainer
 from tunix_like.training.updates import pack_update
@@ -159,10 +159,9 @@ class SFTTrainer(Trainer):
             self._rows = with_prompts(rows)
         rows = self._rows
         self._answers, self._several_turns = checked_answers(rows, self.tokenizer, self.rollout_config)
-        tokenizer = self._answers.tokenizer
-        warn_text_prompts(rows, tokenizer)
+        warn_text_prompts(rows, self.tokenizer)
         self.total = self.done + self.config.max_steps
-        self._batches = self._open_stream(rows, self.config.batch_size, shuffle, forever=True, tokenizer=tokenizer)
+        self._batches = self._open_stream(rows, self.config.batch_size, shuffle, forever=True)
         lengths = self.rollout_config
         self.identity = self._identity(rows, self.config.optimizer) | {
             "sft_batch_size": self.config.batch_size,
@@ -205,7 +204,7 @@ class SFTTrainer(Trainer):
 
     def _answer(self, prompt: Prompt) -> Demonstration:
         """Returns the tokens of the answer and an end-of-sequence token, cut to the maximum length of a completion."""
-        return self._answers.encode(prompt.source, prompt.columns["answer"])
+        return self._answers.encode(prompt.source, prompt.columns["answer"], prompt.columns)
 
     def evaluate_if_due(self, step: int, last: bool) -> dict[str, float]:
         due = last or (self.config.stop_at_success is not None and step and step % self.config.eval_every_n_steps == 0)
@@ -226,9 +225,8 @@ class SFTTrainer(Trainer):
 def checked_answers(
     rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, rollout: RolloutConfig
 ) -> tuple[Answers, bool]:
-    """Checks the prompts and answers of all rows (of `with_prompts`). Returns what encodes the answers, with the tools
-    of the rows, and whether any answer has several turns."""
-    tokenizer = with_tools(tokenizer, rows, "SFT")
+    """Checks the prompts and answers of all rows (of `with_prompts`). Returns what encodes the answers, and whether any
+    answer has several turns."""
     check_prompts(rows, tokenizer, rollout.max_prompt_length, "skip", "training").warn("training")
     if "answer" not in rows[0]:
         columns = ", ".join(map(str, rows[0]))

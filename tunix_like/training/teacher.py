@@ -82,7 +82,8 @@ class Teacher:
         """Returns the tokens of the teacher's own prompt (`teacher.prompt`) of a row. Raises UserError, which names the
         row with `where`, if it cannot be built or is too long."""
         assert self.settings.prompt is not None
-        _, tokens = self.tokenizer.encode_prompt(taught_prompt(self.settings.prompt, source, columns, where), False)
+        prompt = taught_prompt(self.settings.prompt, source, columns, where)
+        tokens = render({**columns, "prompt": prompt}, self.tokenizer).tokens
         if not 0 < len(tokens) <= self.limit:
             raise UserError(
                 f"teacher.prompt: {where}: it has {len(tokens)} tokens; the limit is {self.limit}. Raise "
@@ -97,7 +98,7 @@ class Teacher:
             return with_prompts(batch, batch.prompt_tokens, batch.prompt_lengths, self.config.vocab_size)
         own = list(itertools.compress(problems, taught))
         for each in own if self.plays else ():
-            if self.tokenizer.encode_prompt(each.source, False)[1] != list(each.tokens):
+            if render({**each.columns, "prompt": each.source}, self.tokenizer).tokens != list(each.tokens):
                 raise UserError(
                     f"teacher.prompt: prompt {each.text!r:.80}: the environment has changed it (by a first "
                     "observation or environment.history), which a teacher's own prompt would lack. Leave "

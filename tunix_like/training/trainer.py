@@ -354,7 +354,6 @@ class Trainer(NamedArguments, ModelInTraining, abc.ABC):
         batch_size: int,
         shuffle: bool,
         forever: bool,
-        tokenizer: Tokenizer | None = None,
         curriculum: tuple[Curriculum, int] | None = None,
     ) -> Iterator[list[Prompt]]:
         """Returns an iterator over batches of prompts. With a `curriculum`, settings and the number of completions per
@@ -377,12 +376,11 @@ class Trainer(NamedArguments, ModelInTraining, abc.ABC):
         seed = self.training.seed
         batches: Iterator[list[Prompt]]
         if curriculum is not None:
-            own = tokenizer or self.tokenizer
-            batches = CurriculumBatches(rows, own, batch_size, limit, seed, *curriculum, forever=forever)
+            batches = CurriculumBatches(rows, self.tokenizer, batch_size, limit, seed, *curriculum, forever=forever)
         else:
             batches = prompt_batches(
                 rows,
-                tokenizer or self.tokenizer,
+                self.tokenizer,
                 batch_size=batch_size,
                 max_prompt_length=limit,
                 seed=seed,
