@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tunix_like.algorithms.losses import TokenInputs
-from tunix_like.algorithms.ppo import ValueObjective, estimate, gae, whitened
+from tunix_like.algorithms.ppo import ValueObjective, at_last_action, estimate, gae, whitened
 
 SHAPE = (3, 4, 11)
 
@@ -62,9 +62,9 @@ def test_estimates_equal_the_recursion_of_verl(lam):
 def test_without_values_and_discount_every_action_has_the_return():
     _, values, mask = random_case(2)
     rewards = np.arange(12.0).reshape(SHAPE[:2])
-    found = estimate(rewards, np.zeros(SHAPE), mask, 1.0, 1.0)
+    found = estimate(at_last_action(rewards, mask), np.zeros(SHAPE), mask, 1.0, 1.0)
     np.testing.assert_array_equal(found.returns, np.where(mask, rewards[..., None], 0))
-    with_values = estimate(rewards, values, mask, 1.0, 1.0)
+    with_values = estimate(at_last_action(rewards, mask), values, mask, 1.0, 1.0)
     np.testing.assert_allclose(with_values.returns, found.returns, atol=1e-5, err_msg="lambda 1: values cancel")
     assert found.advantages[mask].mean() == pytest.approx(0, abs=1e-6)
     assert found.advantages[mask].std(ddof=1) == pytest.approx(1, abs=1e-6)
@@ -73,23 +73,24 @@ def test_without_values_and_discount_every_action_has_the_return():
 
 def test_the_discount_counts_actions_and_penalties_are_rewards():
     mask = np.array([[[True, False, False, True, True, False]]])
-    found = estimate(np.array([[8.0]]), np.zeros(mask.shape), mask, 0.5, 1.0)
+    rewards = at_last_action(np.array([[8.0]]), mask)
+    found = estimate(rewards, np.zeros(mask.shape), mask, 0.5, 1.0)
     np.testing.assert_array_equal(found.returns[0, 0], [2, 0, 0, 4, 8, 0])
     penalties = np.array([[[1.0, 9, 9, 2, 4, 9]]])
-    found = estimate(np.array([[8.0]]), np.zeros(mask.shape), mask, 0.5, 1.0, penalties)
+    found = estimate(rewards - penalties, np.zeros(mask.shape), mask, 0.5, 1.0)
     np.testing.assert_array_equal(found.returns[0, 0], [-1 + (-2 + 4 / 2) / 2, 0, 0, -2 + 4 / 2, 4, 0])
 
 
 def test_metrics():
     _, values, mask = random_case(3)
-    found = estimate(np.arange(12.0).reshape(SHAPE[:2]), values, mask, 1.0, 0.9)
+    found = estimate(at_last_action(np.arange(12.0).reshape(SHAPE[:2]), mask), values, mask, 1.0, 0.9)
     v, r = (np.concatenate([x[place][mask[place]] for place in np.ndindex(SHAPE[:2])]) for x in found[:2])
     got = found.metrics(mask)
     assert got["critic/explained_variance"] == pytest.approx(1 - np.var(r - v) / np.var(r), rel=1e-5)
     assert (got["critic/value"], got["critic/return"]) == (pytest.approx(v.mean()), pytest.approx(r.mean()))
-    nothing = estimate(np.ones(SHAPE[:2]), values, np.zeros(SHAPE, bool), 1.0, 1.0)
+    nothing = estimate(np.ones(SHAPE), values, np.zeros(SHAPE, bool), 1.0, 1.0)
     assert all(map(np.isnan, nothing.metrics(np.zeros(SHAPE, bool)).values()))
-    equal = estimate(np.ones(SHAPE[:2]), np.zeros(SHAPE), mask, 1.0, 1.0)
+    equal = estimate(at_last_action(np.ones(SHAPE[:2]), mask), np.zeros(SHAPE), mask, 1.0, 1.0)
     assert np.isnan(equal.metrics(mask)["critic/explained_variance"]) and (equal.advantages == 0).all()
 
 
