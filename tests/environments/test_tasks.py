@@ -164,7 +164,8 @@ def test_wrong_and_invalid_guesses():
     seen = [game.step(text).observation for text in said]
     assert seen == ["HIGHER", "LOWER", "INVALID", "INVALID", "INVALID", "INVALID"]
     last = game.step("HIGHER")
-    assert last == (None, 0.0, True, {"turns_to_success": MOST_GUESSES + 1.0, "solved": 0.0})
+    info = {"turns_to_success": MOST_GUESSES + 1.0, "solved": 0.0, "state": "4-62 after 7"}
+    assert last == (None, 0.0, True, info)
     game.reset(20)
     assert game.step("not 7 but 20").done and game.turns == 1
 
@@ -183,14 +184,14 @@ def test_a_walk_to_the_goal():
     assert first == " RIGHT" and [result.observation for result in results] == views
     assert [result.reward for result in results] == [0, 0, 0, 0, 0, 1]
     assert [result.done for result in results] == [False] * 5 + [True]
-    assert results[-1].info == {"moves": 6.0, "blocked": 0.0}
+    assert results[-1].info == {"moves": 6.0, "blocked": 0.0, "state": "5,5"}
 
 
 def test_wrong_and_invalid_walks():
     _, results = walk(*["UP", "LEFT", "DOWN", "NORTH", "", "right", "RIGHT RIGHT"], *["UP"] * (MOST_MOVES - 7))
     assert {result.observation for result in results[:-1]} == {"RIGHT"} and not any(r.reward for r in results)
     assert results[-1].done and results[-1].observation is None
-    assert results[-1].info == {"moves": MOST_MOVES, "blocked": MOST_MOVES}
+    assert results[-1].info == {"moves": MOST_MOVES, "blocked": MOST_MOVES, "state": "1,1"}
 
 
 def test_the_solutions_of_mazes_reach_the_goal():

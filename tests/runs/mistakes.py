@@ -466,7 +466,7 @@ MISTAKES = {
         (*REVERSED, "rewards.functions=[{name: exact_match}, {name: exact_match}]"),
         ["exact_match is listed twice", "list it once"],
     ),
-    "reward entry": ((*REVERSED, "rewards.functions=[{nome: x}]"), ["rewards.functions[0]", "{name: ...} or"]),
+    "reward entry": ((*REVERSED, "rewards.functions=[{nome: x}]"), ["rewards.functions[0]", "Did you mean 'name'?"]),
     "reward weight": (
         (*REVERSED, "rewards.functions=[{name: exact_match, weight: x}]"),
         ["[0].weight", "expected a number, got 'x'"],

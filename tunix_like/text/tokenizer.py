@@ -112,6 +112,7 @@ class Tokenizer:
         control = {i: token.content for i, token in added if token.content and (token.special or i in named)}
         self._control = tuple(control.values())
         self._control_ids = frozenset(control)
+        self._templates_with_tools: dict[str | None, bool] = {}  # whether each chat template writes tools
         self._written: set[tuple[Any, ...]] = set()  # the forms of conversations that the template writes completely
 
     def __repr__(self) -> str:
@@ -339,10 +340,13 @@ class Tokenizer:
                 "a folder by `tunix-like export MODEL FOLDER`; then set model.path=FOLDER."
             )
 
-    @functools.cached_property
+    @property
     def renders_tools(self) -> bool:
         """Whether the chat template writes tools into prompts."""
-        return self.render([_QUESTION], tools=[_TOOL]) != self.render([_QUESTION], tools=None)
+        known = self._templates_with_tools
+        if self.chat_template not in known:
+            known[self.chat_template] = self.render([_QUESTION], tools=[_TOOL]) != self.render([_QUESTION], tools=None)
+        return known[self.chat_template]
 
     def encode_guarded(self, text: str, most: int) -> list[int]:
         """Encodes a text of `render_guarded`, or a part of it, without special tokens. If it has more than `most` ids,
