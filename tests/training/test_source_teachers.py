@@ -83,6 +83,7 @@ def check_advantages(found, alone, default):
     np.testing.assert_array_equal(found == 0, expected == 0)
 
 
+@pytest.mark.slow
 def test_rows_have_the_advantages_of_the_teacher_of_their_source(alone):
     assert np.abs(alone[0] - alone[1]).max() > 0.1
     models = {"a": make_model(3), "b": other_model()}
@@ -305,6 +306,7 @@ def test_mistakes_name_the_key(name, folders):
         assemble(config_of(*teachers, keys=keys), abstract=True)
 
 
+@pytest.mark.slow
 NAMED = (("first", "s0"), ("second", "s1"))
 
 
