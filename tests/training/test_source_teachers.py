@@ -98,6 +98,7 @@ def test_rows_have_the_advantages_of_the_teacher_of_their_source(alone):
     assert metrics["teacher/divergence"] == pytest.approx(-tokens.mean() / 0.7, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_the_mean_of_those_of_the_sources():
     """Compares one step of gradient descent with those of runs of one teacher, in which only the completions of its
     source are scored: the aggregation is a mean over scored completions."""
@@ -306,10 +307,10 @@ def test_mistakes_name_the_key(name, folders):
         assemble(config_of(*teachers, keys=keys), abstract=True)
 
 
-@pytest.mark.slow
 NAMED = (("first", "s0"), ("second", "s1"))
 
 
+@pytest.mark.slow
 def test_the_command(folders, capsys):
     """A dry run counts every teacher. A run trains with both, and resumes only with them."""
     keys = ["algorithm.advantage_estimator=distillation", "training.max_steps=1", "training.output_dir=run"]
