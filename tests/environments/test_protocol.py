@@ -105,3 +105,10 @@ def test_a_value_whose_repr_raises():
 
     with pytest.raises(UserError, match="an object of type Odd is not a number"):
         checked_number(Odd(), "E: reward")
+
+
+@pytest.mark.parametrize("potential", ["high", float("nan"), None])
+def test_a_potential_that_is_no_number_is_an_error(potential):
+    with pytest.raises(UserError, match=r"E\.step: info\['potential'\]"):
+        checked_step((None, 0.0, False, {"potential": potential}), "E.step")
+    assert checked_step((None, 0.0, False, {"potential": 1, "state": "a" * 200}), "E.step").info["state"] != "a" * 200

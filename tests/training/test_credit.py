@@ -321,7 +321,7 @@ def test_a_turn_that_cannot_be_scored_leaves_its_trajectory_unscored(tmp_path):
 @pytest.mark.slow
 def test_a_baseline_of_states_needs_states():
     made = learner(algo=RLOOConfig(num_generations=4, credit="turn", turn_baseline="state"), max_steps=1)
-    with pytest.raises(UserError, match=r"algorithm\.turn_baseline: state needs the entry `state`"):
+    with pytest.raises(UserError, match=r"algorithm\.turn_baseline: state needs a text or number"):
         collect(made)
 
 
@@ -387,6 +387,16 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
 def test_settings_that_do_not_fit(algo, named):
     with pytest.raises(UserError, match=named):
         learner(PPOLearner if isinstance(algo, PPOConfig) else RLOOLearner, algo=algo)
+
+
+def test_a_wrong_number_of_values_for_turns_is_a_failure():
+    """A call per turn would take one value for the right number."""
+    one = per_turn(lambda completions: [1.0])
+    found = one.score_groups("one", {"completions": ["a"] * 40}, 40, 1)
+    assert np.isnan(found.rewards).all() and set(found.failures) == set(range(40))
+    right = per_turn(lambda completions: [float(len(text)) for text in completions])
+    found = right.score_groups("right", {"completions": ["ab"] * 39 + ["c"]}, 40, 1)
+    assert found.rewards.tolist() == [2.0] * 39 + [1.0] and not found.failures
 
 
 def test_reward_functions_of_turns_need_turns_and_potentials_credit_by_turn():

@@ -468,7 +468,9 @@ def _group_estimator(name: str, params: dict[str, Any], config: AlgorithmConfig)
 
 def _by_turn(estimator: GroupEstimator, config: AlgorithmConfig) -> GroupEstimator:
     if estimator.name in NOT_BY_TURN:
-        raise UserError(f"algorithm.credit: '{estimator.name}' has no advantages of turns; use rloo, grpo or drgrpo.")
+        raise UserError(
+            f"algorithm.credit: '{estimator.name}' has no advantages of turns; use another, such as rloo or maxrl."
+        )
     by_turn = estimator.name in (*BY_RETURN, BY_CRITIC)
     if config.binarize and by_turn:
         raise UserError(

@@ -202,7 +202,9 @@ def _standardised(
 
 def _check(turns: GroupTurns, estimator: str, gamma: float, baseline: str) -> None:
     if estimator in (*NOT_BY_TURN, BY_CRITIC):
-        raise UserError(f"advantage_estimator: '{estimator}' has no advantages of turns; use rloo, grpo or drgrpo.")
+        raise UserError(
+            f"advantage_estimator: '{estimator}' has no advantages of turns here; use another, such as rloo or maxrl."
+        )
     if baseline not in BASELINES:
         raise UserError(f"baseline: got {baseline!r}. {nearest(str(baseline), BASELINES)}")
     if baseline == "state" and turns.states is None:

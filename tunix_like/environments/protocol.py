@@ -180,6 +180,8 @@ def _checked_info(value: Any, where: str) -> dict[str, float | str]:
     if not isinstance(value, Mapping):
         raise UserError(f"{where}: info is {show(value)}, of type {type(value).__name__}; it must be a dict.")
     kept: dict[str, float | str] = {}
+    if POTENTIAL in value:
+        checked_number(value[POTENTIAL], f"{where}: info['{POTENTIAL}']")
     if isinstance(state := value.get(STATE), str):
         text = state.encode("utf-8", "replace")
         kept[STATE] = text.decode("utf-8") if len(text) <= MOST_INFO else hashlib.sha256(text).hexdigest()

@@ -10,7 +10,8 @@ from tunix_like.rewards.calls import FunctionRewards, GroupFunction, call_in_pro
 from tunix_like.rewards.pool import PooledFunction
 
 TURNS_PER_CALL = 32
-"""Of a function in workers: a call per turn would take longer than most functions."""
+"""Turns that are scored together: a call per turn would take longer than most functions, and would not show that a
+function returns a wrong number of values."""
 
 CONVERSATION = "conversation"
 """Column with the messages before each turn, for reward functions of turns."""
@@ -42,23 +43,21 @@ class TurnReward(GroupFunction):
     def score_groups(
         self, name: str, arguments: Mapping[str, Sequence[Any]], count: int, group_size: int
     ) -> FunctionRewards:
-        if isinstance(self.function, PooledFunction):
-            return self._in_workers(self.function, name, arguments, count)
-        if isinstance(self.function, GroupFunction):
-            return self.function.score_groups(name, arguments, count, group_size)
-        return call_in_process(name, self.function, arguments, count, group_size)
-
-    def _in_workers(
-        self, function: PooledFunction, name: str, arguments: Mapping[str, Sequence[Any]], count: int
-    ) -> FunctionRewards:
-        """Scores the turns in equally large groups; the last turn is repeated to fill the last group."""
+        """Scores the turns in equally large groups; the last turn is repeated to fill the last group. A function that
+        groups its calls itself, such as a judge, gets turn by turn."""
+        function = self.function
+        if isinstance(function, GroupFunction) and not isinstance(function, PooledFunction):
+            return function.score_groups(name, arguments, count, group_size)
         size = min(TURNS_PER_CALL, count)
         missing = -count % size
         filled = {
             key: column if is_number(column) else [*column, *[column[-1]] * missing]
             for key, column in arguments.items()
         }
-        found = function.score_groups(name, filled, count + missing, size)
+        if isinstance(function, PooledFunction):
+            found = function.score_groups(name, filled, count + missing, size)
+        else:
+            found = call_in_process(name, function, filled, count + missing, size)
         failures = {i: failure for i, failure in found.failures.items() if i < count}
         return FunctionRewards(found.rewards[:count], failures, found.abstained[:count])
 

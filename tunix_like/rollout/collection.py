@@ -375,7 +375,7 @@ def turn_signals(rollout: Rollout, batch: GroupBatch, objective: Objective) -> F
     later = [state for episode in rollout.episodes for state in episode.turn_states[1:]]
     if objective.config.turn_baseline == "state" and later and not any(state is not None for state in later):
         raise UserError(
-            "algorithm.turn_baseline: state needs the entry `state` in the info of the environment; no step has it."
+            "algorithm.turn_baseline: state needs a text or number `state` in the info of each step; none has it."
         )
     size = batch.rewards.shape[1]
     out = np.zeros(batch.sampled.shape, np.float32)
