@@ -359,7 +359,8 @@ def test_memory_estimate_has_the_critic():
         phases = {phase.name: phase for phase in plan.estimate.phases}
         before = {phase.name: phase for phase in without.estimate.phases}
         assert set(phases) == {*before, "critic"}
-        assert all(phase.parts["critic"] == held for name, phase in phases.items() if name != "sft")
+        with_counters = [phase.parts["critic"] for name, phase in phases.items() if name != "sft"]
+        assert all(held <= own <= held + 8 for own in with_counters)
         assert phases["critic"].parts["gradients"] >= share.trained
         assert phases["update"].bytes - before["update"].bytes >= held
 

@@ -121,7 +121,7 @@ def test_a_resumed_run_has_the_same_prompts(data, tmp_path):
     assert len(seen) == 7, "nothing is sampled after the last step"
     settings = {"output_dir": str(tmp_path / "run"), "checkpoint_every_n_steps": 1, "staleness": 2, "max_steps": 7}
 
-    class Stop(BaseException):
+    class Stop(KeyboardInterrupt):
         pass
 
     def stop(row, total):
@@ -243,7 +243,7 @@ def test_end_of_a_run_cancels_sampling_ahead():
                 self.yielded += 1
                 yield sample
 
-    class Stop(BaseException):
+    class Stop(KeyboardInterrupt):
         pass
 
     def stop(row, total):
