@@ -273,6 +273,7 @@ def shrunk(arguments: list[str]) -> list[str]:
     kind, config = arguments[0], next((word for word in arguments if word.endswith(".yaml")), "")
     if kind in ("train", "sft"):
         further = {"examples/maze.yaml": SMALL_MAZE, "examples/environments/maze_steps.yaml": SMALL_MAZE}
+        further |= {"examples/environments/credit.yaml": SMALL_MAZE}
         return [*arguments, *SMALL, *further.get(config, SMALL_GSM8K)]
     if kind == "eval" and "data.name=gsm8k" in arguments:
         return [*arguments, *SMALL_GSM8K, "eval.max_problems=2", "eval.samples=2", "rollout.max_tokens_to_generate=4"]
