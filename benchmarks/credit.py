@@ -26,6 +26,7 @@ import optax
 
 from tunix_like.config.load import load
 from tunix_like.runs.build import assemble
+from tunix_like.runs.recipe import make_learner
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "environments"
 NEAR_GOAL = f"rewards.functions=[{{name: {EXAMPLES / 'turn_rewards.py'}:near_goal, per: potential}}]"
@@ -83,18 +84,8 @@ def variance(task: str, credit: str, sft: Path, folder: Path, groups: int) -> di
     file, *overrides = settings(task, credit, 0, folder, sft)
     more = [f"training.max_steps={groups}", "data.batch_size=1", "eval.max_problems=1"]
     parts = assemble(load(file, [*overrides, *more]))
-    config = parts.config
-    learner: Any = parts.learner(
-        model=parts.model,
-        tokenizer=parts.tokenizer,
-        reward_fns={name: function for name, function, _ in parts.rewards},
-        reward_weights=[weight for _, _, weight in parts.rewards],
-        algo_config=config.algorithm,
-        rollout_config=config.rollout,
-        training_config=dataclasses.replace(config.training, output_dir=None, actor_optimizer=recorder()),
-        environment=parts.environments,
-        environment_config=config.environment,
-    )
+    config: Any = dataclasses.replace(parts.config, optimizer=recorder())  # type: ignore[arg-type]
+    learner: Any = make_learner(parts._replace(config=config), folder)
     learner.train(parts.source.train, batch_size=1)
     sums, squares = learner.state.opt_state
     mean = [np.asarray(leaf, np.float64) / groups for leaf in jax.tree.leaves(sums)]

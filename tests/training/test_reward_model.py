@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 
@@ -17,6 +18,7 @@ from tokenizers.pre_tokenizers import Split
 
 import tunix_like
 from tests.tiny_model import HF
+from tests.training.test_history import KEEPS, letters
 from tests.training.test_preferences import ROWS, SAID, TOKENIZER, collect, distance, gradient_of, params_of
 from tests.training.test_preferences import make as make_pairs
 from tunix_like import (
@@ -32,6 +34,7 @@ from tunix_like.cli.main import main
 from tunix_like.config.schema import MeshConfig
 from tunix_like.models.lora import add_lora
 from tunix_like.models.sharding import build_mesh
+from tunix_like.rewards import per_turn
 from tunix_like.text.tokenizer import Tokenizer
 
 
@@ -106,6 +109,30 @@ def test_scores_are_those_of_transformers(trained):
                 expected.append(theirs(torch.tensor([tokens])).logits.item())
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
     assert np.std(expected) > 0.1
+
+
+@pytest.mark.parametrize("kind", [RewardModel, AnswerLikelihood])
+def test_messages_before_a_turn_are_rendered(kind, tmp_path):
+    """As in a reward of turns. The chat template of the scoring model is used."""
+    tokenizer = letters(KEEPS)
+    changed = {"vocab_size": tokenizer.vocab_size}
+    model = make_model(**changed) if kind is RewardModel else tunix_like.load_model(HF | changed, init="random")[0]
+    if kind is RewardModel:
+        kernel = model.score.kernel
+        kernel.set_value(jnp.ones_like(kernel.get_value()))
+    tunix_like.export_model(model, tokenizer, tmp_path / "model")
+    score = per_turn(kind(tmp_path / "model"))
+    assert score.unrendered
+    first = [{"role": "user", "content": "ab"}]
+    messages = [[*first, {"role": "assistant", "content": "c"}, {"role": "user", "content": "d"}], first]
+    given = {"completions": ["h", "e"], "answer": ["a", "b"]}
+    names = inspect.signature(score).parameters
+    found, expected = (
+        score.score_groups("score", {k: v for k, v in (given | {"prompts": prompts}).items() if k in names}, 2, 1)
+        for prompts in (messages, ["ab>c<eos>d>", "ab>"])
+    )
+    np.testing.assert_allclose(found.rewards, expected.rewards, rtol=1e-5)
+    assert len({*found.rewards}) == 2 and np.isfinite(found.rewards).all()
 
 
 def test_likelihoods_of_answers_are_those_of_transformers(tmp_path):

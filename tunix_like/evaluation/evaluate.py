@@ -34,7 +34,7 @@ from tunix_like.rollout.rollouts import (
     warn_cut,
     with_width,
 )
-from tunix_like.rollout.scoring import scored_rollout
+from tunix_like.rollout.scoring import score_trajectories
 from tunix_like.runtime import progress, trace
 from tunix_like.runtime.moment import START, Moment
 from tunix_like.runtime.profile import Stopwatch
@@ -217,12 +217,11 @@ class Evaluator:
                 episodes = None if trajectories is None else trajectories.episodes()
                 played = None if trajectories is None else trajectories.environments()
                 rewards = [reward for reward in self.rewards if not is_potential(reward[1])]  # no part of the total
-                rollout = scored_rollout(rewards, part, flat, out, episodes, played)
-                scores = rollout.scores
+                scores, episodes = score_trajectories(rewards, part, flat, config.samples, episodes, played)
                 if step == 0 and not parts and (scores.timeouts | scores.errors).all():
                     raise UserError(f"evaluation: {nothing_scored_message(scores)}")
             self.first_failure(scores, rollouts)
-            parts.append(rollout)
+            parts.append(Rollout(part, flat, out, scores, episodes))
             advance(len(part))
         if step == 0 and not any(rollout.scores.scored.any() for rollout in parts):
             scores = functools.reduce(Scores.join, [rollout.scores for rollout in parts])

@@ -40,7 +40,7 @@ from tunix_like.rollout.rollouts import (
     with_length,
     with_width,
 )
-from tunix_like.rollout.scoring import scored_rollout
+from tunix_like.rollout.scoring import score_trajectories
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.runtime import progress
 from tunix_like.runtime.moment import moment_of
@@ -255,11 +255,13 @@ class Collector:
         problems, texts, completions, trajectories, episodes = sampled
         with progress.task("rewards"), saved_on_failure(self.rollouts, step, problems, texts):
             played = None if trajectories is None else trajectories.environments()
-            rollout = scored_rollout(self.task.rewards, problems, texts, completions, episodes, played)
+            size = self.task.algo.num_generations
+            scores, episodes = score_trajectories(self.task.rewards, problems, texts, size, episodes, played)
+            rollout = Rollout(problems, texts, completions, scores, episodes)
             self._check_rewards(step, rollout)
-            if self.objective.reads_rewards and problems[0].number == 0 and not rollout.scores.scored.any():
-                raise UserError(nothing_scored_message(rollout.scores))
-        self.first_failure(rollout.scores, self.rollouts)
+            if self.objective.reads_rewards and problems[0].number == 0 and not scores.scored.any():
+                raise UserError(nothing_scored_message(scores))
+        self.first_failure(scores, self.rollouts)
         clock.lap("reward")
         return rollout
 

@@ -12,22 +12,8 @@ from tunix_like.errors import UserError
 from tunix_like.rewards import Scores
 from tunix_like.rewards.turns import CONVERSATION, TurnReward
 from tunix_like.rollout.episodes import Episode, transcript, with_environment
-from tunix_like.rollout.rollouts import Rollout, WeightedReward, score_completions
-from tunix_like.types import Completions, Problem
-
-
-def scored_rollout(
-    rewards: Sequence[WeightedReward],
-    problems: Sequence[Problem],
-    texts: Sequence[str],
-    completions: Completions,
-    episodes: Sequence[Episode] | None,
-    environments: Sequence[Any] | None,
-) -> Rollout:
-    """Scores completions and the turns of their trajectories (see `score_trajectories`)."""
-    size = completions.lengths.shape[1]
-    scores, episodes = score_trajectories(rewards, problems, texts, size, episodes, environments)
-    return Rollout(list(problems), list(texts), completions, scores, None if episodes is None else list(episodes))
+from tunix_like.rollout.rollouts import WeightedReward, score_completions
+from tunix_like.types import Problem
 
 
 def score_trajectories(
@@ -37,7 +23,7 @@ def score_trajectories(
     size: int,
     episodes: Sequence[Episode] | None,
     environments: Sequence[Any] | None,
-) -> tuple[Scores, Sequence[Episode] | None]:
+) -> tuple[Scores, list[Episode] | None]:
     """Returns the scores of `size` completions of each problem, and their episodes with the rewards and potentials of
     functions for turns.
 
@@ -58,7 +44,7 @@ def score_trajectories(
     scores = with_environment(scores, episodes)
     for reward in of_turns:
         scores, episodes = _with_turns(reward, problems, size, scores, episodes, environments)
-    return scores, episodes
+    return scores, list(episodes)
 
 
 def _with_turns(

@@ -127,9 +127,9 @@ class RewardModel(ScoringModel):
         "algorithm.advantage_estimator=reward_model, and export its run."
     )
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-        """Returns the score of each completion, NaN for one without a score. Consecutive completions of the same prompt
-        form a group."""
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str]) -> list[float]:
+        """Returns the score of each completion, NaN for one without a score. Prompts are texts or messages; consecutive
+        completions of the same prompt form a group."""
         _, _, tokenizer, _ = self._loaded
         most = self.config.max_positions
         runs = [list(run) for _, run in itertools.groupby(range(len(prompts)), key=lambda i: prompts[i])]
