@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ import tunix_like
 from benchmarks.cases import Case
 from benchmarks.worker import Gate, peak_memory_mb, serve
 from tunix_like.config.schema import OptimizerConfig, RLTrainingConfig, RolloutConfig, SFTConfig
+from tunix_like.errors import CallbackFailed
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.loading import default_dtype
 from tunix_like.planning import sizes
@@ -150,6 +152,14 @@ class _OnRow(tunix_like.Callback):
         self._function(row)
 
 
+def _train(train: Callable[..., Any], on_row: Callable[[dict[str, Any]], None]) -> None:
+    """Trains until `on_row` raises, and raises the same: a run reports whatever a callback raises as its failure."""
+    try:
+        train(callbacks=[_OnRow(on_row)])
+    except CallbackFailed as failure:
+        raise failure.__cause__ or failure from None
+
+
 def _step(case: Case, model: Decoder, gate: Gate) -> None:
     _learn(case, model, gate, None)
 
@@ -188,7 +198,7 @@ def _learn(case: Case, model: Decoder, gate: Gate, given: _Given | None) -> None
     phases = update_phases(work, learner.planner.chunk_size(work))
     memory = Memory(*phases, *([] if given else [rollout_phase(work, case.rows, case.prompts)]))
     gate.begin()
-    learner.train(rows, batch_size=case.prompts, shuffle=False, callbacks=[_OnRow(on_row)])
+    _train(functools.partial(learner.train, rows, batch_size=case.prompts, shuffle=False), on_row)
 
 
 def _update_single(case: Case, model: Decoder, gate: Gate) -> None:
@@ -216,7 +226,7 @@ def _update_single(case: Case, model: Decoder, gate: Gate) -> None:
     work = dataclasses.replace(trainer.planner.update_work(shape, widths), clipped=False)
     memory = Memory(*update_phases(work, trainer.planner.chunk_size(work)))
     gate.begin()
-    trainer.train(rows, callbacks=[_OnRow(lambda row: gate.end(tokens, **memory.read()))])
+    _train(functools.partial(trainer.train, rows), lambda row: gate.end(tokens, **memory.read()))
 
 
 def _logits(case: Case, model: Decoder, gate: Gate) -> None:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
-class Finished(BaseException):  # not an Exception, which a callback would turn into another
+class Finished(BaseException):  # not an Exception, which a peer's loop may handle
     """The other end requests no further repeat."""
 
 
