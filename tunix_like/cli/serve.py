@@ -154,7 +154,7 @@ def _server(arguments: argparse.Namespace, settings: Settings, trained: Trained)
     )
     check_fit(trained.model_config, trained.tokenizer, rollout)
     engine = make_engine(trained.graphdef, trained.tokenizer, rollout, trained.mesh)
-    weights = Weights(trained.graphdef, engine.place(trained.params), engine.eos_ids, engine.mesh)
+    weights = Weights(engine.graphdef, engine.place(trained.params), engine.eos_ids, engine.mesh)
     return ModelServer(settings, trained.tokenizer, Runner(weights, rows, longest))
 
 

@@ -37,6 +37,7 @@ from tunix_like.models.decoder import Decoder
 from tunix_like.models.layers import ROUNDS
 from tunix_like.models.lora import add_lora, split_params
 from tunix_like.models.opening import load_abstract
+from tunix_like.models.quantized_base import dequantized_model
 from tunix_like.models.sharding import (
     build_mesh,
     check_model,
@@ -59,7 +60,7 @@ from tunix_like.planning.sizes import (
 )
 from tunix_like.rollout import decoding
 from tunix_like.rollout.logits import SamplingParams
-from tunix_like.rollout.sampler import jit_place
+from tunix_like.rollout.sampler import jit_place, sampled_params
 from tunix_like.rollout.shapes import slot_shape
 from tunix_like.runs.build import check_batches, check_config, chosen_tokenizer, named_model, updates_per_batch
 from tunix_like.step.forward import CHUNKS, SETS, batch_logprobs, packed_shapes
@@ -145,16 +146,23 @@ class Plan:
 
     @property
     def lays_out(self) -> bool:
-        """Whether the weights are converted to another layout for sampling (`Sampler.place`)."""
-        return self.sampling_mesh is not None and self.sampling_mesh.size > 1
+        """Whether the weights are converted to another form or layout for sampling (`Sampler.place`)."""
+        return self.estimate.dequantizes or (self.sampling_mesh is not None and self.sampling_mesh.size > 1)
+
+    @property
+    def sampled_model(self) -> Decoder:
+        """The model in the form in which it samples (`Planner.sampled_model`)."""
+        return dequantized_model(self.model) if self.estimate.dequantizes else self.model
 
     @functools.cached_property
-    def sampled(self) -> Any:
-        """The shapes and shardings of the parameters during sampling."""
+    def sampled(self) -> tuple[Any, Any]:
+        """The graph definition during sampling, and the shapes and shardings of the parameters."""
         graphdef, params = self.split
+        dequantizes = self.estimate.dequantizes
         if self.lays_out:
-            params = jax.eval_shape(functools.partial(decoding.cast_params, graphdef), params)
-        return params if self.sampling_mesh is None else param_shapes(params, self.sampling_mesh)
+            params = jax.eval_shape(functools.partial(sampled_params, graphdef, dequantizes=dequantizes), params)
+        graphdef = nnx.split(self.sampled_model)[0]
+        return graphdef, params if self.sampling_mesh is None else param_shapes(params, self.sampling_mesh)
 
     @property
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
@@ -448,12 +456,12 @@ def _prompt_inputs(plan: Plan, prompts: int) -> tuple[Any, Any]:
 
 
 def reshard_program(plan: Plan) -> Program | None:
-    """Describes the program that converts the weights to the layout for sampling; a single device needs none."""
-    if plan.sampling_mesh is None or not plan.lays_out:
+    """Describes the program that converts the weights for sampling; a single device mostly needs none."""
+    if not plan.lays_out:
         return None
     graphdef, params = plan.split
-    lower = functools.partial(jit_place(graphdef, params, plan.sampling_mesh).lower, graphdef, params)
-    return Program("reshard", lower, plan.mesh, 0.0, held_bytes(params) + held_bytes(plan.sampled), 1, {})
+    lower = functools.partial(jit_place(graphdef, params, plan.sampling_mesh, plan.estimate.dequantizes).lower, params)
+    return Program("reshard", lower, plan.mesh, 0.0, held_bytes(params) + held_bytes(plan.sampled[1]), 1, {})
 
 
 def prefill_program(plan: Plan) -> Program:
@@ -464,13 +472,12 @@ def prefill_program(plan: Plan) -> Program:
         prompts += -prompts % prompt_parts(plan.sampling_mesh)
     lower = functools.partial(
         decoding.prefill.lower,
-        plan.split[0],
-        plan.sampled,
+        *plan.sampled,
         *_prompt_inputs(plan, prompts),
         record=plan.config.rollout.routing_replay,
     )
     calls = math.ceil(plan.group[0] / prompts)
-    needed = prefill_bytes(plan.model, plan.sampling_mesh, plan.group[0], plan.widths[0], calls)
+    needed = prefill_bytes(plan.sampled_model, plan.sampling_mesh, plan.group[0], plan.widths[0], calls)
     return Program("prefill", lower, plan.sampling_mesh, _prompt_operations(plan), needed, calls, _block_trips(plan))
 
 
@@ -481,8 +488,7 @@ def _prompt_operations(plan: Plan) -> float:
 
 def decode_program(plan: Plan) -> Program:
     """Describes the decoding program (`rollout/sampler.py`) with all completions active and a cache of full size."""
-    graphdef = plan.split[0]
-    params = plan.sampled
+    graphdef, params = plan.sampled
     prompts, group = plan.group
     steps = plan.widths[1]
     slots, size = _slots(plan)
@@ -499,7 +505,7 @@ def decode_program(plan: Plan) -> Program:
     lower = functools.partial(decoding.advance.lower, graphdef, params, made, rows, np.int32(0), sampling, ends)
     operations = forward_operations(plan.model.config, *plan.lengths) - _prompt_operations(plan)
     rounds = math.ceil(prompts * group / (slots * size))
-    needed = decode_bytes(plan.model, plan.sampling_mesh, plan.group, plan.widths, rounds)
+    needed = decode_bytes(plan.sampled_model, plan.sampling_mesh, plan.group, plan.widths, rounds)
     rollout_phase = plan.phase("rollout")
     weights = {} if plan.lays_out else {"weights": rollout_phase.parts["weights"]}
     phase = Phase("decode", weights | rollout_phase.decode)

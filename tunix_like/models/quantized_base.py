@@ -1,13 +1,17 @@
-"""Quantises the frozen projections of a decoder (`quantization`)."""
+"""Quantises the frozen projections of a decoder (`quantization`), and builds decoders with dequantised projections."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 from flax import nnx
 
 from tunix_like.config.schema import QUANTIZATIONS
 from tunix_like.errors import UserError, nearest
 from tunix_like.models.decoder import Decoder
-from tunix_like.models.quantization import BLOCK, quantize
+from tunix_like.models.layers import Linear
+from tunix_like.models.quantization import BLOCK, dequantize, quantize
 
 
 def quantize_base(model: Decoder, kind: str | None) -> Decoder:
@@ -36,3 +40,33 @@ def quantize_base(model: Decoder, kind: str | None) -> Decoder:
         linear.kernel_scale = nnx.Param(scale)
     model.quantized = kind
     return model
+
+
+def dequantize_base(graphdef: Any, params: Any) -> Any:
+    """Returns the parameters of a quantised decoder with dequantised projections, in its compute dtype. Adapters stay
+    beside them. Their graph is `dequantized_graph(graphdef)`."""
+    model: Decoder = nnx.merge(graphdef, params)
+    for linear in model.projections().values():
+        assert linear.kernel_codes is not None and linear.kernel_scale is not None
+        wide = dequantize(linear.kernel_codes[...], linear.kernel_scale[...])
+        _replace_codes(linear, wide.astype(model.dtype))
+    return nnx.to_pure_dict(nnx.split(model)[1])
+
+
+def dequantized_graph(graphdef: Any) -> Any:
+    """Returns the graph of a quantised decoder after `dequantize_base`."""
+    return nnx.split(dequantized_model(nnx.merge(graphdef, [None] * graphdef.num_leaves)))[0]
+
+
+def dequantized_model(model: Decoder) -> Decoder:
+    """Returns a quantised decoder after `dequantize_base`, without the values of its projections."""
+    made: Decoder = nnx.merge(*nnx.split(model))
+    for linear in made.projections().values():
+        _replace_codes(linear, None)
+    made.quantized = None
+    return made
+
+
+def _replace_codes(linear: Linear, kernel: jax.Array | None) -> None:
+    linear.kernel = nnx.Param(kernel)
+    linear.kernel_codes = linear.kernel_scale = None

@@ -14,13 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from tunix_like.models.counts import memory_bytes, parameter_shapes
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.sharding import param_shapes, prompt_parts, token_parts
-from tunix_like.rollout.decoding import cast_params
+from tunix_like.rollout.decoding import cast_matrices
 from tunix_like.runtime.accelerators import Accelerator
 
 PEAK = 1.0, 1.0
@@ -45,7 +44,7 @@ def weight_bytes(model: Decoder, mesh: Mesh | None, tokens: float, head: bool = 
       head: whether logits are computed, so that the output matrix (with tied embeddings, the embedding) is read too.
     """
     held = parameter_shapes(model.config, model.param_dtype, model.adapters, model.quantized)
-    cast = jax.eval_shape(functools.partial(cast_params, nnx.split(model)[0]), held)
+    cast = jax.eval_shape(functools.partial(cast_matrices, model.dtype), held)
     params = param_shapes(cast, mesh)
     config = model.config
     table, second = (held_bytes(params.get(name, {})) for name in ("embed_tokens", "embed_tokens_per_layer"))

@@ -107,7 +107,8 @@ SAMPLED_LOGITS_COPIES = {False: 2, True: 3}
 LAID_OUT = {"tpu": 1.9, "gpu": 1.2}
 """Peak memory of the conversion of weights to the sampler's layout, relative to the size of the result. The peak
 contains the result, and gathered weights before their final layout. Measured from compiled programs: 2.03 (Qwen3-1.7B,
-v5e-8), 1.67 (Qwen3-30B-A3B, v5p-64) and 1.19 (Qwen3-1.7B, eight H200s)."""
+v5e-8), 1.67 (Qwen3-30B-A3B, v5p-64), 1.19 (Qwen3-1.7B, eight H200s), and dequantised, 2.21 (Qwen3-8B, v5e-64) and 1.01
+(one H200)."""
 
 
 OF_THE_MODEL = (

@@ -32,6 +32,7 @@ from tunix_like.errors import UserError
 from tunix_like.models.counts import Share, parameter_shapes, share_of
 from tunix_like.models.lora import part_params
 from tunix_like.models.opening import load_config
+from tunix_like.models.quantized_base import dequantized_model
 from tunix_like.models.sharding import (
     check_experts,
     check_model,
@@ -42,7 +43,7 @@ from tunix_like.models.sharding import (
     prompt_parts,
     sequence_parts,
 )
-from tunix_like.planning.bounds import decode_bytes, held_bytes
+from tunix_like.planning.bounds import decode_bytes, held_bytes, weight_bytes
 from tunix_like.planning.memory import (
     ALONE,
     Companions,
@@ -83,6 +84,10 @@ ROWS_PER_DEVICE = 16
 
 COLLECTIVE_SECONDS = 1e-5
 """Assumed time of an all-reduce of few bytes."""
+
+NF4_READS = 3
+"""Time in which a decode step dequantises NF4, in times of reading the same weights in 16 bits. XLA:TPU needs 3.2 for
+few rows (`quantization.FEW_ROWS`). XLA:GPU writes and reads the dequantised matrices."""
 
 USUAL_ROWS_PER_DEVICE = 64
 """Number of completions per device for which `rollout.mesh: auto` compares layouts."""
@@ -249,7 +254,8 @@ class Planner:
             layout for tp in splits if (layout := _possible(mesh, {"data": size // tp, "tp": tp}, model)) is not None
         ]
         on_devices = dataclasses.replace(self, mesh=mesh)
-        works = [on_devices._rollout_work(layout) for layout in possible]
+        models = [on_devices.sampled_model(layout) for layout in possible]
+        works = [on_devices._sampling_work(*pair) for pair in zip(models, possible, strict=True)]
         rows = rollout.max_concurrent_rows
         least, usual = (
             rows if isinstance(rows, int) else each * size for each in (ROWS_PER_DEVICE, USUAL_ROWS_PER_DEVICE)
@@ -264,7 +270,7 @@ class Planner:
         if (kind := device.kind) is None:
             return SamplingLayout(possible[fitting[0]], "the smallest tp that fits")
         widths = rollout.max_prompt_length, rollout.max_tokens_to_generate
-        seconds = {i: decode_seconds(model, possible[i], usual, widths, kind) for i in fitting}
+        seconds = {i: decode_seconds(models[i], possible[i], usual, widths, kind) for i in fitting}
         each = ", ".join(f"{1e3 * seconds[i]:.3g} ms with tp {possible[i].shape['tp']}" for i in fitting)
         reason = f"predicted for a token of {usual} completions at peak rates: {each}"
         return SamplingLayout(possible[min(seconds, key=lambda i: seconds[i])], reason)
@@ -298,10 +304,31 @@ class Planner:
                 return math.prod(_slot_shape(work, prompts, group, rows))
         raise _too_large("rollout.max_concurrent_rows", needed(1, alone), device, "sampling")
 
+    def sampled_model(self, sampling_mesh: Mesh | None) -> Decoder:
+        """Returns the model in the form in which it samples on `sampling_mesh`: `model`, or the same with dequantised
+        projections.
+
+        With a base in NF4, each step of the decode loop dequantises all projections, which takes several times as long
+        as reading them in 16 bits. So a dequantised copy is made before each rollout, if it takes at most half of the
+        memory that is left for sampling. Codes of int8 are read faster than a copy on TPUs, so they are kept.
+        """
+        model = self.model
+        if model.quantized != "nf4":
+            return model
+        device = self.device or this_device()
+        plain = dequantized_model(model)
+        as_codes, as_copy = (
+            _sampling(self._sampling_work(each, sampling_mesh), 1, 1, 1).bytes for each in (model, plain)
+        )
+        return plain if as_copy - as_codes <= (device.usable - as_codes) / 2 else model
+
     def _rollout_work(self, sampling_mesh: Mesh | None) -> Work:
         """Returns the quantities on which the memory of sampling depends."""
+        return self._sampling_work(self.sampled_model(sampling_mesh), sampling_mesh)
+
+    def _sampling_work(self, sampled: Decoder, sampling_mesh: Mesh | None) -> Work:
         widths = self.rollout.max_prompt_length, self.rollout.max_tokens_to_generate
-        return _for_sampling(self._work(1, 1, widths), self.model, self.rollout, sampling_mesh)
+        return _for_sampling(self._work(1, 1, widths), sampled, self.rollout, sampling_mesh)
 
     @property
     def _optimizer(self) -> OptimizerConfig | optax.GradientTransformation:
@@ -494,10 +521,13 @@ def _layout_as_set(numbers: list[int], mesh: Mesh, model: Decoder) -> SamplingLa
 def decode_seconds(model: Decoder, mesh: Mesh, rows: int, widths: tuple[int, int], kind: Accelerator) -> float:
     """Predicts the time in which one token of each of `rows` completions is sampled, at the peak rates of the device.
 
-    Each device reads `decode_bytes`. With `tp`, two all-reduces per layer sum the outputs of attention and MLP; each
-    takes `COLLECTIVE_SECONDS` besides its bytes.
+    Each device reads `decode_bytes`; weights in NF4 take as long as `NF4_READS` times their 16 bits. With `tp`, two
+    all-reduces per layer sum the outputs of attention and MLP; each takes `COLLECTIVE_SECONDS` besides its bytes.
     """
     read = decode_bytes(model, mesh, (-(-rows // USUAL_GROUP), USUAL_GROUP), widths, rounds=1) / widths[1]
+    if model.quantized == "nf4":
+        tokens = rows / prompt_parts(mesh)
+        read += NF4_READS * weight_bytes(dequantized_model(model), mesh, tokens) - weight_bytes(model, mesh, tokens)
     tp = mesh.shape["tp"]
     layers = model.config.num_layers
     sums = 2 * layers * (tp > 1)
@@ -544,15 +574,23 @@ def prefilled_prompts(shape: tuple[int, int], prompts: int, group: int) -> int:
     return prompts if slots == prompts else -(-slots // -(-group // width))
 
 
-def _for_sampling(work: Work, model: Decoder, rollout: RolloutConfig, chosen: Mesh | None) -> Work:
+def _for_sampling(work: Work, sampled: Decoder, rollout: RolloutConfig, chosen: Mesh | None) -> Work:
     """Returns `work` with the sharding of weights and completions on `chosen`, the mesh of the sampler. On a single
-    device, the weights are not copied to another layout."""
-    recorded = model.config.recorded_bytes if rollout.routing_replay else 0
+    device, the weights are not copied to another layout; a copy is made only to dequantise them.
+
+    `sampled` is the model in the form in which it samples (`Planner.sampled_model`).
+    """
+    recorded = sampled.config.recorded_bytes if rollout.routing_replay else 0
     work = dataclasses.replace(work, filtered=rollout.top_p < 1 or rollout.top_k is not None, recorded=recorded)
-    if chosen is None or chosen.size == 1:
+    single = chosen is None or chosen.size == 1
+    if single and sampled.quantized == work.quantized:
         return work
-    parts = prompt_parts(chosen), chosen.shape.get("tp", 1)
-    return dataclasses.replace(work, rollout_share=share_of(_shapes(model), chosen), rollout_parts=parts)
+    return dataclasses.replace(
+        work,
+        quantized=sampled.quantized,
+        rollout_share=_share(sampled.config, sampled.param_dtype, sampled.adapters, sampled.quantized, chosen),
+        rollout_parts=(1, 1) if chosen is None else (prompt_parts(chosen), chosen.shape.get("tp", 1)),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -565,6 +603,7 @@ class MemoryEstimate:
       chosen: whether `auto` has chosen `micro_batch`, and whether `auto` has chosen `rows`.
       phases: the peak memory of each phase of the run.
       layout: the layout of the sampler; None if it has one device.
+      dequantizes: whether sampling reads a dequantised copy of the weights (`Planner.sampled_model`).
       refused: error messages on sizes that could not be chosen, because not even one completion fits into memory.
     """
 
@@ -574,6 +613,7 @@ class MemoryEstimate:
     phases: tuple[Phase, ...]
     device: Device
     layout: SamplingLayout | None = None
+    dequantizes: bool = False
     refused: tuple[str, ...] = ()
 
     @property
@@ -591,8 +631,9 @@ class MemoryEstimate:
         phases = [(phase.name, str(phase)) for phase in shown]
         inside = any(phase.name == "rollout" for phase in self.phases)  # not in an engine outside
         layout = [("sampling", str(self.layout))] if inside and self.layout is not None else []
+        copy = [("sampling", "with a dequantised copy of the base")] if inside and self.dequantizes else []
         warnings = [("warning", problem) for problem in self.problems()]
-        return [("sizes", sizes), *layout, ("memory", self.peak_line()), *phases, *warnings]
+        return [("sizes", sizes), *layout, *copy, ("memory", self.peak_line()), *phases, *warnings]
 
     def peak_line(self) -> str:
         """Returns a text with the estimated peak and the memory of the device."""
@@ -659,14 +700,15 @@ def estimate_memory(
     layout = planner.layout()
     evaluated = config.eval.batch_size, config.eval.samples
     sampling_mesh = None if layout is None else layout.mesh
+    sampled = planner.sampled_model(sampling_mesh)
     rows = math.prod(evaluated) if pairs else data.batch_size * group
     phases = []
     if pairs and config.rewards.functions is None:
         rows = 0  # nothing is sampled
     elif find_engine(rollout.engine).make is None:
-        work = _for_sampling(update, model, rollout, sampling_mesh)
-        sampled = {"evaluation": evaluated} if pairs else {"rollout": (data.batch_size, group), "evaluation": evaluated}
-        for name, (prompts, samples) in sampled.items():
+        work = _for_sampling(update, sampled, rollout, sampling_mesh)
+        calls = {"evaluation": evaluated} if pairs else {"rollout": (data.batch_size, group), "evaluation": evaluated}
+        for name, (prompts, samples) in calls.items():
             at_once = chosen(functools.partial(planner.rows, prompts, samples, sampling_mesh))
             rows = min(at_once, rows) if name == "rollout" or pairs else rows
             phases.append(dataclasses.replace(_sampling(work, prompts, samples, at_once), name=name))
@@ -678,4 +720,5 @@ def estimate_memory(
         sft = update_phases(single, chosen(lambda: alone.chunk_size(single)))[0]
         phases.append(dataclasses.replace(sft, name="sft"))
     auto = (not isinstance(training.train_micro_batch_size, int), not isinstance(rollout.max_concurrent_rows, int))
-    return MemoryEstimate(size, rows, auto, tuple(phases), device, layout, tuple(refused))
+    dequantizes = sampled.quantized != model.quantized
+    return MemoryEstimate(size, rows, auto, tuple(phases), device, layout, dequantizes, tuple(refused))

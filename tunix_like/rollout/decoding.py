@@ -124,7 +124,11 @@ def _merge(graphdef: Any, params: Any) -> Decoder:
 
 def cast_params(graphdef: Any, params: Any) -> Any:
     """Casts the matrices of a decoder to its compute dtype, except for quantised matrices."""
-    dtype = nnx.merge(graphdef, params).dtype
+    return cast_matrices(nnx.merge(graphdef, params).dtype, params)
+
+
+def cast_matrices(dtype: Any, params: Any) -> Any:
+    """Casts all matrices except for quantised ones."""
 
     def cast(path: Any, x: Array) -> Array:
         return x.astype(dtype) if x.ndim > 1 and path[-1].key not in QUANTIZED_LEAVES else x

@@ -9,8 +9,8 @@ that grows by powers of two.
 
 The random numbers of a completion are derived from the key, the number of the request, the index of the completion in
 its group and the position of the token. The tokens thus do not depend on the rows in which completions are sampled. The
-weights are an argument of `generate`, so the sampler keeps no copy that must be synchronised with the trainer. On a
-mesh, `place` converts the weights to the layout of the sampler once for several calls of `generate`.
+weights are an argument of `generate`, so the sampler keeps no copy that must be synchronised with the trainer. `place`
+converts the weights to the form and the layout in which the sampler reads them, once for several calls of `generate`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from tunix_like.models.quantized_base import dequantize_base, dequantized_graph
 from tunix_like.models.sharding import parameter_shardings, scope
 from tunix_like.rollout import decoding
 from tunix_like.rollout.schedule import RowSchedule, SamplerSettings
@@ -32,27 +33,38 @@ from tunix_like.runtime import progress
 from tunix_like.types import Request, Responder, Sample, SamplingParams
 
 
-def jit_place(graphdef: Any, params: Any, mesh: Mesh) -> Any:
-    """Returns the jitted function `(graphdef, params) -> params` with which `Sampler.place` converts the weights for
-    sampling.
+def sampled_params(graphdef: Any, params: Any, dequantizes: bool) -> Any:
+    """Returns the weights of a decoder in the form in which they are sampled with: matrices in its compute dtype, and
+    quantised projections as they are, or with `dequantizes` in the compute dtype too."""
+    if not dequantizes:
+        return decoding.cast_params(graphdef, params)
+    return decoding.cast_params(dequantized_graph(graphdef), dequantize_base(graphdef, params))
 
-    The function casts the matrices to the compute dtype and shards the weights over `mesh`. The argument `params` of
-    `jit_place` may contain arrays or shapes.
+
+def jit_place(graphdef: Any, params: Any, mesh: Mesh | None, dequantizes: bool = False) -> Any:
+    """Returns the jitted function `params -> params` with which `Sampler.place` converts the weights for sampling.
+
+    The function computes `sampled_params`, and shards them over `mesh`. The argument `params` of `jit_place` may
+    contain arrays or shapes.
     """
-    shapes = jax.eval_shape(functools.partial(decoding.cast_params, graphdef), params)
-    return jax.jit(decoding.cast_params, static_argnums=0, out_shardings=parameter_shardings(shapes, mesh))
+    convert = functools.partial(sampled_params, graphdef, dequantizes=dequantizes)
+    if mesh is None:
+        return jax.jit(convert)
+    return jax.jit(convert, out_shardings=parameter_shardings(jax.eval_shape(convert, params), mesh))
 
 
-def _copy_to(graphdef: Any, params: Any, mesh: Mesh) -> Any:
-    """Returns a function `(graphdef, params) -> params` that converts weights for sampling, if they are not on the
-    devices of `mesh`.
+def _copy_to(graphdef: Any, params: Any, mesh: Mesh, dequantizes: bool) -> Any:
+    """Returns a function `params -> params` that converts weights for sampling, if they are not on the devices of
+    `mesh`.
 
     The function casts the matrices to the compute dtype on the devices that hold them, and then copies the weights to
-    `mesh`.
+    `mesh`. Quantised matrices are dequantised there, so they are copied with few bits.
     """
-    cast = jax.jit(decoding.cast_params, static_argnums=0)
-    shardings = parameter_shardings(jax.eval_shape(functools.partial(decoding.cast_params, graphdef), params), mesh)
-    return lambda graphdef, params: jax.device_put(cast(graphdef, params), shardings)
+    cast = jax.jit(functools.partial(decoding.cast_params, graphdef))
+    shapes = jax.eval_shape(cast, params)
+    shardings = parameter_shardings(shapes, mesh)
+    convert = jit_place(graphdef, shapes, mesh, dequantizes) if dequantizes else lambda params: params
+    return lambda params: convert(jax.device_put(cast(params), shardings))
 
 
 class _Rate:
@@ -84,8 +96,11 @@ class Sampler:
       mesh: the device mesh. Prompts are sharded over the axes `data`, `fsdp` and `ep`, attention heads over `tp`. None
         means a single device.
       record_experts: whether samples have the experts that processed their tokens.
+      dequantizes: whether `place` dequantises the projections of a quantised decoder. Otherwise each step of the decode
+        loop does.
 
     Attributes:
+      graphdef: the graph of the decoder with the weights that `place` returns.
       row_steps: number of completion tokens that the model has computed so far, including tokens that are not used
         (e.g. after the end of a completion). The fraction of useful work in a rollout is the number of its sampled
         tokens divided by the increase of `row_steps` during the rollout.
@@ -101,8 +116,11 @@ class Sampler:
         max_concurrent_rows: int | Callable[[int, int], int] | None = None,
         mesh: Mesh | None = None,
         record_experts: bool = False,
+        dequantizes: bool = False,
     ):
-        self.graphdef = graphdef
+        self.graphdef = dequantized_graph(graphdef) if dequantizes else graphdef
+        self._trained_graph = graphdef
+        self._dequantizes = dequantizes
         self.record_experts = record_experts
         self.eos_ids = tuple(int(i) for i in eos_ids)
         self.max_prompt_length = max_prompt_length
@@ -116,16 +134,18 @@ class Sampler:
         """Converts the weights for sampling: matrices to the compute dtype, and all weights to the layout of the
         sampler's mesh.
 
-        Without a mesh, `params` is returned unchanged. Each call of a compiled sampling function then casts the
-        matrices.
+        Without a mesh, `params` is returned unchanged, unless it is dequantised. Each call of a compiled sampling
+        function then casts the matrices.
         """
-        if self.mesh is None:
+        if self.mesh is None and not self._dequantizes:
             return params
         if self._place is None:
             here = jax.tree.leaves(params)[0].sharding.device_set
-            elsewhere = here != set(self.mesh.devices.flat)
-            self._place = (_copy_to if elsewhere else jit_place)(self.graphdef, params, self.mesh)
-        return jax.block_until_ready(self._place(self.graphdef, params))
+            if self.mesh is not None and here != set(self.mesh.devices.flat):
+                self._place = _copy_to(self._trained_graph, params, self.mesh, self._dequantizes)
+            else:
+                self._place = jit_place(self._trained_graph, params, self.mesh, self._dequantizes)
+        return jax.block_until_ready(self._place(params))
 
     def generate(
         self,

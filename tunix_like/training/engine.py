@@ -60,6 +60,7 @@ def make_engine(
         max_concurrent_rows=rows,
         mesh=sampling_mesh,
         record_experts=rollout.routing_replay,
+        dequantizes=planner.sampled_model(sampling_mesh).quantized != model.quantized,
     )
 
 

@@ -1,0 +1,102 @@
+"""Sampling from a dequantised copy of a base in NF4."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.models.published_configs import QWEN3_8B
+from tests.rollout.arrays import sample_groups
+from tunix_like.config.schema import LoraConfig, MeshConfig, RolloutConfig
+from tunix_like.data.maze import tokenizer
+from tunix_like.models.config import DecoderConfig
+from tunix_like.models.decoder import Decoder
+from tunix_like.models.lora import add_lora
+from tunix_like.models.opening import load_abstract
+from tunix_like.models.quantized_base import quantize_base
+from tunix_like.models.sharding import build_mesh, place_params
+from tunix_like.planning import sizes
+from tunix_like.planning.sizes import Device, Planner
+from tunix_like.rollout.sampler import Sampler
+from tunix_like.runtime.accelerators import KINDS
+from tunix_like.training.engine import make_engine
+from tunix_like.types import SamplingParams
+
+CONFIG = DecoderConfig(
+    vocab_size=tokenizer().vocab_size,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=8,
+)
+ROLLOUT = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=12, max_concurrent_rows=32)
+PROMPTS = [[4, 5, 6], [7], [5, 5], [3, 4]] * 2
+LORA = LoraConfig(rank=4)
+LONG = RolloutConfig(max_prompt_length=384, max_tokens_to_generate=768)
+
+
+def adapted(quantized="nf4"):
+    """Returns graph and weights of a quantised model whose adapters change its outputs."""
+    graphdef, state = nnx.split(add_lora(quantize_base(Decoder(CONFIG, rngs=nnx.Rngs(0)), quantized), LORA))
+    params = nnx.to_pure_dict(state)
+    noise = np.random.default_rng(0)
+    spread = lambda path, x: x + 0.3 * noise.normal(size=x.shape) if path[-1].key == "lora_b" else x  # noqa: E731
+    return graphdef, jax.tree_util.tree_map_with_path(spread, params)
+
+
+def qwen3_8b(quantized):
+    kinds = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "quantize": quantized}
+    return add_lora(load_abstract(QWEN3_8B, init="random", **kinds)[0], LORA)
+
+
+def is_quantized(params):
+    return any(leaf.dtype == jnp.uint8 for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("place", ["one device", "mesh", "other devices"])
+def test_the_copy_samples_what_the_codes_sample(place):
+    graphdef, params = adapted()
+    devices = jax.devices()
+    mesh = None
+    if place != "one device":
+        chosen = devices[:8] if place == "mesh" else devices[:4]
+        mesh = build_mesh(MeshConfig(shape=[1, len(chosen), 1], axis_names=["data", "fsdp", "tp"]), chosen)
+        params = place_params(params, mesh)
+    rollout = ROLLOUT if place != "other devices" else RolloutConfig(**{**vars(ROLLOUT), "devices": 4})
+    engine = make_engine(graphdef, tokenizer(), rollout, mesh)
+    placed = engine.place(params)
+    assert is_quantized(params) and not is_quantized(placed)
+    sampling = SamplingParams(1.0)
+    key = jax.random.key(1)
+    found = sample_groups(engine, placed, PROMPTS, range(8), 4, key, sampling)
+
+    alone, weights = adapted()
+    plain = Sampler(alone, engine.eos_ids, max_prompt_length=8, max_tokens=12)
+    wanted = sample_groups(plain, plain.place(weights), PROMPTS, range(8), 4, key, sampling)
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=1e-4)
+    assert len({tuple(row) for row in found.tokens.reshape(-1, 12)}) > 8
+
+
+@pytest.mark.parametrize(
+    ("quantized", "gigabytes", "copies"),
+    [("nf4", 80, True), ("nf4", 24, False), ("int8", 80, False)],
+)
+def test_memory_decides_about_the_copy(quantized, gigabytes, copies):
+    """The base of Qwen3-8B takes 6.4 GB in NF4, and the copy 16.4 GB."""
+    planner = Planner(qwen3_8b(quantized), rollout=LONG, device=Device("gpu", gigabytes * 10**9))
+    assert (planner.sampled_model(None).quantized is None) == copies
+    assert (sizes._sampling(planner._rollout_work(None), 1, 1, 1).bytes > 6.4e9 + 16.4e9) == copies
+
+
+def test_layout_counts_the_time_to_dequantise():
+    """On 8 chips of 16 GB, NF4 fits without tp, but there is room for a copy only if tp splits it."""
+    kind = KINDS["v5e"]
+    mesh = build_mesh(MeshConfig(shape=[1, 8, 1], axis_names=["data", "fsdp", "tp"]))
+    planner = Planner(qwen3_8b("nf4"), mesh, rollout=LONG, device=Device("tpu", kind.memory, kind))
+    chosen = planner.layout().mesh
+    assert chosen.shape["tp"] >= 4
+    assert planner.sampled_model(chosen).quantized is None
