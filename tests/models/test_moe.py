@@ -123,10 +123,15 @@ def test_experts_on_a_mesh(sizes, case, biases):
 
 @pytest.mark.parametrize("biases", [False, True], ids=["", "biases"])
 @pytest.mark.parametrize("sizes", [{"fsdp": 4, "tp": 2}, {"data": 2, "ep": 4}], ids=str)
-@pytest.mark.parametrize("name, value", [("INTERPRET", True), ("FEW_ROWS", 0)], ids=["kernel", "tiles"])
-def test_other_products_of_experts_on_a_mesh(name, value, sizes, biases, monkeypatch):
-    """The same in bfloat16, for products in the kernel of TPUs and in tiles, as with many rows on a GPU."""
-    then = lambda: monkeypatch.setattr(grouped_products, name, value)  # noqa: E731
+@pytest.mark.parametrize("how", ["kernel", "tiles"])
+def test_other_products_of_experts_on_a_mesh(how, sizes, biases, monkeypatch):
+    """The same in bfloat16, for products in the kernel of TPUs and in tiles, as with many rows."""
+
+    def then():
+        monkeypatch.setattr(grouped_products, "INTERPRET", how == "kernel")
+        for name in ("PRODUCT_BY_TILES", "SUMS_BY_TILES"):
+            monkeypatch.setitem(getattr(grouped_products, name), "cpu", 0)
+
     compare_on_a_mesh(sizes, "as it comes", biases, jnp.bfloat16, then)
 
 

@@ -1,7 +1,8 @@
 """Products of sorted rows with one matrix per group, for mixtures of experts.
 
 XLA computes `jax.lax.ragged_dot` on CPUs and GPUs from all rows for every group: 128 times the operations for 128
-groups. For many rows, batched products of tiles, each with rows of one group and a copy of its matrix, replace it.
+groups. If there are many rows, batched products of tiles, each with rows of one group and a copy of its matrix, replace
+it.
 
 XLA:TPU has kernels for the product and for the gradient of its rows, but not for that of the matrices. In bfloat16,
 the latter runs in the kernel of Megablox (arXiv 2211.15841) that jax ships.
@@ -25,9 +26,14 @@ MOST_ROWS = 2**21
 """Largest number of rows in the kernel. It finds its tiles by a histogram in float32: right for 4,096 tiles, wrong
 for 4,200."""
 
-FEW_ROWS = 4096
-"""Number of rows up to which the product is with all matrices. By XLA:GPU, copies of matrices move fewer bytes from
-2,048 rows (128 experts of Qwen3-30B-A3B) or 4,096 (16 of them) on."""
+PRODUCT_BY_TILES = {"cpu": 128, "gpu": 1024}
+"""Number of rows from which the product is by tiles. With fewer rows, copies of matrices take longer than products of
+all rows with all matrices. The number hardly depends on that of the matrices: by compiled programs for an H200, the
+larger of arithmetic and bytes at peak rates is equal at 700 to 1,100 rows for 8 to 128 matrices of 1.6 to 59 million
+numbers. On a CPU with two cores, 64 rows take equally long, and 128 up to twice as long without tiles."""
+
+SUMS_BY_TILES = {"cpu": 256, "gpu": 2048}
+"""The same for the gradient of the matrices; equal at 1,300 to 1,900 rows on an H200."""
 
 
 @jax.custom_vjp
@@ -36,10 +42,10 @@ def grouped_product(
 ) -> Float[Array, "N O"]:
     """Multiplies the first `sizes[0]` rows of `x` by the first matrix, the next `sizes[1]` by the second, and so on.
     Rows beyond give zeros, and have no gradient."""
-    if len(x) <= FEW_ROWS:
-        out = jax.lax.ragged_dot(x, matrices, sizes)
-    else:
-        out = jax.lax.platform_dependent(x, matrices, sizes, tpu=jax.lax.ragged_dot, default=_product_of_tiles)
+    cpu, gpu = (
+        _product_of_tiles if len(x) >= PRODUCT_BY_TILES[platform] else jax.lax.ragged_dot for platform in ("cpu", "gpu")
+    )
+    out = jax.lax.platform_dependent(x, matrices, sizes, tpu=jax.lax.ragged_dot, cpu=cpu, default=gpu)
     # On TPUs, rows beyond all groups can hold anything.
     return jnp.where((jnp.arange(len(x)) < sizes.sum())[:, None], out, 0)
 
@@ -51,11 +57,11 @@ def _forward(x: Array, matrices: Array, sizes: Array) -> tuple[Array, tuple[Arra
 def _backward(saved: tuple[Array, Array, Array], cotangent: Array) -> tuple[Array, Array, None]:
     x, matrices, sizes = saved
     kernel = _sums_in_kernel if x.dtype == jnp.bfloat16 and len(x) <= MOST_ROWS else _sums
-    default = _sums if len(x) <= FEW_ROWS else _sums_of_tiles
+    cpu, gpu = (_sums_of_tiles if len(x) >= SUMS_BY_TILES[platform] else _sums for platform in ("cpu", "gpu"))
     of_matrices = (
         kernel(x, cotangent, sizes)
         if INTERPRET
-        else jax.lax.platform_dependent(x, cotangent, sizes, tpu=kernel, default=default)
+        else jax.lax.platform_dependent(x, cotangent, sizes, tpu=kernel, cpu=cpu, default=gpu)
     )
     return grouped_product(cotangent, matrices.swapaxes(1, 2), sizes), of_matrices.astype(matrices.dtype), None
 
