@@ -37,8 +37,8 @@ from tunix_like.algorithms.registry import (
     Params,
     check_parameters,
     check_rewards,
-    estimator_rewards,
     find_estimator,
+    float32_rewards,
     is_number,
     register_advantage_estimator,
 )
@@ -465,7 +465,7 @@ def compute_advantages(rewards: Any, advantage_estimator: str, *, lengths: Any =
     sizes = _token_counts(values.shape, lengths)
     groups = sum_of_normalised(groups[None], [1.0], scored) if registered.by_function else groups
     out = jax.jit(functools.partial(estimator, **checked))(
-        jnp.asarray(estimator_rewards(groups, scored, registered.offset_free(checked))),
+        jnp.asarray(float32_rewards(groups, scored, registered.offset_free(checked))),
         scored=jnp.asarray(scored),
         lengths=jnp.asarray(np.atleast_2d(sizes)),
     )

@@ -28,7 +28,7 @@ from tunix_like.algorithms.losses import (
 )
 from tunix_like.algorithms.off_policy import check_correction, kept_by_mask, sampler_correction
 from tunix_like.algorithms.ppo import PPO
-from tunix_like.algorithms.registry import Estimator, estimator_rewards, find_estimator, with_schedules
+from tunix_like.algorithms.registry import Estimator, find_estimator, float32_rewards, with_schedules
 from tunix_like.algorithms.token_baseline import TOKEN_BASELINE
 from tunix_like.algorithms.turns import BY_CRITIC, BY_RETURN, NOT_BY_TURN, GroupTurns, turn_terms
 from tunix_like.config.schedules import Schedule
@@ -247,12 +247,12 @@ class Objective:
         params = estimator.params if estimator.by_turn else None
         return turn_terms(turns, estimator.name, gamma, config.turn_baseline or "fixed_index", coef, params)
 
-    def inputs(
+    def float32_rewards(
         self, rewards: Float[np.ndarray, "P G"], scored: Bool[np.ndarray, "P G"], ids: Int[np.ndarray, "P"]
     ) -> Float[np.ndarray, "P G"]:
-        """Returns the rewards as the estimators get them (see `estimator_rewards`)."""
+        """Returns the rewards as the estimators get them in float32 (see `registry.float32_rewards`)."""
         free = np.array([estimator.registered.offset_free(estimator.params) for estimator in self.estimators])
-        return estimator_rewards(rewards, scored, free[ids])
+        return float32_rewards(rewards, scored, free[ids])
 
     def kept_groups(self, scored: Bool[np.ndarray, "P G"], ids: Int[np.ndarray, "P"]) -> Bool[np.ndarray, "P"]:
         """Returns which groups have enough scored completions for their estimator. Other groups are not trained on."""

@@ -318,7 +318,7 @@ def check_rewards(
         refuse(bad, f"is not 0 or 1, which the estimator '{name}' requires. Set algorithm.binarize=true.")
 
 
-def estimator_rewards(
+def float32_rewards(
     rewards: Float[np.ndarray, "P G"], scored: Bool[np.ndarray, "P G"], offset_free: bool | Bool[np.ndarray, "P"]
 ) -> Float[np.ndarray, "P G"]:
     """Returns the rewards as the estimators get them, in float32; 0 for unscored completions.

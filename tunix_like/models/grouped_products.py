@@ -26,14 +26,14 @@ MOST_ROWS = 2**21
 """Largest number of rows in the kernel. It finds its tiles by a histogram in float32: right for 4,096 tiles, wrong
 for 4,200."""
 
-PRODUCT_BY_TILES = {"cpu": 128, "gpu": 1024}
-"""Number of rows from which the product is by tiles. With fewer rows, copies of matrices take longer than products of
-all rows with all matrices. The number hardly depends on that of the matrices: by compiled programs for an H200, the
-larger of arithmetic and bytes at peak rates is equal at 700 to 1,100 rows for 8 to 128 matrices of 1.6 to 59 million
-numbers. On a CPU with two cores, 64 rows take equally long, and 128 up to twice as long without tiles."""
+PRODUCT_BY_TILES = {"cpu": 64, "gpu": 640}
+"""The product is by tiles if there are at least this many pairs of a row and a matrix for each tile. With fewer, the
+copies of the matrices take longer than the products of all rows with all matrices. By compiled programs for an H200,
+arithmetic of the one and bytes of the other at peak rates are equal at 510 to 600, for 8 to 128 matrices of 1.6 to 59
+million numbers. On two CPU cores, both take equally long at 45 to 65."""
 
-SUMS_BY_TILES = {"cpu": 256, "gpu": 2048}
-"""The same for the gradient of the matrices; equal at 1,300 to 1,900 rows on an H200."""
+SUMS_BY_TILES = {"cpu": 96, "gpu": 1024}
+"""The same for the gradient of the matrices; equal at 900 to 1,000 on an H200 and at 60 to 200 on the CPU."""
 
 
 @jax.custom_vjp
@@ -43,7 +43,8 @@ def grouped_product(
     """Multiplies the first `sizes[0]` rows of `x` by the first matrix, the next `sizes[1]` by the second, and so on.
     Rows beyond give zeros, and have no gradient."""
     cpu, gpu = (
-        _product_of_tiles if len(x) >= PRODUCT_BY_TILES[platform] else jax.lax.ragged_dot for platform in ("cpu", "gpu")
+        _product_of_tiles if _pays(len(x), len(sizes), PRODUCT_BY_TILES[platform]) else jax.lax.ragged_dot
+        for platform in ("cpu", "gpu")
     )
     out = jax.lax.platform_dependent(x, matrices, sizes, tpu=jax.lax.ragged_dot, cpu=cpu, default=gpu)
     # On TPUs, rows beyond all groups can hold anything.
@@ -57,7 +58,9 @@ def _forward(x: Array, matrices: Array, sizes: Array) -> tuple[Array, tuple[Arra
 def _backward(saved: tuple[Array, Array, Array], cotangent: Array) -> tuple[Array, Array, None]:
     x, matrices, sizes = saved
     kernel = _sums_in_kernel if x.dtype == jnp.bfloat16 and len(x) <= MOST_ROWS else _sums
-    cpu, gpu = (_sums_of_tiles if len(x) >= SUMS_BY_TILES[platform] else _sums for platform in ("cpu", "gpu"))
+    cpu, gpu = (
+        _sums_of_tiles if _pays(len(x), len(sizes), SUMS_BY_TILES[platform]) else _sums for platform in ("cpu", "gpu")
+    )
     of_matrices = (
         kernel(x, cotangent, sizes)
         if INTERPRET
@@ -89,6 +92,16 @@ def rows_of_tile(count: int, groups: int) -> int:
     return next((size for size in (2048, 1024, 512, 256, 128, 64) if count >= size * groups), 32)
 
 
+def count_tiles(count: int, groups: int) -> int:
+    """Returns a number of tiles that suffices for any sizes of the groups."""
+    return count // rows_of_tile(count, groups) + groups
+
+
+def _pays(count: int, groups: int, least: int) -> bool:
+    """Returns whether there are at least `least` pairs of a row and a matrix for each tile."""
+    return count * groups >= least * count_tiles(count, groups)
+
+
 class Tiles(NamedTuple):
     """M tiles of T rows, each with rows of one group.
 
@@ -106,7 +119,7 @@ class Tiles(NamedTuple):
 def tiles_of(count: int, sizes: Int[Array, "E"]) -> Tiles:
     """Cuts groups of `sizes` rows, of `count` rows together with those beyond, into tiles."""
     rows = rows_of_tile(count, len(sizes))
-    number = count // rows + len(sizes)  # enough for any sizes
+    number = count_tiles(count, len(sizes))
     tiles = -(-sizes // rows)
     ends, last = jnp.cumsum(sizes), jnp.cumsum(tiles)
     starts, first = ends - sizes, last - tiles

@@ -107,7 +107,7 @@ def find_checkpoint(path: str | Path, overrides: Sequence[str] = ()) -> RunCheck
     return RunCheckpoint(steps_folder / str(step), f"{steps_folder}/{step}", verified=True)
 
 
-def with_steps(config: Config) -> Config:
+def with_pinned_checkpoints(config: Config) -> Config:
     """Returns the config with the step in each path of a run (`model.path`, `teacher.path`, `critic.path` and the
     teachers of `data.sources`), so that a resumed run does not open newer weights."""
     for name in ("model", "teacher", "critic"):

@@ -116,7 +116,7 @@ def _norms(
     has the weight that it has in an update with all prompts of the batch."""
     assert batch.estimator_ids is not None
     ids = batch.estimator_ids
-    batch = batch._replace(rewards=objective.inputs(batch.rewards, batch.scored, ids))
+    batch = batch._replace(rewards=objective.float32_rewards(batch.rewards, batch.scored, ids))
     live = objective.live_rows(batch.rewards, batch.scored, ids)
     if batch.trained is not None:
         live = live & batch.trained

@@ -87,7 +87,7 @@ def replay(skipped: SkippedUpdate, trained: Trained, on_progress: Callable[[int]
     program = program_of(trained, objective)
     batch = skipped.batch
     assert batch.estimator_ids is not None
-    batch = batch._replace(rewards=objective.inputs(batch.rewards, batch.scored, batch.estimator_ids))
+    batch = batch._replace(rewards=objective.float32_rewards(batch.rewards, batch.scored, batch.estimator_ids))
     (loss, norm), *alone = norms_of(
         trained, program, batch, skipped.in_update, masks, logprobs, on_progress=on_progress
     )

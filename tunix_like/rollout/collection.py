@@ -78,7 +78,7 @@ class Collector:
     Attributes:
       batches: iterator over the batches of prompts of the run.
       key: random key from which the random keys of all completions of the run are derived.
-      rollouts: folder for the completions of a batch whose scoring raises an error, and for the text of the first
+      folder: folder for the completions of a batch whose scoring raises an error, and for the text of the first
         failure of a reward function. If None, nothing is written.
       player: passes the turns of completions to environments; None if completions have a single turn.
       drawn: number of prompts taken from `batches` so far. The next prompt gets this value as its `Problem.number`, so
@@ -96,7 +96,7 @@ class Collector:
     batches: Iterator[list[Prompt]]
     batch_size: int
     key: jax.Array
-    rollouts: Path | None = None
+    folder: Path | None = None
     first_failure: FirstFailure = dataclasses.field(default_factory=FirstFailure)
     drawn: int = 0
     player: RolloutPlayer | None = None
@@ -118,11 +118,11 @@ class Collector:
         Raises:
           UserError: no completion of the first batch could be scored, the advantage estimator does not accept the
             rewards, or the data has fewer prompts than one batch. In the first two cases the completions are written to
-            the folder `rollouts`.
+            `folder`.
           EngineLost: this is the last of `most_unscored` consecutive steps without a scored completion.
         """
-        score = self.sample(step, params, clock)
-        return None if score is None else score()
+        finish = self.sample(step, params, clock)
+        return None if finish is None else finish()
 
     def sample(self, step: int, params: Any, clock: Clock) -> Callable[[], Collected] | None:
         """Does the first part of a call, which uses the data and the engine. Returns the function that does the rest,
@@ -140,11 +140,11 @@ class Collector:
             rollout, counts = self._sample_dynamically(step, params, self._score(step, sampled, clock), clock)
         row_steps = self.engine.row_steps - row_steps
 
-        def score() -> Collected:
+        def finish() -> Collected:
             scored = self._score(step, sampled, clock) if rollout is None else rollout
             return self._finish(step, scored, counts, row_steps, clock)
 
-        return score
+        return finish
 
     def _finish(self, step: int, rollout: Rollout, metrics: dict[str, Any], row_steps: int, clock: Clock) -> Collected:
         calls = call_metrics(self.task.rewards)
@@ -210,11 +210,11 @@ class Collector:
     def _has_signal(self, step: int, rollout: Rollout) -> Bool[np.ndarray, "P"]:
         """Returns for each prompt whether it has a training signal: the rewards of its completions differ, and it has
         as many scored completions as its advantage estimator needs."""
-        rewards = shaped_rewards(rollout, self.task, self.objective)
+        rewards = rewards_for_estimators(rollout, self.task, self.objective)
         ids = estimator_ids(self.objective, rollout)
         scored = ~np.isnan(rewards)
         objective = self.objective.at(step)
-        mixed = mixed_groups(objective.inputs(rewards, scored, ids), scored)
+        mixed = mixed_groups(objective.float32_rewards(rewards, scored, ids), scored)
         if self.task.algo.credit == "turn":  # equal sums may be of different rewards
             mixed |= _turns_differ(rollout, scored)
         return mixed & objective.kept_groups(scored, ids)
@@ -222,7 +222,7 @@ class Collector:
     def _sample(self, step: int, params: Any, clock: Clock) -> _Sampled | None:
         """Samples completions for the next batch of prompts; None if there is none."""
         size = self.task.algo.num_generations
-        rollout = self.task.rollout_config
+        settings = self.task.rollout_config
         prompts = next(self.batches, None)
         if prompts is None and not self.started:
             raise UserError(
@@ -237,12 +237,12 @@ class Collector:
         self.drawn += len(problems)
         clock.lap("data")
         key = jax.random.fold_in(self.key, TRAIN_KEY)
-        sampling = SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k)
+        sampling = SamplingParams(settings.temperature, settings.top_p, settings.top_k)
         if self.player is not None:
             self.player.seconds = 0.0  # evaluations have increased it
         problems, out, trajectories = generate(self.engine, self.player, params, problems, size, key, sampling)
         rewrites = self.player is not None and self.player.rewrites
-        completions = with_width(out, rollout.max_tokens_to_generate, segments=rewrites)
+        completions = with_width(out, settings.max_tokens_to_generate, segments=rewrites)
         episodes = None if trajectories is None else trajectories.episodes()
         clock.lap("rollout")
         if self.player is not None:
@@ -253,7 +253,7 @@ class Collector:
 
     def _score(self, step: int, sampled: _Sampled, clock: Clock) -> Rollout:
         problems, texts, completions, trajectories, episodes = sampled
-        with progress.task("rewards"), saved_on_failure(self.rollouts, step, problems, texts):
+        with progress.task("rewards"), saved_on_failure(self.folder, step, problems, texts):
             played = None if trajectories is None else trajectories.environments()
             size = self.task.algo.num_generations
             scores, episodes = score_trajectories(self.task.rewards, problems, texts, size, episodes, played)
@@ -261,13 +261,13 @@ class Collector:
             self._check_rewards(step, rollout)
             if self.objective.reads_rewards and problems[0].number == 0 and not scores.scored.any():
                 raise UserError(nothing_scored_message(scores))
-        self.first_failure(scores, self.rollouts)
+        self.first_failure(scores, self.folder)
         clock.lap("reward")
         return rollout
 
     def _check_rewards(self, step: int, rollout: Rollout) -> None:
         """Raises UserError if an advantage estimator does not accept one of the rewards."""
-        rewards = shaped_rewards(rollout, self.task, self.objective)
+        rewards = rewards_for_estimators(rollout, self.task, self.objective)
         ids = estimator_ids(self.objective, rollout)
 
         def describe(group: int, sample: int) -> str:
@@ -304,7 +304,7 @@ def training_batch(rollout: Rollout, task: Task, objective: Objective) -> GroupB
     lengths = np.array([len(problem.tokens) for problem in rollout.problems], np.int32)
     width = length_bucket(int(lengths.max()), limits.max_prompt_length)
     steps = length_bucket(int(out.lengths.max()), limits.max_tokens_to_generate)
-    rewards = shaped_rewards(rollout, task, objective)
+    rewards = rewards_for_estimators(rollout, task, objective)
     factors = [problem.weight for problem in rollout.problems]
     return GroupBatch(
         prompt_tokens=pad_tokens([problem.tokens for problem in rollout.problems], width),
@@ -324,7 +324,7 @@ def training_batch(rollout: Rollout, task: Task, objective: Objective) -> GroupB
     )
 
 
-def shaped_rewards(rollout: Rollout, task: Task, objective: Objective) -> Float[np.ndarray, "P G"]:
+def rewards_for_estimators(rollout: Rollout, task: Task, objective: Objective) -> Float[np.ndarray, "P G"]:
     """Returns the rewards for the advantage estimators; NaN for an unscored completion. They are the total rewards
     after `shape_rewards`, for an estimator of outcomes with `credit=turn` without those before the last turn, and for
     an estimator with `by_function` the results of `sum_of_normalised`."""

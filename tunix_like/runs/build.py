@@ -32,7 +32,7 @@ from tunix_like.config.sources import OF_OTHER_SOURCES, NamedTeacher, entries, t
 from tunix_like.data import DataSource, check_parts, load_source
 from tunix_like.data.curriculum import check_curriculum, curriculum_of
 from tunix_like.data.shared import warn_text_prompts
-from tunix_like.environments.arguments import check_credit, check_turn_rewards, make_player, with_tools
+from tunix_like.environments.arguments import check_turn_rewards, make_player, with_tools
 from tunix_like.environments.kinds import environments_of, gives_no_rewards, kind_of
 from tunix_like.environments.outcomes import Environments, are_agents
 from tunix_like.errors import UserError
@@ -47,11 +47,11 @@ from tunix_like.models.opening import (
     load_model,
     load_tokenizer,
     loaded,
-    with_steps,
+    with_pinned_checkpoints,
 )
 from tunix_like.models.sharding import build_mesh, check_batch, check_experts, check_lengths, check_model
 from tunix_like.planning.sizes import described_companions
-from tunix_like.rollout.engines.registry import check_engine, find_engine
+from tunix_like.rollout.engines.registry import find_engine
 from tunix_like.rollout.rollouts import WeightedReward
 from tunix_like.runs.reward_functions import reward_entries, reward_functions
 from tunix_like.runtime.profile import check_profile_steps
@@ -60,7 +60,13 @@ from tunix_like.step.optimizer import build_schedule
 from tunix_like.storage.loggers import check_loggers
 from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.training.critic import check_critic, new_critic, resolve_critic
-from tunix_like.training.engine import check_routing_replay, check_staleness, make_engine, training_devices
+from tunix_like.training.engine import (
+    check_routing_replay,
+    check_settings,
+    make_engine,
+    training_devices,
+    warn_of_settings,
+)
 from tunix_like.training.learner import Learner
 from tunix_like.training.learners import LEARNERS, find_learner
 from tunix_like.training.preferences import PAIR_LEARNER_CLASSES, DPOLearner, check_columns
@@ -152,14 +158,12 @@ def check_config(config: Config) -> tuple[Config, type[Learner] | type[DPOLearne
             objective.check_taught(part.label, f"{part.place}.teacher")
     trace_user_functions(objective, config.data.batch_size, algorithm.num_generations)
     algorithm = dataclasses.replace(algorithm, **defaults_read(algorithm))
-    if config.rollout.temperature == 0:
-        raise UserError("rollout.temperature: got 0 (greedy decoding); set it above 0 for training.")
     if algorithm.dynamic_sampling and config.training.max_steps is None:
         build_schedule(config.optimizer, None)  # the number of steps is not known with dynamic sampling
-    check_engine(config.rollout)
-    check_staleness(algorithm, config.rollout, config.training, find_engine(config.rollout.engine).make is not None)
+    plays = kind_of(config) is not None
+    elsewhere = find_engine(config.rollout.engine).make is not None
+    check_settings(algorithm, config.rollout, config.training, plays=plays, elsewhere=elsewhere)
     check_curriculum(curriculum_of(config.data), algorithm, config.rollout)
-    check_credit(algorithm, kind_of(config) is not None)
     _check_shared(config)
     for i, entry in enumerate(reward_entries(config)):
         if entry.weight < 0 and entry.per != "potential":
@@ -249,7 +253,9 @@ def assemble(config: Config, *, abstract: bool = False) -> Parts:
     If `abstract` is True, the model has shapes only, and no weights are read, initialised or downloaded.
     """
     config, learner = check_config(config)
-    config = with_steps(config)
+    if abstract and not config.trains_pairs:  # otherwise the learner does
+        warn_of_settings(config.algorithm, config.rollout)
+    config = with_pinned_checkpoints(config)
     mesh = build_mesh(config.mesh, training_devices(config.rollout))
     check_batches(config, mesh)
     source = load_source(config.data)

@@ -15,10 +15,12 @@ from jax.sharding import Mesh
 
 from tunix_like.algorithms.losses import find_policy_loss
 from tunix_like.config.schema import AlgorithmConfig, RLTrainingConfig, RolloutConfig
+from tunix_like.environments.arguments import check_credit
 from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.planning.memory import ALONE, Companions
 from tunix_like.planning.sizes import Planner
+from tunix_like.rollout.engines.registry import check_engine
 from tunix_like.rollout.rollouts import Task
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.text.tokenizer import Tokenizer
@@ -83,13 +85,39 @@ def check_routing_replay(rollout: RolloutConfig, model: DecoderConfig) -> None:
         raise UserError("rollout.routing_replay: this model has no experts; set it to false.")
 
 
-def check_staleness(
-    algorithm: AlgorithmConfig, rollout: RolloutConfig, training: RLTrainingConfig, elsewhere: bool
+def check_settings(
+    algorithm: AlgorithmConfig, rollout: RolloutConfig, training: RLTrainingConfig, *, plays: bool, elsewhere: bool
 ) -> None:
-    """Checks the settings of a run with `rollout.max_staleness`, which samples completions during updates.
+    """Checks the settings of a learner that depend on each other.
 
     Args:
+      plays: whether completions are trajectories in environments.
       elsewhere: whether an engine other than the in-process sampler generates the completions.
+    """
+    if rollout.temperature == 0:
+        raise UserError("rollout.temperature: got 0 (greedy decoding); set it above 0 for training.")
+    check_credit(algorithm, plays)
+    check_engine(rollout)
+    _check_staleness(rollout, training, elsewhere)
+
+
+def warn_of_settings(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:
+    """Warns of settings with which completions are no samples of the policy that is trained."""
+    if rollout.top_p < 1 or rollout.top_k is not None:
+        logger.warning("rollout.top_p, top_k: they truncate sampling, so completions are not samples of the policy")
+    corrected = (
+        algorithm.sampler_is is not None or find_policy_loss(str(algorithm.policy_loss_fn)).behaviour != "trainer"
+    )
+    if rollout.max_staleness and not corrected:
+        logger.warning(
+            "rollout.max_staleness: %d: completions are sampled with weights that lack the newest updates, and nothing "
+            "corrects the difference; set algorithm.sampler_is, e.g. token (docs/off_policy.md)",
+            rollout.max_staleness,
+        )
+
+
+def _check_staleness(rollout: RolloutConfig, training: RLTrainingConfig, elsewhere: bool) -> None:
+    """Checks the settings of a run with `rollout.max_staleness`, which samples completions during updates.
 
     Raises:
       UserError: the completions would be sampled on the devices that are used for training, the run has several
@@ -108,12 +136,6 @@ def check_staleness(
         raise UserError(
             f"training.later_logprob_gap: error has no effect with {name}, because older weights sample the "
             "completions; use warn."
-        )
-    if algorithm.sampler_is is None and find_policy_loss(str(algorithm.policy_loss_fn)).behaviour == "trainer":
-        logger.warning(
-            "%s: completions are sampled with weights that lack the newest updates, and nothing corrects the "
-            "difference; set algorithm.sampler_is, e.g. token (docs/off_policy.md)",
-            name,
         )
 
 

@@ -36,7 +36,6 @@ from tunix_like.data.curriculum import Curriculum, CurriculumBatches, check_curr
 from tunix_like.data.shared import warn_shared, warn_text_prompts
 from tunix_like.data.stream import Prompt, check_prompts, refusing
 from tunix_like.environments.arguments import (
-    check_credit,
     check_reward_names,
     check_turn_rewards,
     check_turns,
@@ -52,7 +51,6 @@ from tunix_like.planning.memory import Companions
 from tunix_like.rewards import close_pools
 from tunix_like.rewards.turns import TurnReward, is_potential
 from tunix_like.rollout.collection import Collector, advantages_of_turns, training_batch, turn_signals
-from tunix_like.rollout.engines.registry import check_engine
 from tunix_like.rollout.files import FirstFailure, RolloutFiles, saved_on_failure
 from tunix_like.rollout.rollouts import Rollout, Task, WeightedReward, warn_cut, weighted_rewards
 from tunix_like.rollout.samples import pick_samples
@@ -74,7 +72,13 @@ from tunix_like.training.arguments import (
 )
 from tunix_like.training.companions import Reference, make_reference, make_teachers
 from tunix_like.training.critic import Critic, resolve_critic
-from tunix_like.training.engine import CheckedEngine, check_routing_replay, check_staleness, make_engine
+from tunix_like.training.engine import (
+    CheckedEngine,
+    check_routing_replay,
+    check_settings,
+    make_engine,
+    warn_of_settings,
+)
 from tunix_like.training.generation import complete, sampling_of, with_rollout
 from tunix_like.training.rollouts_ahead import RolloutsAhead
 from tunix_like.training.step_metrics import advantage_metrics, speed_metrics, user_metrics
@@ -211,24 +215,19 @@ class Learner(Trainer):
             raise UserError(
                 f"rollout.engine: got '{self.rollout_config.engine}'; give the engine itself: engine=VLLMEngine(...)."
             )
-        if self.rollout_config.temperature == 0:
-            raise UserError("rollout.temperature: got 0 (greedy decoding); set it above 0 for training.")
-        if self.rollout_config.top_p < 1 or self.rollout_config.top_k is not None:
-            logger.warning("rollout.top_p, top_k: they truncate sampling, so completions are not samples of the policy")
+        plays = self.player is not None
+        check_settings(self.algo, self.rollout_config, self.training, plays=plays, elsewhere=engine is not None)
+        warn_of_settings(self.algo, self.rollout_config)
         self.source_estimators = source_settings(source_estimators or {})
         self.teacher_config = resolve_teacher(teacher, teacher_config, of_sources=bool(source_teachers))
         self.critic_config = resolve_critic(critic, critic_config, self.algo)
         objective = self._objective(1)
         trace_user_functions(objective, 2, self.algo.num_generations)
         self.set_rewards(reward_fns, reward_weights)
-        check_turns(self.player is not None, engine)
-        check_credit(self.algo, self.player is not None)
-        check_engine(self.rollout_config)
+        check_turns(plays, engine)
         check_routing_replay(self.rollout_config, model.config)
-        check_staleness(self.algo, self.rollout_config, self.training, engine is not None)
         self.teachers: Teachers | None = None
         if self.teacher_config is not None:
-            plays = self.player is not None
             self.teachers = make_teachers(self, self.teacher_config, teacher, source_teachers or {}, plays)
         self.options = forward_options(self.rollout_config, self.training, self.algo)
         self.reference: Reference | None = make_reference(self, ref_model) if self.algo.beta > 0 else None
@@ -390,9 +389,20 @@ class Learner(Trainer):
         files = RolloutFiles(None if self.written_folder is None else self.written_folder / "rollouts")
         drawn = self._call.rollouts.drawn if self._call is not None and self.folder is None else 0
         collector = Collector(
-            self.task, self.engine, self.tokenizer, objective, batches, batch_size, self.key, files.folder,
-            self.first_failure, drawn, self.player, self.training.max_unscored_steps, self.total,
-        )  # fmt: skip
+            task=self.task,
+            engine=self.engine,
+            tokenizer=self.tokenizer,
+            objective=objective,
+            batches=batches,
+            batch_size=batch_size,
+            key=self.key,
+            folder=files.folder,
+            first_failure=self.first_failure,
+            drawn=drawn,
+            player=self.player,
+            most_unscored=self.training.max_unscored_steps,
+            total=self.total,
+        )
         rollouts = RolloutsAhead(collector, self.engine, self.iterator, self.rollout_config.max_staleness, self.total)
         self.iterator = None if self.iterator is None else rollouts
         own_engine = isinstance(self.engine, CheckedEngine)
@@ -533,8 +543,12 @@ class Learner(Trainer):
             with progress.task("update"), saved_on_failure(call.files.folder, number, rollout.problems, rollout.texts):
                 stale = metrics.get("staleness", 0) > 0
                 try:
-                    turns = turn_signals(rollout, batch, objective) if self.algo.credit == "turn" else None
-                    advantages, update_metrics = call.updates.run(number, rollout.problems, batch, ref, stale, turns)
+                    by_turn = turn_signals(rollout, batch, objective) if self.algo.credit == "turn" else None
+                    turn_advantages = by_turn if self.critic is None else None
+                    turn_rewards = None if self.critic is None else by_turn
+                    advantages, update_metrics = call.updates.run(
+                        number, rollout.problems, batch, ref, stale, turn_advantages, turn_rewards
+                    )
                 except EngineLost:  # of a teacher
                     call.rollouts.put_back()
                     raise
@@ -543,7 +557,7 @@ class Learner(Trainer):
             made = kl_metrics | update_metrics
             made |= advantage_metrics(rollout, batch, advantages, objective, self.success_threshold)
             metrics = made | user_metrics(self.metric_fns, rollout, advantages) | metrics
-            self._show(call, number, rollout, batch, advantages, None if self.critic is not None else turns)
+            self._show(call, number, rollout, batch, advantages, turn_advantages)
             clock.lap("other")
             metrics |= clock.seconds
             speed = speed_metrics(self.model.config, batch, metrics, call.compilations)
@@ -556,11 +570,13 @@ class Learner(Trainer):
         rollout: Rollout,
         batch: GroupBatch,
         advantages: Float[np.ndarray, "P G"],
-        turns: Float[np.ndarray, "P G T"] | None,
+        turn_advantages: Float[np.ndarray, "P G T"] | None,
     ) -> None:
         """Writes completions and picks samples at the configured steps, and warns if there is no training signal."""
         if number == 1 or number % self.training.log_rollouts_every_n_steps == 0:
-            of_turns = None if turns is None else advantages_of_turns(rollout, batch, turns, advantages)
+            of_turns = None
+            if turn_advantages is not None:
+                of_turns = advantages_of_turns(rollout, batch, turn_advantages, advantages)
             call.files.write(number, rollout, batch, advantages, of_turns)
         if number == 1 and call.evaluator is None:  # which has warned before the first step
             warn_cut(f"step {number}", rollout.completions.finished)

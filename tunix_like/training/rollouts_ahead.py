@@ -95,7 +95,8 @@ class RolloutsAhead:
         self._iterator = iterator
         self._max_staleness = max_staleness
         self._total = total
-        self._sampler, self._scorer = (ThreadPoolExecutor(1, name) for name in ("rollouts ahead", "rewards ahead"))
+        self._sampling_thread = ThreadPoolExecutor(1, "rollouts ahead")
+        self._scoring_thread = ThreadPoolExecutor(1, "rewards ahead")
         self._dropped = threading.Event()
         if max_staleness:
             self.collector.engine = _Droppable(engine, self._dropped)
@@ -161,8 +162,8 @@ class RolloutsAhead:
         placed = self._placed(params, clock) if placed is None else placed
         for number in range(newest + 1, last + 1):
             ahead = _Ahead(number, version=step - 1)
-            ahead.sampled = self._sampler.submit(self._sample, ahead, placed)
-            ahead.collected = self._scorer.submit(self._score, ahead)
+            ahead.sampled = self._sampling_thread.submit(self._sample, ahead, placed)
+            ahead.collected = self._scoring_thread.submit(self._score, ahead)
             self._ahead.append(ahead)
 
     def _sample(self, ahead: _Ahead, params: Any) -> Callable[[], Collected] | None:
@@ -250,7 +251,7 @@ class RolloutsAhead:
         """Drops the groups that were collected for later steps, and resets the data to the position before them. A
         running sampling thread stops after the next finished completion."""
         self._dropped.set()
-        for executor in (self._sampler, self._scorer):
+        for executor in (self._sampling_thread, self._scoring_thread):
             executor.shutdown(cancel_futures=True)
         position = self._ahead[0].position if self._ahead else None
         self._ahead.clear()

@@ -32,7 +32,7 @@ from tunix_like.types import GroupBatch, Problem
 _PROMPT = "{prompt}"
 
 
-Scores = Callable[[Any, Any, GroupBatch, Bool[np.ndarray, "P G"]], Float[np.ndarray, "P G T"]]
+LogprobsFunction = Callable[[Any, Any, GroupBatch, Bool[np.ndarray, "P G"]], Float[np.ndarray, "P G T"]]
 """`f(graphdef, params, batch, rows)`: log-probabilities of the tokens of the completions `rows`, 0 elsewhere."""
 
 
@@ -111,16 +111,16 @@ class Teacher:
         return with_prompts(batch, pad_tokens(rows, width), lengths, self.config.vocab_size)
 
     def logprobs(
-        self, scores: Scores, policy: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"]
+        self, logprobs_of: LogprobsFunction, policy: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"]
     ) -> Float[np.ndarray, "P G T"]:
         """Returns the teacher's log-probabilities of the tokens of the completions `rows`.
 
         Args:
-          scores: computes log-probabilities.
+          logprobs_of: computes log-probabilities with a model.
           policy: weights of the policy.
           batch: the result of `self.batch`.
         """
-        return scores(self.graphdef, policy if self.params is None else self.params, batch, rows)
+        return logprobs_of(self.graphdef, policy if self.params is None else self.params, batch, rows)
 
 
 class Teachers:

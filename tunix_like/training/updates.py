@@ -1,4 +1,4 @@
-"""Runs the optimizer updates of a rollout batch, and builds the reference model of the KL."""
+"""Runs the optimizer updates of a rollout batch."""
 
 from __future__ import annotations
 
@@ -158,7 +158,8 @@ class Updates:
         batch: GroupBatch,
         ref: Float[np.ndarray, "P G T"] | None,
         stale: bool,
-        turns: Float[np.ndarray, "P G T"] | None = None,
+        turn_advantages: Float[np.ndarray, "P G T"] | None = None,
+        turn_rewards: Float[np.ndarray, "P G T"] | None = None,
     ) -> tuple[Float[np.ndarray, "P G"], dict[str, float]]:
         """Replaces the train state by that after the updates of a rollout batch. Returns the advantages and metrics.
 
@@ -167,33 +168,36 @@ class Updates:
         Args:
           ref: the reference model's log-probabilities, or None.
           stale: whether older weights have sampled the completions. Their log-probabilities are then not compared.
-          turns: `collection.turn_signals`: advantages of tokens beside those of the estimator, or rewards of tokens for
-            the critic.
+          turn_advantages: advantages of tokens beside those of the estimator (`collection.turn_signals`).
+          turn_rewards: rewards of tokens for the critic, if they are not all at the end.
 
         Raises:
           UserError: the estimator returned a non-finite advantage, too many consecutive updates were skipped, or the
             log-probabilities of sampler and trainer differ too much.
         """
         assert batch.estimator_ids is not None
-        shaped = self.objective.at(step).inputs(batch.rewards, batch.scored, batch.estimator_ids)
-        original = batch
-        batch = batch._replace(rewards=shaped)
+        given = batch  # with the rewards of the run, for messages and files
+        rewards = self.objective.at(step).float32_rewards(batch.rewards, batch.scored, batch.estimator_ids)
+        batch = batch._replace(rewards=rewards)
         scheduled = self.objective.scheduled(step)
-        credited = None if turns is None else (turns != 0).any(-1)
+        by_turn = turn_advantages if turn_rewards is None else turn_rewards
+        credited = None if by_turn is None else (by_turn != 0).any(-1)
         live, metrics = self._live_rows(step, batch, scheduled, credited)
         mini_batches = self._mini_batches(len(problems))
         several = len(mini_batches) > 1
-        old, signals = self._signals(problems, batch, live, ref, several, turns)
+        old = self._old_logprobs(batch, live, ref, several)
+        signals = self._token_signals(problems, batch, live, ref, old, turn_advantages, turn_rewards)
         metrics |= (signals.metrics or {}) | expert_metrics(batch, self.trainer.model.config)
         if self.trainer.schedule is not None:
             metrics["learning_rate"] = float(self.trainer.schedule(updates_done(self.trainer.state.opt_state)))
+        # A single update takes its own log-probabilities, which have the same gradient and cost nothing.
         shared = self._shared(batch, old if several else None, ref, signals, scheduled)
         trains_policy = self.critic is None or step > self.critic.settings.warmup_steps
         updates: list[_Update] = []
         for prompts in mini_batches:
             updates.append(self._update(batch, live, prompts, shared, trains_policy))
             if len(updates) == 1:
-                self._check_advantages(fetch(updates[0].advantages, self.trainer.mesh), original, problems)
+                self._check_advantages(fetch(updates[0].advantages, self.trainer.mesh), given, problems)
         rows, critic_rows, advantages = fetch(
             ([each.metrics for each in updates], [each.critic_metrics for each in updates], updates[-1].advantages),
             self.trainer.mesh,
@@ -203,7 +207,7 @@ class Updates:
                 prompts = mini_batches[number]
                 old = shared.old_logprobs
                 ref = shared.ref_logprobs
-                skipped = SkippedUpdate(step, number, original, live, prompts, old, ref)
+                skipped = SkippedUpdate(step, number, given, live, prompts, old, ref)
                 save_skipped(self.trainer.written_folder, skipped)
         if self.critic is not None:
             self.critic_watch(critic_rows)
@@ -296,51 +300,76 @@ class Updates:
         once = sum(update_operations(model.config, batch.prompt_lengths, lengths, frozen) for model in models)
         return once * self.algo.num_iterations
 
-    def _signals(
+    def _old_logprobs(
+        self,
+        batch: GroupBatch,
+        live: Bool[np.ndarray, "P G"],
+        ref: Float[np.ndarray, "P G T"] | None,
+        several: bool,
+    ) -> Float[np.ndarray, "P G T"] | None:
+        """Returns the log-probabilities of the policy; None if they are not needed before the first update. `several`:
+        the batch has several updates."""
+        by_teacher = self.teachers is not None and self.teachers.spec is None
+        if several or by_teacher or self._penalises_tokens(ref):
+            return self._logprobs(self.trainer.graphdef, self.trainer.params, batch, live)
+        return None
+
+    def _penalises_tokens(self, ref: Float[np.ndarray, "P G T"] | None) -> bool:
+        """Returns whether the KL to the reference is subtracted from the rewards of tokens, which the critic gets."""
+        return self.critic is not None and ref is not None and bool(self.algo.kl_in_reward)
+
+    def _token_signals(
         self,
         problems: Sequence[Problem],
         batch: GroupBatch,
         live: Bool[np.ndarray, "P G"],
         ref: Float[np.ndarray, "P G T"] | None,
-        several: bool,
-        turns: Float[np.ndarray, "P G T"] | None,
-    ) -> tuple[Float[np.ndarray, "P G T"] | None, _TokenSignals]:
-        """Returns the log-probabilities of the policy, if they are needed before the first update, and the signals per
-        token of the completions `live`. `several`: the batch has several updates."""
-        trainer = self.trainer
+        old: Float[np.ndarray, "P G T"] | None,
+        turn_advantages: Float[np.ndarray, "P G T"] | None,
+        turn_rewards: Float[np.ndarray, "P G T"] | None,
+    ) -> _TokenSignals:
+        """Returns the signals per token of the completions `live`."""
+        signals = _TokenSignals() if self.teachers is None else self._teacher_signals(problems, batch, live, old)
+        if self.critic is not None:
+            rewards = at_last_action(batch.rewards, batch.sampled) if turn_rewards is None else turn_rewards
+            policy = old if self._penalises_tokens(ref) else None
+            estimates, metrics = self._estimates(self.critic, batch, live, rewards, policy, ref)
+            metrics |= signals.metrics or {}
+            return signals._replace(from_estimator=estimates.advantages, estimates=estimates, metrics=metrics)
+        if turn_advantages is not None:
+            return signals._replace(from_estimator=turn_advantages)
+        return signals._replace(from_estimator=self._token_baseline(batch, live))
+
+    def _teacher_signals(
+        self,
+        problems: Sequence[Problem],
+        batch: GroupBatch,
+        live: Bool[np.ndarray, "P G"],
+        old: Float[np.ndarray, "P G T"] | None,
+    ) -> _TokenSignals:
         teachers = self.teachers
-        critic = self.critic
-        old = None
-        signals = _TokenSignals()
-        penalised = critic is not None and ref is not None and bool(self.algo.kl_in_reward)
-        if several or (teachers is not None and teachers.spec is None) or penalised:
-            old = self._logprobs(trainer.graphdef, trainer.params, batch, live)
-        if teachers is not None and teachers.spec is not None:
-            teacher = teachers.default
-            assert teacher is not None
-            seen = teacher.batch(batch.routed_freely, problems, np.ones(len(problems), bool))
-            prompts = place_replicated((seen.prompt_tokens, seen.prompt_lengths), trainer.mesh)
-            signals = signals._replace(teacher_loss=TeacherInputs(teacher.params, *prompts))
-        elif teachers is not None:
+        assert teachers is not None
+        if teachers.spec is None:
             assert old is not None
             taught, metrics = self._taught_advantages(teachers, batch, problems, live, old)
-            signals = signals._replace(from_teacher=taught, metrics=metrics)
-        if critic is not None:
-            rewards = at_last_action(batch.rewards, batch.sampled) if turns is None else turns
-            estimates, metrics = self._estimates(critic, batch, live, rewards, old if penalised else None, ref)
-            metrics |= signals.metrics or {}
-            return old, signals._replace(from_estimator=estimates.advantages, estimates=estimates, metrics=metrics)
-        if turns is not None:
-            return old, signals._replace(from_estimator=turns)
+            return _TokenSignals(from_teacher=taught, metrics=metrics)
+        teacher = teachers.default
+        assert teacher is not None
+        seen = teacher.batch(batch.routed_freely, problems, np.ones(len(problems), bool))
+        prompts = place_replicated((seen.prompt_tokens, seen.prompt_lengths), self.trainer.mesh)
+        return _TokenSignals(teacher_loss=TeacherInputs(teacher.params, *prompts))
+
+    def _token_baseline(self, batch: GroupBatch, live: Bool[np.ndarray, "P G"]) -> Float[np.ndarray, "P G T"] | None:
+        """Returns the advantages of the completions whose estimator is `otb`, 0 in others; None if there are none."""
         names = np.array([estimator.name for estimator in self.objective.estimators])[batch.estimator_ids]
-        if (names == TOKEN_BASELINE).any():
-            assert batch.scored is not None
-            # like the other estimators, also with completions that are scored but not trained
-            counted = batch.scored & (live.any(-1) & (names == TOKEN_BASELINE))[:, None]
-            norms = self._values(trainer.programs.score_norms, trainer.graphdef, trainer.params, batch, counted)
-            own = token_baseline_advantages(batch.rewards, counted, norms, batch.sampled)
-            signals = signals._replace(from_estimator=own.astype(np.float32))
-        return old, signals
+        if not (names == TOKEN_BASELINE).any():
+            return None
+        # like the other estimators, also with completions that are scored but not trained
+        counted = batch.scored & (live.any(-1) & (names == TOKEN_BASELINE))[:, None]
+        trainer = self.trainer
+        norms = self._values(trainer.programs.score_norms, trainer.graphdef, trainer.params, batch, counted)
+        advantages = token_baseline_advantages(batch.rewards, counted, norms, batch.sampled)
+        return advantages.astype(np.float32)
 
     def _taught_advantages(
         self,
@@ -457,13 +486,14 @@ class Updates:
 
 
 def _update_critic(
-    critic: Critic, placed: GroupBatch, part: Bool[np.ndarray, "P"], packed: Packed, estimates: Estimates
+    critic: Critic, placed: GroupBatch, in_update: Bool[np.ndarray, "P"], packed: Packed, estimates: Estimates
 ) -> dict[str, Any]:
     """Replaces the train state of a critic by that after one update. Returns its metrics, on the device."""
     batch = placed._replace(rollout_logprobs=None)
     packed = packed._replace(experts=None, prompt_experts=None)  # those of the policy
-    data = step_inputs(batch, part, packed, estimates.values, None, estimates.returns)
-    critic.state, row, _ = critic.programs.train_step(critic.state, data, critic.frozen)
+    # In the step, values have the place of log-probabilities, and returns that of advantages (`ppo.ValueObjective`).
+    inputs = step_inputs(batch, in_update, packed, old_logprobs=estimates.values, token_advantages=estimates.returns)
+    critic.state, row, _ = critic.programs.train_step(critic.state, inputs, critic.frozen)
     return row
 
 
