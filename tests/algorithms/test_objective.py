@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tunix_like.algorithms import losses
+from tunix_like.algorithms import losses, objective
 from tunix_like.algorithms import registry as estimators
 from tunix_like.algorithms.advantages import compute_advantages
 from tunix_like.algorithms.losses import (
@@ -27,6 +27,7 @@ from tunix_like.algorithms.objective import build_objective, resolve
 from tunix_like.algorithms.off_policy import SamplerCorrection
 from tunix_like.algorithms.registry import ADVANTAGE_ESTIMATORS, find_estimator, register_advantage_estimator
 from tunix_like.config.schema import LOSS_AGG_MODES, AlgorithmConfig
+from tunix_like.config.sources import ESTIMATOR_KEYS
 from tunix_like.errors import UserError
 
 PLAIN = {
@@ -108,6 +109,17 @@ def test_parameters_of_a_user_defined_estimator(registry):
     ]:
         with pytest.raises(UserError, match=message):
             make(advantage_estimator="mine", estimator_params=given)
+
+
+def test_parameters_of_built_in_functions_are_keys_of_their_kind():
+    """A parameter that is a key of `algorithm`, but is not in these lists, would never be passed."""
+    fields = {field.name for field in dataclasses.fields(AlgorithmConfig)}
+    built_in = [e for e in ADVANTAGE_ESTIMATORS.values() if e.function.__module__.startswith("tunix_like.")]
+    own = losses.POLICY_LOSSES.items()
+    names = [name for name, loss in own if loss.function.__module__.startswith("tunix_like.")]
+    assert {key for e in built_in for key in e.parameters()} & fields <= set(ESTIMATOR_KEYS)
+    assert {key for name in names for key in losses.loss_parameters(name)} & fields <= set(objective.LOSS_KEYS)
+    assert len(built_in) > 10 and len(names) > 5
 
 
 KEYS = {"k": 2, "truncation_order": 2, "ddof": 0}

@@ -14,11 +14,18 @@ import pytest
 import yaml
 
 import tunix_like
+import tunix_like.algorithms.advantages
+from tunix_like.algorithms.losses import POLICY_LOSSES
+from tunix_like.algorithms.registry import ADVANTAGE_ESTIMATORS
 from tunix_like.cli import main as cli
 from tunix_like.cli.commands import function_of
 from tunix_like.config.load import load
+from tunix_like.data import SOURCES
+from tunix_like.environments.registry import ENVIRONMENTS
+from tunix_like.rewards import REWARDS
 from tunix_like.runs.sweep import read_sweep
 
+ESTIMATOR = "advantage_estimator"
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```", re.M | re.S)
@@ -122,3 +129,31 @@ def test_command_page_lists_every_option(name):
     assert section and not [option for option in options if f"`{option}" not in section and f"{option} " not in section]
     several = text.partition("\n## Several processes\n")[2]
     assert all(f"| `{option}" in several for option in options if "process" in option or option == "--coordinator")
+
+
+CLASSES = {name: each for name, each in ENVIRONMENTS.items() if not isinstance(each, str)}
+
+
+def built_in(functions):
+    """Returns the names of functions of this package; other tests register their own."""
+    return {name for name, function in functions.items() if function.__module__.startswith("tunix_like.")}
+
+
+@pytest.mark.parametrize(
+    ("names", "page", "key"),
+    [
+        (set(SOURCES), "data", "data.name"),
+        (built_in({name: each.function for name, each in ADVANTAGE_ESTIMATORS.items()}), "algorithms", ESTIMATOR),
+        (built_in({name: each.function for name, each in POLICY_LOSSES.items()}), "algorithms", "policy_loss_fn"),
+        (built_in(REWARDS), "rewards", None),
+        ({"openenv", "program"} | built_in(CLASSES), "environments", "environment.name"),
+    ],
+    ids=["sources", "estimators", "losses", "rewards", "environments"],
+)
+def test_registered_names_are_on_their_page_and_in_the_comment_of_their_key(names, page, key):
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    assert not [name for name in sorted(names) if not re.search(rf"`{name}[`(]|name: {name}\b", text)]
+    if key is not None:
+        table = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+        (row,) = [line for line in table.splitlines() if re.match(rf"\| `(algorithm\.)?{key}` ", line)]
+        assert names <= set(re.findall(r"\w+", row))

@@ -221,6 +221,13 @@ class Objective:
         return self.reference_in_loss or self.config.entropy_coef > 0 or extra or self.teacher is not None
 
     @property
+    def gives_token_advantages(self) -> bool:
+        """True if tokens of a completion have advantages of their own, beside those of its estimator."""
+        own = any(estimator.name in (TOKEN_BASELINE, PPO) for estimator in self.estimators)
+        teacher_adds = self.teacher is not None and self.teacher_in_loss is None
+        return own or teacher_adds or self.config.credit == "turn"
+
+    @property
     def skips_zero_advantages(self) -> bool:
         """True if advantages should be computed before the update, to skip completions with advantage 0."""
         by_turn = self.config.credit == "turn"

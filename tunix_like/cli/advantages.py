@@ -12,6 +12,7 @@ import math
 import shutil
 import sys
 import textwrap
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -315,16 +316,18 @@ def _length(word: str, place: str) -> float:
 
 
 def _parameter(key: str, word: str) -> Any:
-    """Parses a parameter of the built-in estimators."""
-    if key == "statistic":
-        return word
-    kind = float if key in ("alpha", "coefficients", "weights") else int
+    """Parses a parameter of the built-in estimators by the type of its key."""
+    kinds = set(typing.get_args(typing.get_type_hints(AlgorithmConfig)[key]))
+    if kinds & {str, bool}:
+        return _plain(word) if bool in kinds else word
+    several = list[float] in kinds
+    kind = int if int in kinds else float
     try:
-        values = [kind(part) for part in (word.split(",") if key in ("coefficients", "weights") else [word])]
+        values = [kind(part) for part in (word.split(",") if several else [word])]
     except ValueError:
-        what = "numbers such as 1,0.5" if key in ("coefficients", "weights") else "a number"
-        raise UserError(f"{key}: expected {'an integer' if kind is int else what}, got {word!r}.") from None
-    return values if key in ("coefficients", "weights") else values[0]
+        what = "an integer" if kind is int else "numbers such as 1,0.5" if several else "a number"
+        raise UserError(f"{key}: expected {what}, got {word!r}.") from None
+    return values if several else values[0]
 
 
 def _plain(word: str) -> int | float | bool | str:

@@ -430,11 +430,7 @@ def _step_inputs(plan: Plan, objective: Any, packed: Packed) -> StepInputs:
         )
     old = batch.rollout_logprobs if updates_per_batch(plan.config) > 1 else None
     ref = batch.rollout_logprobs if objective.reference_in_loss else None
-    algorithm = plan.config.algorithm
-    estimated = algorithm.credit == "turn" or algorithm.advantage_estimator == TOKEN_BASELINE
-    by_token = None
-    if estimated or _scores_before(plan.config) or plan.critic is not None:
-        by_token = batch.rollout_logprobs
+    by_token = batch.rollout_logprobs if objective.gives_token_advantages else None
     teacher = None
     if objective.teacher_in_loss is not None:
         taught = _taught_batch(plan)
