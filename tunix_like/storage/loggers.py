@@ -34,7 +34,7 @@ from tunix_like.runtime.atomic import write_atomically
 from tunix_like.runtime.input_files import read_object
 from tunix_like.runtime.processes import by_first, is_first
 from tunix_like.storage.metrics import MetricsLog, Start, is_number, rows
-from tunix_like.storage.prometheus import Endpoint
+from tunix_like.storage.prometheus import MetricsServer
 
 logger = logging.getLogger("tunix_like")
 
@@ -142,7 +142,7 @@ def open_metrics(
         )
     loggers: list[Logger] = []
     if ENDPOINT in names:
-        endpoint = Endpoint(folder, total, checkpoints)
+        endpoint = MetricsServer(folder, total, checkpoints)
         loggers += [endpoint] if by_first(lambda: _opens(endpoint, folder)) else []
     if not is_first():
         return MetricsLog(None)
@@ -153,7 +153,7 @@ def open_metrics(
     return MetricsLog(None) if folder is None and not loggers else LoggedMetrics(folder, loggers)
 
 
-def _opens(endpoint: Endpoint, folder: Path | None) -> bool:
+def _opens(endpoint: MetricsServer, folder: Path | None) -> bool:
     """Opens an endpoint, and returns whether it is open. A new run whose port is in use is refused, which loses
     nothing; one with rows, such as a run that a scheduler starts again, goes on without the endpoint."""
     try:
@@ -260,7 +260,7 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in row.items() if is_number(value)}
 
 
-class Place(NamedTuple):
+class LoggedRun(NamedTuple):
     """The description of a run for a logging tool: a stable id, the run folder and the hyperparameters. `mark` is the
     number of rows of `metrics.jsonl` that the tool is known to have."""
 
@@ -276,7 +276,7 @@ class Wandb:
 
     at_once = False  # a killed process loses unsent rows (offline: the rows of a 32 KB block that is not full)
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, run: LoggedRun) -> None:
         import wandb
 
         if wandb.setup().settings.mode in (None, "online") and not wandb.login(prompt=False):
@@ -284,17 +284,17 @@ class Wandb:
         environment = os.environ
         self._run = wandb.init(
             project=environment.get("WANDB_PROJECT", "tunix_like"),
-            name=environment.get("WANDB_NAME", place.folder.name),
-            dir=environment.get("WANDB_DIR", str(place.folder)),
-            id=place.id,
+            name=environment.get("WANDB_NAME", run.folder.name),
+            dir=environment.get("WANDB_DIR", str(run.folder)),
+            id=run.id,
             resume="allow",
-            config=place.settings,
+            config=run.settings,
             allow_val_change=True,
             reinit="create_new",  # keeps a run that the user has opened
             # wandb otherwise captures the output, and the command line with the overrides of the config.
             settings={"console": environment.get("WANDB_CONSOLE", "off"), "x_disable_meta": True},
         )
-        self.first = place.mark + 1 if self._run.offline else max(1, self._run.step)  # online: from the server
+        self.first = run.mark + 1 if self._run.offline else max(1, self._run.step)  # online: from the server
         for names, step in (("sft/*", "sft/step"), ("train/*", "step"), ("eval/*", "step")):
             self._run.define_metric(names, step_metric=step)
 
@@ -310,13 +310,13 @@ class Trackio:
 
     at_once = True  # rows are stored within half a second
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, run: LoggedRun) -> None:
         import trackio
 
         project = os.environ.get("TRACKIO_PROJECT", "tunix_like")
-        name = f"{place.folder.name}-{place.id}"
-        self.first = place.mark + 1
-        self._run = trackio.init(project=project, name=name, resume="allow", config=place.settings, embed=False)
+        name = f"{run.folder.name}-{run.id}"
+        self.first = run.mark + 1
+        self._run = trackio.init(project=project, name=name, resume="allow", config=run.settings, embed=False)
 
     def log(self, number: int, key: str, row: dict[str, float]) -> None:
         self._run.log({name: value for name, value in row.items() if name != key}, step=int(row[key]))
@@ -357,9 +357,9 @@ class Trackers:
             if start.kept and self._file.is_file():
                 state = read_object(self._file, CURE)
             write_atomically(self._file, json.dumps(state))
-        place = Place(state["run"], self._file.parent.resolve(), self._settings, 0)
+        run = LoggedRun(state["run"], self._file.parent.resolve(), self._settings, 0)
         self._tools = [
-            Tool(name, place._replace(mark=state.get(name, 0)), start) for name in self._names if not _is_busy(name)
+            Tool(name, run._replace(mark=state.get(name, 0)), start) for name in self._names if not _is_busy(name)
         ]
 
     def write(self, number: int, row: Mapping[str, Any]) -> None:
@@ -393,9 +393,9 @@ class Tool:
     """Runs one logging tool in its own thread, so that the training does not wait for the tool. An exception of the
     tool is logged as a warning and ends the thread."""
 
-    def __init__(self, name: str, place: Place, start: Start) -> None:
+    def __init__(self, name: str, run: LoggedRun, start: Start) -> None:
         self.name = name
-        self._place = place
+        self._logged = run
         self._start = start
         self._rows: queue.Queue[tuple[int, dict[str, float]] | bool] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name=_thread_name(name), daemon=True)
@@ -424,9 +424,9 @@ class Tool:
 
     def _work(self) -> None:
         try:
-            session = TOOLS[self.name](self._place)
+            session = TOOLS[self.name](self._logged)
             last = 0
-            for last, row in enumerate(rows(self._place.folder)[: self._start.kept], 1):
+            for last, row in enumerate(rows(self._logged.folder)[: self._start.kept], 1):
                 self._log(session, last, scalars(row))
             while not isinstance(item := self._rows.get(), bool):
                 last = item[0]
@@ -445,8 +445,8 @@ class Tool:
 
     def _note(self, number: int) -> None:
         """Records that the tool has the rows up to `number`."""
-        file = self._place.folder / FILE
+        file = self._logged.folder / FILE
         with _LOCK, contextlib.suppress(OSError, UserError):  # e.g. a full disk; a later update may succeed
             state = read_object(file, CURE)
-            if state.get("run") == self._place.id:  # otherwise the run was started over in the meantime
+            if state.get("run") == self._logged.id:  # otherwise the run was started over in the meantime
                 write_atomically(file, json.dumps(state | {self.name: max(state.get(self.name, 0), number)}))

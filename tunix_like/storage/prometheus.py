@@ -81,7 +81,7 @@ class Values(NamedTuple):
     counters: dict[str, float]
 
 
-class Endpoint:
+class MetricsServer:
     """Serves the newest value of each metric of a training phase, its counters since the start of this object, and the
     memory of the process and of its devices.
 
