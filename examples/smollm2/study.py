@@ -1,7 +1,8 @@
 """Five learners on sums with SmolLM2-135M-Instruct, three seeds each: `results/LEARNER-sSEED.json` beside this file.
 
     python examples/smollm2/study.py --out runs/smollm2 [--seeds 3]
-    python examples/smollm2/study.py --table     # of the results that are there, as Markdown
+    python examples/smollm2/study.py --table         # of the results that are there, as Markdown
+    python examples/smollm2/study.py --figure FILE   # their pass@k
 
 Every run has the completions, the constant learning rate and the held-out problems of `sums.yaml`. Its result is
 written as soon as it ends, and results that are there are not made again; some 15 minutes a run on two idle cores.
@@ -11,10 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import scipy.stats
+
+from tunix_like.evaluation.statistics import pass_at_k
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -26,8 +34,18 @@ LEARNERS: dict[str, tuple[str, ...]] = {
     "drgrpo": (),
 }
 BEFORE = "before"
+LABELS = {
+    BEFORE: "before",
+    "maxrl": "MaxRL",
+    "rloo": "RLOO",
+    "grpo": "GRPO",
+    "maxpo": "MaxPO, k = 4",
+    "drgrpo": "Dr. GRPO",
+}
+COLOURS = ("#7f7f7f", "#0072b2", "#e69f00", "#d55e00", "#009e73", "#cc79a7")
 STEPS = 16
 SAMPLES = 64
+KS = (1, 4, 16, 64)
 KEPT = ("step", "train/rewards/mean", "train/entropy", "train/grad_norm", "train/completions/mean_length")
 BINS = ("train/pass_rate/drawn", "train/pass_rate/advantage")
 
@@ -39,7 +57,7 @@ def tunix_like(*arguments: str) -> None:
 def evaluated(source: str, out: Path, *overrides: str) -> dict[str, Any]:
     """Evaluates a run or the config before training. Returns pass@k with intervals, and the number of right samples of
     each held-out problem."""
-    tunix_like("eval", source, f"eval.samples={SAMPLES}", "eval.k=[1,4,16,64]", *overrides, "--out", str(out))
+    tunix_like("eval", source, f"eval.samples={SAMPLES}", f"eval.k={list(KS)}", *overrides, "--out", str(out))
     metrics = json.loads(out.with_suffix(".summary.json").read_text())["metrics"]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     pass_at = {name: round(value, 4) for name, value in metrics.items() if "pass@" in name}
@@ -59,23 +77,56 @@ def trained(folder: Path, learner: str, seed: int) -> dict[str, Any]:
     return found | {"steps": steps, "minutes": round(sum(row.get("train/step_time_sec", 0) for row in rows) / 60, 1)}
 
 
+def results() -> dict[str, list[dict[str, Any]]]:
+    """Returns the stored results of each learner (and of the model before training) by seed."""
+    patterns = {BEFORE: BEFORE} | {learner: f"{learner}-s*" for learner in LEARNERS}
+    found = {
+        name: [json.loads(file.read_text()) for file in sorted(RESULTS.glob(f"{pattern}.json"))]
+        for name, pattern in patterns.items()
+    }
+    return {name: runs for name, runs in found.items() if runs}
+
+
+def mean(values: Sequence[float], digits: int = 1) -> str:
+    """Returns the mean with its 95% interval over seeds by Student's t; one or two values as they are."""
+    if len(values) < 3:
+        return ", ".join(f"{value:.{digits}f}" for value in values)
+    half = scipy.stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values))
+    return f"{np.mean(values):.{digits}f} ± {half:.{digits}f}"
+
+
 def table() -> str:
-    """Returns pass@k of each result (with its 95% interval for k = 1), the number of held-out problems that a sample
-    solved, and the entropy of the last step."""
-    lines = ["| | pass@1 | pass@4 | pass@16 | pass@64 | problems solved | entropy |", "|---|---|---|---|---|---|---|"]
-    patterns = [BEFORE, *(f"{learner}-s*" for learner in LEARNERS)]
-    for file in (file for pattern in patterns for file in sorted(RESULTS.glob(f"{pattern}.json"))):
-        found = json.loads(file.read_text())
-        at = {key.removeprefix("eval/pass@"): 100 * value for key, value in found["pass_at"].items()}
-        solved = sum(right > 0 for right in found["right"])
-        steps = found.get("steps")
-        entropy = f"{steps[-1]['train/entropy']:.2f}" if steps else ""
-        interval = f"{at['1']:.1f} [{at['1/low']:.1f}, {at['1/high']:.1f}]"
-        lines.append(
-            f"| {file.stem} | {interval} | {at['4']:.1f} | {at['16']:.1f} | {at['64']:.1f} | "
-            f"{solved} of {len(found['right'])} | {entropy} |"
-        )
+    """Returns pass@k of each learner, the number of held-out problems that a sample solved, and the entropy of the last
+    step; pass@1 also of each seed with its 95% interval over problems."""
+    lines = [f"| | {' | '.join(f'pass@{k}' for k in KS)} | problems solved | entropy | pass@1 of each seed |"]
+    lines.append("|---" * (len(KS) + 4) + "|")
+    for learner, runs in results().items():
+        scores = [{key.removeprefix("eval/pass@"): 100 * x for key, x in run["pass_at"].items()} for run in runs]
+        cells = [mean([score[str(k)] for score in scores]) for k in KS]
+        cells.append(mean([sum(right > 0 for right in run["right"]) for run in runs]))
+        cells.append(mean([run["steps"][-1]["train/entropy"] for run in runs if "steps" in run], 2))
+        cells.append(", ".join(f"{score['1']:.1f} [{score['1/low']:.1f}, {score['1/high']:.1f}]" for score in scores))
+        lines.append(f"| {LABELS[learner]} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def draw(file: Path) -> None:
+    """Draws pass@k of each learner, exactly from the numbers of right samples: the mean over seeds, and each seed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((6, 4), layout="constrained")
+    axes = figure.subplots()
+    ks = [k for k in range(1, SAMPLES + 1) if k in KS or k % 4 == 0 or k < 8]
+    samples = np.full(len(results()[BEFORE][0]["right"]), SAMPLES)
+    for (learner, runs), colour in zip(results().items(), COLOURS, strict=False):
+        curves = [[100 * pass_at_k(samples, np.array(run["right"]), k).mean() for k in ks] for run in runs]
+        for curve in curves if len(curves) > 1 else ():
+            axes.plot(ks, curve, color=colour, linewidth=0.6, alpha=0.5)
+        axes.plot(ks, np.mean(curves, axis=0), color=colour, linewidth=2, label=LABELS[learner])
+    axes.set(xscale="log", xlabel="k", ylabel="pass@k in per cent", xticks=KS, xticklabels=KS)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(file, dpi=150)
 
 
 def main() -> None:
@@ -83,9 +134,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the runs")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--figure", type=Path)
     arguments = parser.parse_args()
     if arguments.table:
         print(table())
+        return
+    if arguments.figure is not None:
+        draw(arguments.figure)
         return
     if arguments.out is None:
         parser.error("--out: give the folder of the runs")
