@@ -93,9 +93,9 @@ def share(items):
     return [[item, index, "\\u00fc", float("nan")] for item in items]
 
 told["gather"] = processes.gather({"index": index, "text": "x" * 1000 * index})
-told["spread"] = processes.spread(range(5), share)
-told["few"] = processes.spread([7], share)
-refused("error", lambda: processes.spread([1, 2, 3, 99], share))
+told["spread"] = processes.across_processes(range(5), share)
+told["few"] = processes.across_processes([7], share)
+refused("error", lambda: processes.across_processes([1, 2, 3, 99], share))
 told["after"] = processes.any_of(index == 1)
 refused("by_first", lambda: processes.by_first(lambda: 1 / 0 if index else "from 0"))
 

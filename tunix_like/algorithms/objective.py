@@ -161,6 +161,8 @@ class Objective:
 
     def at(self, step: int) -> Objective:
         """Returns this objective with the values that the schedules have in a step; the first step is 1."""
+        if not any(estimator.schedules for estimator in self.estimators):
+            return self
         return dataclasses.replace(self, estimators=tuple(estimator.at(step) for estimator in self.estimators))
 
     def scheduled(self, step: int) -> Scheduled | None:

@@ -74,7 +74,7 @@ def sft(arguments: argparse.Namespace) -> None:
         )
     setup_jax()
     from tunix_like.cli import screen
-    from tunix_like.data.shared import compared_once
+    from tunix_like.data.shared import rows_warned_once
     from tunix_like.runs import build, recipe
     from tunix_like.runs.folder import claim, run_folder
     from tunix_like.runtime import processes
@@ -86,7 +86,7 @@ def sft(arguments: argparse.Namespace) -> None:
     place = run_folder(config, arguments.config, "sft")
     folder = local_folder(place)
     screen.announce(parts, place)
-    with compared_once(parts.source.train, parts.source.eval), owned(place):
+    with rows_warned_once(parts.source.train, parts.source.eval), owned(place):
         claim(place, parts)
         if processes.is_first():
             output.set_fallback_folder(folder)

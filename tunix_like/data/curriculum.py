@@ -20,7 +20,7 @@ from tunix_like.config.schema import AlgorithmConfig, DataConfig, RolloutConfig
 from tunix_like.data.stream import Prompt, SharedBatches, usable
 from tunix_like.errors import UserError
 from tunix_like.runtime import progress
-from tunix_like.runtime.processes import spread
+from tunix_like.runtime.processes import across_processes
 from tunix_like.tasks.results import PASS_RATES
 from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Problem
@@ -157,7 +157,7 @@ class CurriculumBatches(SharedBatches):
                     advance(1)
                 return found
 
-            self._usable = np.array(spread(range(len(rows)), check), bool)
+            self._usable = np.array(across_processes(range(len(rows)), check), bool)
         self.epoch = int(self._usable.sum()) // batch_size  # in batches
         self.end = None if forever else self.epoch
 
@@ -176,7 +176,7 @@ class CurriculumBatches(SharedBatches):
         rows = draw(probabilities, self.batch_size, np.random.default_rng((self.seed, self.next)))
         factors = 1.0 / (self._usable.sum() * probabilities[rows])
         self.next += 1
-        prompts = [Prompt(*fields) for fields in spread(rows.tolist(), self._render)]
+        prompts = [Prompt(*fields) for fields in across_processes(rows.tolist(), self._render)]
         return [
             prompt._replace(row=int(row), weight=float(factor) if self.curriculum.correct else None)
             for prompt, row, factor in zip(prompts, rows, factors, strict=True)

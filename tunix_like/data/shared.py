@@ -37,7 +37,7 @@ class Overlap(NamedTuple):
 
 
 def warn_shared(train: Any, held_out: Any) -> None:
-    """Warns if held-out prompts are also in the training data. Does nothing inside `compared_once`."""
+    """Warns if held-out prompts are also in the training data. Does nothing inside `rows_warned_once`."""
     if _compared.get():
         return
     with progress.task("comparing training and evaluation prompts"):
@@ -58,7 +58,7 @@ def warn_shared(train: Any, held_out: Any) -> None:
 
 def warn_text_prompts(rows: Any, tokenizer: Tokenizer) -> None:
     """Warns if the first prompt is text and the tokenizer has a chat template, which text does not get. Does nothing
-    inside `compared_once`."""
+    inside `rows_warned_once`."""
     if _compared.get() or tokenizer.chat_template is None or not isinstance(rows, Sequence | grain.MapDataset):
         return
     row = None
@@ -72,7 +72,7 @@ def warn_text_prompts(rows: Any, tokenizer: Tokenizer) -> None:
 
 
 @contextlib.contextmanager
-def compared_once(train: Any, held_out: Any) -> Iterator[None]:
+def rows_warned_once(train: Any, held_out: Any) -> Iterator[None]:
     """Warns once (`warn_shared`) for the block, because SFT and RL use the same rows. The other warnings of this module
     are those of `runs.build.assemble`, which knows the settings of the data."""
     warn_shared(train, held_out)

@@ -19,7 +19,7 @@ import jax
 
 from tunix_like.config.schema import OVERLONG
 from tunix_like.errors import UserError, nearest
-from tunix_like.runtime.processes import spread
+from tunix_like.runtime.processes import across_processes
 from tunix_like.text.conversations import chat_messages, chat_tools
 from tunix_like.text.tokenizer import Tokenizer
 
@@ -148,7 +148,7 @@ def check_prompts(
     count = min(len(rows), SCANNED_ROWS)
     most = tokens_to_count(overlong, max_prompt_length)
 
-    lengths = spread(range(count), lambda places: _lengths(rows, places, tokenizer, most, what))
+    lengths = across_processes(range(count), lambda places: _lengths(rows, places, tokenizer, most, what))
     bad = next((i for i, length in enumerate(lengths) if length == 0 or length > max_prompt_length), None)
     if bad is not None and overlong == "error":
         raise unusable(lengths[bad], max_prompt_length, f"{what} row {bad}", most)
@@ -276,7 +276,7 @@ class SharedBatches(Iterator[list[Prompt]]):
             candidates = range(place, place + missing if self.end is None else min(place + missing, self.end))
             if not candidates:
                 raise StopIteration
-            rendered = spread(candidates, self._render)
+            rendered = across_processes(candidates, self._render)
             prompts = (Prompt(*fields) for fields in rendered if fields is not None)
             batch += [prompt for prompt in prompts if usable(prompt, self.limit)]
             place = candidates.stop

@@ -21,7 +21,7 @@ from tunix_like.rewards.environment_state import failed_state
 from tunix_like.rollout.episodes import Episode
 from tunix_like.rollout.rollouts import segment_starts
 from tunix_like.runtime import trace
-from tunix_like.runtime.processes import all_or_none, share, spread
+from tunix_like.runtime.processes import across_processes, all_or_none, share
 from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Completions, Message, Problem, Reply, Turn
 from tunix_like.workers.failures import Failure
@@ -330,7 +330,7 @@ class Trajectories:
                 self._record(outcome)
         self._trace_wait()
         self.player.playing = None
-        parts = spread(range(len(self._given)), self._shared)
+        parts = across_processes(range(len(self._given)), self._shared)
         episodes = [Episode(*episode) for group in parts for episode in group]
         _check_available([episode.failure for episode in episodes])
         return episodes
@@ -409,7 +409,7 @@ class Trajectories:
     def _begin(self) -> None:
         """Begins the history of each trajectory. If the chat template can change the last tokens of a prompt in later
         turns, moves these tokens from the prompt to the beginning of each completion."""
-        begun = spread(range(len(self.problems)), self._begun)
+        begun = across_processes(range(len(self.problems)), self._begun)
         self._openings = [openings for _, openings in begun]
         self.problems = [
             dataclasses.replace(each, tokens=each.tokens[:size])

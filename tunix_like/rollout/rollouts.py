@@ -24,7 +24,7 @@ from tunix_like.rewards.services import PerCompletion, WaitingFunction, scores_o
 from tunix_like.rewards.turns import TurnReward, inner
 from tunix_like.rollout.episodes import Episode, episode_metrics
 from tunix_like.runtime.moment import START
-from tunix_like.runtime.processes import gather, spread
+from tunix_like.runtime.processes import across_processes, gather
 from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Completions, Problem, RewardFunction
 
@@ -225,7 +225,7 @@ def completion_texts(completions: Completions, tokenizer: Tokenizer) -> list[str
     def decoded(part: Sequence[int]) -> list[str]:
         return [tokenizer.decode(rows[i, starts[i] : lengths[i]].tolist()) for i in part]
 
-    return spread(range(len(rows)), decoded)
+    return across_processes(range(len(rows)), decoded)
 
 
 def score_completions(
@@ -267,7 +267,7 @@ def score_completions(
         parts = np.moveaxis(rows.reshape(len(rows), len(selected), size), 1, 0).tolist()
         return [(part, None if i else scores.first_failure) for i, part in enumerate(parts)]
 
-    parts, failures = zip(*spread(range(len(problems)), share), strict=True)
+    parts, failures = zip(*across_processes(range(len(problems)), share), strict=True)
     total, *rest = np.moveaxis(np.array(parts, np.float64), 1, 0).reshape(len(names) + 4, -1)
     failed, timeouts, errors = (mask > 0 for mask in rest[:3])
     first = next(filter(None, failures), None)

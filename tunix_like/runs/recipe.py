@@ -15,7 +15,7 @@ from tunix_like.config.argument_names import named_arguments
 from tunix_like.config.load import load
 from tunix_like.config.schema import Config
 from tunix_like.data.curriculum import curriculum_of
-from tunix_like.data.shared import compared_once
+from tunix_like.data.shared import rows_warned_once
 from tunix_like.environments.arguments import check_turns
 from tunix_like.errors import NotSaved, UserError
 from tunix_like.rewards.served_model import ServedModel
@@ -92,7 +92,7 @@ def prepared(
         on_claim()
         # Servers of rewards and the engine are checked before SFT, which can take hours.
         check_reward_servers(parts)
-        with compared_once(source.train, source.eval), chosen_engine(parts, folder) as engine:
+        with rows_warned_once(source.train, source.eval), chosen_engine(parts, folder) as engine:
             if parts.config.sft.max_steps:
                 unsaved = fine_tune(parts, folder, callbacks, another_follows=True)
             yield make_learner(parts, folder, engine)

@@ -174,7 +174,7 @@ def gather(value: Any) -> list[Any]:
     return [json.loads(bytes(row[:size])) for row, size in zip(rows.reshape(len(sizes), width), sizes, strict=True)]
 
 
-def spread(items: Sequence[Item], work: Callable[[Sequence[Item]], list[Any]]) -> list[Any]:
+def across_processes(items: Sequence[Item], work: Callable[[Sequence[Item]], list[Any]]) -> list[Any]:
     """Divides `items` among the processes and returns the results of all items in every process. `work` gets a
     contiguous share and returns one JSON value per item. A UserError of one process is raised in all."""
     own = share(len(items))

@@ -29,7 +29,6 @@ from tunix_like.environments.history import Demonstration
 from tunix_like.errors import UserError, check_type
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.sharding import check_batch, fetch, place_replicated, scope
-from tunix_like.planning.sizes import Planner
 from tunix_like.rollout.shapes import length_bucket, pad_tokens
 from tunix_like.session.callbacks import Callback
 from tunix_like.session.guards import SkipWatch
@@ -140,9 +139,8 @@ class SFTTrainer(Trainer):
         return loop.train(self, lambda: self._prepare(rows, shuffle), callbacks, another_follows)
 
     @property
-    def planner(self) -> Planner:
-        training = dataclasses.replace(self.training, actor_optimizer=self.config.optimizer)
-        return dataclasses.replace(super().planner, training=training)
+    def _planned_training(self) -> RLTrainingConfig:
+        return dataclasses.replace(self.training, actor_optimizer=self.config.optimizer)
 
     def open_checkpoints(self) -> Checkpoints | None:
         # Keeps two checkpoints, because one of them can be damaged.

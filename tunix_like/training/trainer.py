@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -253,9 +254,14 @@ class Trainer(NamedArguments, ModelInTraining, abc.ABC):
         """The models that are held in memory beside the policy."""
         return ALONE
 
-    @property
+    @functools.cached_property
     def planner(self) -> Planner:
-        return Planner(self.model, self.mesh, self.training, self.rollout_config, self.companions)
+        return Planner(self.model, self.mesh, self._planned_training, self.rollout_config, self.companions)
+
+    @property
+    def _planned_training(self) -> RLTrainingConfig:
+        """The settings of training, with the optimizer of this trainer."""
+        return self.training
 
     @property
     def folder(self) -> Path | None:

@@ -194,13 +194,14 @@ class Updates:
         shared = self._shared(batch, old if several else None, ref, signals, scheduled)
         trains_policy = self.critic is None or step > self.critic.settings.warmup_steps
         updates: list[_Update] = []
+        advantages = np.zeros_like(rewards)
         for prompts in mini_batches:
             updates.append(self._update(batch, live, prompts, shared, trains_policy))
-            if len(updates) == 1:
-                self._check_advantages(fetch(updates[0].advantages, self.trainer.mesh), given, problems)
-        rows, critic_rows, advantages = fetch(
-            ([each.metrics for each in updates], [each.critic_metrics for each in updates], updates[-1].advantages),
-            self.trainer.mesh,
+            if len(updates) == 1:  # each update computes those of the whole batch
+                advantages = fetch(updates[0].advantages, self.trainer.mesh)
+                self._check_advantages(advantages, given, problems)
+        rows, critic_rows = fetch(
+            ([each.metrics for each in updates], [each.critic_metrics for each in updates]), self.trainer.mesh
         )
         for number in self.skip_watch(rows):
             if self.trainer.written_folder is not None:
