@@ -17,7 +17,7 @@ from tunix_like.errors import UserError
 from tunix_like.rollout.engines import ENGINES
 from tunix_like.runtime.object_storage import opened
 from tunix_like.runtime.processes import start_pathways
-from tunix_like.storage.prometheus import Endpoint
+from tunix_like.storage.prometheus import MetricsServer
 from tunix_like.training.companions import make_teacher
 
 server = TeacherConfig(path="http://127.0.0.1:1")
@@ -31,7 +31,7 @@ calls = [
     lambda: opened("gs://bucket/folder", "model.path"),
     require_websockets,
     start_pathways,
-    Endpoint(None, None, "checkpoints").open,
+    MetricsServer(None, None, "checkpoints").open,
 ]
 for call in calls:
     try:

@@ -116,7 +116,9 @@ def value(policy, state=0, turn=1):
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
-@pytest.mark.parametrize("size, among", [(2, ALL), (3, SHORTER)], ids=["pairs", "groups of three"])
+@pytest.mark.parametrize(
+    "size, among", [(2, ALL), pytest.param(3, SHORTER, marks=pytest.mark.slow)], ids=["pairs", "groups of three"]
+)
 def test_rloo_and_drgrpo_are_unbiased(baseline, size, among):
     gradient = exact(whole, among)
     for name, factor in (("rloo", 1), ("drgrpo", (size - 1) / size)):

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from tests.models.published_configs import QWEN3_8B
+from tests.parameters import others_slow
 from tests.rollout.arrays import sample_groups
 from tunix_like.config.schema import LoraConfig, MeshConfig, RolloutConfig
 from tunix_like.data.maze import tokenizer
@@ -56,7 +57,7 @@ def is_quantized(params):
     return any(leaf.dtype == jnp.uint8 for leaf in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("place", ["one device", "mesh", "other devices"])
+@pytest.mark.parametrize("place", others_slow(["one device", "mesh", "other devices"], "mesh"))
 def test_the_copy_samples_what_the_codes_sample(place):
     graphdef, params = adapted()
     devices = jax.devices()
@@ -83,7 +84,11 @@ def test_the_copy_samples_what_the_codes_sample(place):
 
 @pytest.mark.parametrize(
     ("quantized", "gigabytes", "copies"),
-    [("nf4", 80, True), ("nf4", 24, False), ("int8", 80, False)],
+    [
+        ("nf4", 80, True),
+        pytest.param("nf4", 24, False, marks=pytest.mark.slow),
+        pytest.param("int8", 80, False, marks=pytest.mark.slow),
+    ],
 )
 def test_memory_decides_about_the_copy(quantized, gigabytes, copies):
     """The base of Qwen3-8B takes 6.4 GB in NF4, and the copy 16.4 GB."""
@@ -92,6 +97,7 @@ def test_memory_decides_about_the_copy(quantized, gigabytes, copies):
     assert (sizes._sampling(planner._rollout_work(None), 1, 1, 1).bytes > 6.4e9 + 16.4e9) == copies
 
 
+@pytest.mark.slow
 def test_layout_counts_the_time_to_dequantise():
     """On 8 chips of 16 GB, NF4 fits without tp, but there is room for a copy only if tp splits it."""
     kind = KINDS["v5e"]

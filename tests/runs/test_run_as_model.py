@@ -62,6 +62,7 @@ def test_a_run_loads_as_its_export(place, name, kinds):
     assert jax.tree.map(jnp.shape, weights(described)) == jax.tree.map(jnp.shape, weights(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["whole", "whole/checkpoints/1", "adapters"])
 def test_training_starts_from_a_run_and_notes_its_step(place, source):
     named = [f"model.path={source}", "teacher.path=whole", "teacher.coef=0.1", *FROM]
@@ -74,6 +75,7 @@ def test_training_starts_from_a_run_and_notes_its_step(place, source):
     assert assemble(load(YAML, [*SMALL, *named]), abstract=True).config == parts.config
 
 
+@pytest.mark.slow
 def test_a_reward_model_from_its_run(place):
     small = [word for word in SMALL if word.startswith(("model.", "data."))]
     options = ("algorithm.advantage_estimator=reward_model", "preference.beta=0.1", "rewards.functions=null")
@@ -95,6 +97,7 @@ def test_a_run_whose_start_has_moved_on_is_not_resumed_from_newer_weights(place)
     trained("second", "model.path=first/checkpoints/1", *longer)
 
 
+@pytest.mark.slow
 def test_config_files_open_the_model_that_they_start_from(place, capsys):
     found = open_trained(str(YAML), [*SMALL, "model.path=whole", "lora.rank=2", *FROM])
     same(found.model, tunix_like.load_model("whole-export")[0])

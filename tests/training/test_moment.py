@@ -57,6 +57,7 @@ def test_rewards_and_evaluations_get_the_step_of_the_metrics():
     assert by_step(rows, "train/rewards/both") == {step: step + (step - 1) / 8 for step in range(5, 9)}
 
 
+@pytest.mark.slow
 def test_an_epoch_has_a_known_number_of_steps():
     rows = collect(make(reward=asking.both, max_steps=None), batch_size=2)
     assert by_step(rows, "train/rewards/both") == EXPECTED

@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 from tests.callbacks import OnRow
+from tests.parameters import others_slow
 from tunix_like import OptimizerConfig, RolloutConfig, SFTConfig, SFTTrainer
 from tunix_like.config.schema import LoraConfig, MeshConfig
 from tunix_like.errors import UserError
@@ -41,6 +42,9 @@ from .test_working_weights import MODELS
 NAMES = "adamw", "muon", "lion", "adafactor"
 KINDS = (*((name, "float32") for name in NAMES), *((name, "bfloat16") for name in NAMES[:3]))
 """Optimizers with the dtypes of moments that they support."""
+_MOST_SLOW = [
+    kind if kind == ("muon", "bfloat16") else pytest.param(*kind, marks=pytest.mark.slow) for kind in KINDS[1:]
+]
 WIDE = dict(hidden_size=128, intermediate_size=136, num_layers=2)
 """Some matrices have two axes of at least 128, so Adafactor factorises their second moment."""
 
@@ -170,7 +174,7 @@ def test_stacked_layers_on_a_mesh_have_the_updates_of_single_layers(name):
     assert_close(split[0], plain[0], 2e-4)  # after the second update, signs of Lion differ by rounding
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", others_slow(NAMES, "muon"))
 def test_state_counts_updates_and_skips_non_finite_gradients(name):
     graphdef, params = make_model(num_layers=1)
     optimizer = build_optimizer(settings(name), 10)
@@ -250,7 +254,7 @@ def test_resumed_run_equals_the_uninterrupted_one(name, dtype, tmp_path):
         collect(make(max_steps=5, output_dir=str(tmp_path / "halves"), actor_optimizer=other))
 
 
-@pytest.mark.parametrize(("name", "dtype"), KINDS[1:])
+@pytest.mark.parametrize(("name", "dtype"), _MOST_SLOW)
 def test_loss_of_fine_tuning_falls(name, dtype):
     rate = {"lion": 3e-3}.get(name, 1e-2)
     config = SFTConfig(max_steps=12, batch_size=8, optimizer=OptimizerConfig(rate, name=name, moments_dtype=dtype))

@@ -157,6 +157,7 @@ def test_likelihoods_of_answers_are_those_of_transformers(tmp_path):
     assert np.isnan(got[3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pad", "more", "rows", "own"),
     [

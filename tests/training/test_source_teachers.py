@@ -120,6 +120,7 @@ def test_the_gradient_is_the_mean_of_those_of_the_sources():
     assert difference(found, jax.tree.map(lambda a, b: parts[0] * a + parts[1] * b, *apart)) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_batch_without_taught_rows_changes_nothing():
     caught = []
     made = taught(caught, source_teachers={"elsewhere": make_model(3)})
@@ -136,6 +137,7 @@ def test_only_taught_rows_need_the_columns_of_the_teachers_prompt(alone):
     check_advantages(caught[0][0], alone, None)
 
 
+@pytest.mark.slow
 def test_a_server_can_be_the_teacher_of_a_source(alone, tmp_path):
     export_model(make_model(3), TOKENIZER, tmp_path)
     server = StandIn(tmp_path, TOKENIZER)
@@ -158,6 +160,7 @@ def test_sources_share_a_model():
     assert len(made.teachers.distinct) == len(made.companions.teachers) == 2
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_teachers(tmp_path):
     def train(**models):
         return taught([], output_dir=str(tmp_path), source_teachers=models)

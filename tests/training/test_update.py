@@ -217,7 +217,7 @@ SPARSE = np.array([[1, 0, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]], np.float32)
 @pytest.mark.parametrize(
     ("name", "live"),
     [
-        ("grpo", [4, 4, 0]),
+        pytest.param("grpo", [4, 4, 0], marks=pytest.mark.slow),
         pytest.param("maxrl", [4, 4, 0], marks=pytest.mark.slow),
         ("maxpo", [4, 0, 0]),  # with two or three successes of four, each pair of the others has a success: no signal
         pytest.param("pkpo", [1, 3, 0], marks=pytest.mark.slow),  # failures do not increase a maximum
