@@ -90,6 +90,11 @@ class GroupBatch(NamedTuple):
         return self._replace(experts=None, prompt_experts=None)
 
     @property
+    def group_estimators(self) -> Int[np.ndarray, "P"]:
+        """`estimator_ids`, or 0 for each group: the estimator of the run."""
+        return np.zeros(len(self.scored), np.int32) if self.estimator_ids is None else np.asarray(self.estimator_ids)
+
+    @property
     def sampled(self) -> Bool[AnyArray, "P G T"]:
         """Mask of the tokens that the policy sampled: `token_mask`, or all tokens of the completions if it is None."""
         if self.token_mask is not None:

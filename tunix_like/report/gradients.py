@@ -114,8 +114,7 @@ def _norms(
 ) -> Float[np.ndarray, "P"]:
     """Computes the gradient norm of each prompt; 0 if none of its completions has a gradient. The loss of a completion
     has the weight that it has in an update with all prompts of the batch."""
-    assert batch.estimator_ids is not None
-    ids = batch.estimator_ids
+    ids = batch.group_estimators
     batch = batch._replace(rewards=objective.float32_rewards(batch.rewards, batch.scored, ids))
     live = objective.live_rows(batch.rewards, batch.scored, ids)
     if batch.trained is not None:

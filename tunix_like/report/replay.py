@@ -86,8 +86,7 @@ def replay(skipped: SkippedUpdate, trained: Trained, on_progress: Callable[[int]
     logprobs = skipped.old_logprobs, skipped.ref_logprobs
     program = program_of(trained, objective)
     batch = skipped.batch
-    assert batch.estimator_ids is not None
-    batch = batch._replace(rewards=objective.float32_rewards(batch.rewards, batch.scored, batch.estimator_ids))
+    batch = batch._replace(rewards=objective.float32_rewards(batch.rewards, batch.scored, batch.group_estimators))
     (loss, norm), *alone = norms_of(
         trained, program, batch, skipped.in_update, masks, logprobs, on_progress=on_progress
     )

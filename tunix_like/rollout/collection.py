@@ -373,7 +373,7 @@ def turn_signals(rollout: Rollout, batch: GroupBatch, objective: Objective) -> F
     """Returns what the sampled tokens get by `algorithm.credit=turn`, in float32: the advantage of their turn, or the
     reward of a turn at its last token for a critic (`Objective.turn_terms`). Rewards of functions that score whole
     completions, and penalties, belong to the last turn."""
-    assert rollout.episodes is not None and batch.estimator_ids is not None
+    assert rollout.episodes is not None
     later = [state for episode in rollout.episodes for state in episode.turn_states[1:]]
     if objective.config.turn_baseline == "state" and later and not any(state is not None for state in later):
         raise UserError(
@@ -381,7 +381,7 @@ def turn_signals(rollout: Rollout, batch: GroupBatch, objective: Objective) -> F
         )
     size = batch.rewards.shape[1]
     out = np.zeros(batch.sampled.shape, np.float32)
-    for group, index in enumerate(batch.estimator_ids.tolist()):
+    for group, index in enumerate(batch.group_estimators.tolist()):
         estimator = objective.estimators[index]
         episodes = rollout.episodes[group * size : (group + 1) * size]
         longest = max(1, *(len(episode.turn_rewards) for episode in episodes))

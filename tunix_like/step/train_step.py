@@ -180,10 +180,9 @@ def step_inputs(
 ) -> StepInputs:
     """Builds the inputs of one update, with arrays for `batch.trained` and `batch.estimator_ids` if they are None."""
     all_trained = np.ones(batch.scored.shape, bool)
-    first_estimator = np.zeros(len(batch.scored), np.int32)
     batch = batch._replace(
         trained=all_trained if batch.trained is None else batch.trained,
-        estimator_ids=first_estimator if batch.estimator_ids is None else batch.estimator_ids,
+        estimator_ids=batch.group_estimators if batch.estimator_ids is None else batch.estimator_ids,
     )
     return StepInputs(batch, in_update, packed, old_logprobs, ref_logprobs, token_advantages, teacher, scheduled)
 

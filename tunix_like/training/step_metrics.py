@@ -42,9 +42,8 @@ def advantage_metrics(
     The first fraction counts dropped groups: groups with fewer scored completions than their estimator needs. The
     second fraction counts groups that are not dropped and whose advantages are all 0.
     """
-    assert batch.estimator_ids is not None
     bins = pass_rate_bins(rollout, success_threshold)
-    kept = objective.kept_groups(batch.scored, batch.estimator_ids)
+    kept = objective.kept_groups(batch.scored, batch.group_estimators)
     return {
         "advantage/abs_mean": float(np.abs(advantages).mean()),
         "advantage/max": float(advantages.max()),

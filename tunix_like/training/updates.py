@@ -175,9 +175,8 @@ class Updates:
           UserError: the estimator returned a non-finite advantage, too many consecutive updates were skipped, or the
             log-probabilities of sampler and trainer differ too much.
         """
-        assert batch.estimator_ids is not None
         given = batch  # with the rewards of the run, for messages and files
-        rewards = self.objective.at(step).float32_rewards(batch.rewards, batch.scored, batch.estimator_ids)
+        rewards = self.objective.at(step).float32_rewards(batch.rewards, batch.scored, batch.group_estimators)
         batch = batch._replace(rewards=rewards)
         scheduled = self.objective.scheduled(step)
         by_turn = turn_advantages if turn_rewards is None else turn_rewards
@@ -362,7 +361,7 @@ class Updates:
 
     def _token_baseline(self, batch: GroupBatch, live: Bool[np.ndarray, "P G"]) -> Float[np.ndarray, "P G T"] | None:
         """Returns the advantages of the completions whose estimator is `otb`, 0 in others; None if there are none."""
-        names = np.array([estimator.name for estimator in self.objective.estimators])[batch.estimator_ids]
+        names = np.array([estimator.name for estimator in self.objective.estimators])[batch.group_estimators]
         if not (names == TOKEN_BASELINE).any():
             return None
         # like the other estimators, also with completions that are scored but not trained
@@ -458,9 +457,8 @@ class Updates:
     ) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
         """Returns a mask of the completions that the model must process, and metrics about the completions that are
         left out."""
-        ids = batch.estimator_ids
+        ids = batch.group_estimators
         advantages = None
-        assert ids is not None
         if self.objective.skips_zero_advantages:
             advantages = fetch(
                 self.trainer.programs.advantages(scheduled, batch.rewards, batch.scored, batch.sampled_lengths, ids),
@@ -477,8 +475,7 @@ class Updates:
         if np.isfinite(advantages).all():
             return
         group, sample = (int(i) for i in np.argwhere(~np.isfinite(advantages))[0])
-        assert batch.estimator_ids is not None
-        name = self.objective.estimators[int(batch.estimator_ids[group])].name
+        name = self.objective.estimators[int(batch.group_estimators[group])].name
         raise UserError(
             f"advantage estimator '{name}' returned {advantages[group, sample]} for completion {sample} of group "
             f"{group} (prompt {problems[group].text!r:.80}) with rewards {batch.rewards[group].tolist()}; it must "
