@@ -42,7 +42,14 @@ LABELS = {
     "maxpo": "MaxPO, k = 4",
     "drgrpo": "Dr. GRPO",
 }
-COLOURS = ("#7f7f7f", "#0072b2", "#e69f00", "#d55e00", "#009e73", "#cc79a7")
+COLOURS = {
+    BEFORE: "#7f7f7f",
+    "maxrl": "#0072b2",
+    "rloo": "#e69f00",
+    "grpo": "#d55e00",
+    "maxpo": "#009e73",
+    "drgrpo": "#cc79a7",
+}
 STEPS = 16
 SAMPLES = 64
 KS = (1, 4, 16, 64)
@@ -90,7 +97,7 @@ def results() -> dict[str, list[dict[str, Any]]]:
 def mean(values: Sequence[float], digits: int = 1) -> str:
     """Returns the mean with its 95% interval over seeds by Student's t; one or two values as they are."""
     if len(values) < 3:
-        return ", ".join(f"{value:.{digits}f}" for value in values)
+        return ", ".join(str(value) if isinstance(value, int) else f"{value:.{digits}f}" for value in values)
     half = scipy.stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values))
     return f"{np.mean(values):.{digits}f} ± {half:.{digits}f}"
 
@@ -103,7 +110,7 @@ def table() -> str:
     for learner, runs in results().items():
         scores = [{key.removeprefix("eval/pass@"): 100 * x for key, x in run["pass_at"].items()} for run in runs]
         cells = [mean([score[str(k)] for score in scores]) for k in KS]
-        cells.append(mean([sum(right > 0 for right in run["right"]) for run in runs]))
+        cells.append(mean([sum(right > 0 for right in run["right"]) for run in runs]) + f" of {len(runs[0]['right'])}")
         cells.append(mean([run["steps"][-1]["train/entropy"] for run in runs if "steps" in run], 2))
         cells.append(", ".join(f"{score['1']:.1f} [{score['1/low']:.1f}, {score['1/high']:.1f}]" for score in scores))
         lines.append(f"| {LABELS[learner]} | {' | '.join(cells)} |")
@@ -118,11 +125,11 @@ def draw(file: Path) -> None:
     axes = figure.subplots()
     ks = [k for k in range(1, SAMPLES + 1) if k in KS or k % 4 == 0 or k < 8]
     samples = np.full(len(results()[BEFORE][0]["right"]), SAMPLES)
-    for (learner, runs), colour in zip(results().items(), COLOURS, strict=False):
+    for learner, runs in results().items():
         curves = [[100 * pass_at_k(samples, np.array(run["right"]), k).mean() for k in ks] for run in runs]
         for curve in curves if len(curves) > 1 else ():
-            axes.plot(ks, curve, color=colour, linewidth=0.6, alpha=0.5)
-        axes.plot(ks, np.mean(curves, axis=0), color=colour, linewidth=2, label=LABELS[learner])
+            axes.plot(ks, curve, color=COLOURS[learner], linewidth=0.6, alpha=0.5)
+        axes.plot(ks, np.mean(curves, axis=0), color=COLOURS[learner], linewidth=2, label=LABELS[learner])
     axes.set(xscale="log", xlabel="k", ylabel="pass@k in per cent", xticks=KS, xticklabels=KS)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

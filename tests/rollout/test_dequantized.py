@@ -1,5 +1,7 @@
 """Sampling from a dequantised copy of a base in NF4."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from tests.parameters import others_slow
 from tests.rollout.arrays import sample_groups
 from tunix_like.config.schema import LoraConfig, MeshConfig, RolloutConfig
 from tunix_like.data.maze import tokenizer
+from tunix_like.models import quantized_base
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
 from tunix_like.models.lora import add_lora
@@ -21,6 +24,7 @@ from tunix_like.planning import sizes
 from tunix_like.planning.sizes import Device, Planner
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.runtime.accelerators import KINDS
+from tunix_like.serving.runner import Runner, Weights
 from tunix_like.training.engine import make_engine
 from tunix_like.types import SamplingParams
 
@@ -82,6 +86,17 @@ def test_the_copy_samples_what_the_codes_sample(place):
     assert len({tuple(row) for row in found.tokens.reshape(-1, 12)}) > 8
 
 
+def test_another_sampler_compiles_nothing_and_copies_only_projections(monkeypatch):
+    graphdef, params = adapted()
+    first, second = (make_engine(graphdef, tokenizer(), ROLLOUT) for _ in range(2))
+    placed = first.place(params)
+    monkeypatch.setattr(quantized_base, "dequantize", None)  # would fail if it were traced again
+    assert jax.tree.structure(second.place(params)) == jax.tree.structure(placed)
+    assert placed["embed_tokens"]["embedding"] is params["embed_tokens"]["embedding"]
+    # the server of `serve` reads the same graph
+    Runner(Weights(first.graphdef, placed, first.eos_ids, first.mesh), 4, 16)
+
+
 @pytest.mark.parametrize(
     ("quantized", "gigabytes", "copies"),
     [
@@ -93,8 +108,12 @@ def test_the_copy_samples_what_the_codes_sample(place):
 def test_memory_decides_about_the_copy(quantized, gigabytes, copies):
     """The base of Qwen3-8B takes 6.4 GB in NF4, and the copy 16.4 GB."""
     planner = Planner(qwen3_8b(quantized), rollout=LONG, device=Device("gpu", gigabytes * 10**9))
-    assert (planner.sampled_model(None).quantized is None) == copies
-    assert (sizes._sampling(planner._rollout_work(None), 1, 1, 1).bytes > 6.4e9 + 16.4e9) == copies
+    assert planner.dequantizes(planner.layout()) == copies
+    needed = sizes._sampling(planner._sampling_work(None, copies), 1, 1, 1).bytes
+    assert (needed > 6.4e9 + 13.9e9) == copies  # head and embedding are not quantised
+    if copies:  # not if it would not leave memory for a set number of completions
+        rows = dataclasses.replace(LONG, max_concurrent_rows=512)
+        assert not dataclasses.replace(planner, rollout=rows).dequantizes(None)
 
 
 @pytest.mark.slow
@@ -103,6 +122,5 @@ def test_layout_counts_the_time_to_dequantise():
     kind = KINDS["v5e"]
     mesh = build_mesh(MeshConfig(shape=[1, 8, 1], axis_names=["data", "fsdp", "tp"]))
     planner = Planner(qwen3_8b("nf4"), mesh, rollout=LONG, device=Device("tpu", kind.memory, kind))
-    chosen = planner.layout().mesh
-    assert chosen.shape["tp"] >= 4
-    assert planner.sampled_model(chosen).quantized is None
+    chosen = planner.layout()
+    assert chosen.mesh.shape["tp"] >= 4 and planner.dequantizes(chosen)

@@ -224,7 +224,7 @@ class Objective:
 
     @property
     def gives_token_advantages(self) -> bool:
-        """True if tokens of a completion have advantages of their own, beside those of its estimator."""
+        """True if tokens of a completion have advantages of their own: `StepInputs.token_advantages`."""
         own = any(estimator.name in (TOKEN_BASELINE, PPO) for estimator in self.estimators)
         teacher_adds = self.teacher is not None and self.teacher_in_loss is None
         return own or teacher_adds or self.config.credit == "turn"

@@ -37,7 +37,7 @@ from tunix_like.models.decoder import Decoder
 from tunix_like.models.layers import ROUNDS
 from tunix_like.models.lora import add_lora, split_params
 from tunix_like.models.opening import load_abstract
-from tunix_like.models.quantized_base import dequantized_model
+from tunix_like.models.quantized_base import dequantized_kernels, dequantized_model, with_kernels
 from tunix_like.models.sharding import (
     build_mesh,
     check_model,
@@ -69,6 +69,7 @@ from tunix_like.step.packing import Packed, choose_layout, pack
 from tunix_like.step.train_step import StepInputs, StepSpec, TeacherInputs, TeacherSpec, TrainState, jit_train_step
 from tunix_like.training.arguments import forward_options, likelihood_options
 from tunix_like.training.critic import new_critic
+from tunix_like.training.engine import warn_of_settings
 from tunix_like.training.teacher import resolve_teacher
 from tunix_like.types import GroupBatch
 
@@ -151,16 +152,21 @@ class Plan:
 
     @property
     def sampled_model(self) -> Decoder:
-        """The model in the form in which it samples (`Planner.sampled_model`)."""
+        """The model in the form in which it samples (`Planner.dequantizes`)."""
         return dequantized_model(self.model) if self.estimate.dequantizes else self.model
 
     @functools.cached_property
     def sampled(self) -> tuple[Any, Any]:
         """The graph definition during sampling, and the shapes and shardings of the parameters."""
         graphdef, params = self.split
-        dequantizes = self.estimate.dequantizes
+
+        def converted(params: Any) -> Any:
+            if self.sampling_mesh is None:
+                return with_kernels(graphdef, params, dequantized_kernels(graphdef, params))
+            return sampled_params(graphdef, params, self.estimate.dequantizes)
+
         if self.lays_out:
-            params = jax.eval_shape(functools.partial(sampled_params, graphdef, dequantizes=dequantizes), params)
+            params = jax.eval_shape(converted, params)
         graphdef = nnx.split(self.sampled_model)[0]
         return graphdef, params if self.sampling_mesh is None else param_shapes(params, self.sampling_mesh)
 
@@ -188,6 +194,7 @@ def make_plan(config: Config, device: Device | None, devices: Sequence[Any] | No
         or the parameters.
     """
     config, _ = check_config(config)
+    warn_of_settings(config.algorithm, config.rollout)
     if config.trains_pairs:
         name = config.algorithm.advantage_estimator
         raise UserError(f"doctor: programs of algorithm.advantage_estimator={name} are not described; use --dry-run.")
@@ -456,7 +463,12 @@ def reshard_program(plan: Plan) -> Program | None:
     if not plan.lays_out:
         return None
     graphdef, params = plan.split
-    lower = functools.partial(jit_place(graphdef, params, plan.sampling_mesh, plan.estimate.dequantizes).lower, params)
+    dequantizes = plan.estimate.dequantizes
+    if plan.sampling_mesh is None:
+        lower = functools.partial(jax.jit(dequantized_kernels, static_argnums=0).lower, graphdef, params)
+    else:
+        place = jit_place(graphdef, params, plan.sampling_mesh, dequantizes)
+        lower = functools.partial(place.lower, graphdef, params, dequantizes)
     return Program("reshard", lower, plan.mesh, 0.0, held_bytes(params) + held_bytes(plan.sampled[1]), 1, {})
 
 

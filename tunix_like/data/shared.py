@@ -24,7 +24,7 @@ logger = logging.getLogger("tunix_like")
 MOST_COMPARED = 1_000_000
 """Maximum number of training rows, and of held-out rows, to compare. A row takes about 20 microseconds to parse."""
 
-_compared = contextvars.ContextVar("compared", default=False)
+_warned = contextvars.ContextVar("warned", default=False)
 
 
 class Overlap(NamedTuple):
@@ -38,7 +38,7 @@ class Overlap(NamedTuple):
 
 def warn_shared(train: Any, held_out: Any) -> None:
     """Warns if held-out prompts are also in the training data. Does nothing inside `rows_warned_once`."""
-    if _compared.get():
+    if _warned.get():
         return
     with progress.task("comparing training and evaluation prompts"):
         result = by_first(lambda: shared_prompts(train, held_out))
@@ -59,7 +59,7 @@ def warn_shared(train: Any, held_out: Any) -> None:
 def warn_text_prompts(rows: Any, tokenizer: Tokenizer) -> None:
     """Warns if the first prompt is text and the tokenizer has a chat template, which text does not get. Does nothing
     inside `rows_warned_once`."""
-    if _compared.get() or tokenizer.chat_template is None or not isinstance(rows, Sequence | grain.MapDataset):
+    if _warned.get() or tokenizer.chat_template is None or not isinstance(rows, Sequence | grain.MapDataset):
         return
     row = None
     with contextlib.suppress(UserError, IndexError):  # the first is told elsewhere
@@ -76,11 +76,11 @@ def rows_warned_once(train: Any, held_out: Any) -> Iterator[None]:
     """Warns once (`warn_shared`) for the block, because SFT and RL use the same rows. The other warnings of this module
     are those of `runs.build.assemble`, which knows the settings of the data."""
     warn_shared(train, held_out)
-    token = _compared.set(True)
+    token = _warned.set(True)
     try:
         yield
     finally:
-        _compared.reset(token)
+        _warned.reset(token)
 
 
 def shared_prompts(train: Any, held_out: Any) -> Overlap | None:

@@ -56,6 +56,9 @@ NF4 = (
 )
 """The 16 values of the 4-bit type NF4 in ascending order, as published. A code is an index into this table."""
 
+NF4_BYTES = 1 / 2 + 4 / BLOCK
+"""Bytes of a weight in NF4: half a byte, and its share of the float32 scale."""
+
 LEAVES = ("kernel_codes", "kernel_scale")
 """Names of the two arrays of a quantised kernel."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -42,24 +43,32 @@ def quantize_base(model: Decoder, kind: str | None) -> Decoder:
     return model
 
 
-def dequantize_base(graphdef: Any, params: Any) -> Any:
-    """Returns the parameters of a quantised decoder with dequantised projections, in its compute dtype. Adapters stay
-    beside them. Their graph is `dequantized_graph(graphdef)`."""
+def dequantized_kernels(graphdef: Any, params: Any) -> dict[str, jax.Array]:
+    """Returns the projections of a quantised decoder, in its compute dtype."""
     model: Decoder = nnx.merge(graphdef, params)
-    for linear in model.projections().values():
+    kernels = {}
+    for name, linear in model.projections().items():
         assert linear.kernel_codes is not None and linear.kernel_scale is not None
-        wide = dequantize(linear.kernel_codes[...], linear.kernel_scale[...])
-        _replace_codes(linear, wide.astype(model.dtype))
+        kernels[name] = dequantize(linear.kernel_codes[...], linear.kernel_scale[...]).astype(model.dtype)
+    return kernels
+
+
+def with_kernels(graphdef: Any, params: Any, kernels: Mapping[str, jax.Array]) -> Any:
+    """Returns the parameters of a quantised decoder with `dequantized_kernels`; other arrays are not copied. Adapters
+    stay beside the projections. Their graph is `dequantized_graph(graphdef)`."""
+    model: Decoder = nnx.merge(graphdef, params)
+    for name, linear in model.projections().items():
+        _replace_codes(linear, kernels[name])
     return nnx.to_pure_dict(nnx.split(model)[1])
 
 
 def dequantized_graph(graphdef: Any) -> Any:
-    """Returns the graph of a quantised decoder after `dequantize_base`."""
+    """Returns the graph of a quantised decoder with `dequantized_kernels`."""
     return nnx.split(dequantized_model(nnx.merge(graphdef, [None] * graphdef.num_leaves)))[0]
 
 
 def dequantized_model(model: Decoder) -> Decoder:
-    """Returns a quantised decoder after `dequantize_base`, without the values of its projections."""
+    """Returns a quantised decoder with `dequantized_kernels`, without the values of its projections."""
     made: Decoder = nnx.merge(*nnx.split(model))
     for linear in made.projections().values():
         _replace_codes(linear, None)

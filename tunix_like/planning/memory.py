@@ -107,8 +107,10 @@ SAMPLED_LOGITS_COPIES = {False: 2, True: 3}
 LAID_OUT = {"tpu": 1.9, "gpu": 1.2}
 """Peak memory of the conversion of weights to the sampler's layout, relative to the size of the result. The peak
 contains the result, and gathered weights before their final layout. Measured from compiled programs: 2.03 (Qwen3-1.7B,
-v5e-8), 1.67 (Qwen3-30B-A3B, v5p-64), 1.19 (Qwen3-1.7B, eight H200s), and dequantised, 2.21 (Qwen3-8B, v5e-64) and 1.01
-(one H200)."""
+v5e-8), 1.67 (Qwen3-30B-A3B, v5p-64) and 1.19 (Qwen3-1.7B, eight H200s)."""
+
+DEQUANTIZED = {"tpu": 2.25, "gpu": 1.2}
+"""The same if the conversion dequantises: 2.21 (Qwen3-8B in NF4, v5e-64) and 1.01 (one H200)."""
 
 
 OF_THE_MODEL = (
@@ -251,6 +253,7 @@ class Work:
       whole_groups: whether all completions of a prompt are in one chunk (`packing.choose_layout`).
       expert_parts: number of parts into which experts are divided over devices (`ep`).
       recorded: bytes per token of the recorded experts (`rollout.routing_replay`).
+      copied: bytes of a dequantised copy of the projections while sampling, if sampling uses the weights in `share`.
       rollout_share: the part of the weights on one device while sampling; None: sampling uses the weights in `share`.
       rollout_parts: while sampling, the number of parts into which prompts and completions are divided over devices,
         and the number of devices that share the attention heads of one part; None means `parts` and 1.
@@ -282,6 +285,7 @@ class Work:
     whole_groups: bool = False
     expert_parts: int = 1
     recorded: int = 0
+    copied: int = 0
     rollout_share: Share | None = None
     rollout_parts: tuple[int, int] | None = None
 
@@ -480,9 +484,10 @@ def rollout_phase(
     prompt_cache = slots * _cache(work, prompt_width, tp)
     logits = SAMPLED_LOGITS_COPIES[work.filtered] * rows * model.vocab_size * 4 // tp
     scores = rows * model.num_heads * (prompt_width + width) * 4 // tp
-    copy = 0 if work.rollout_share is None else _in_compute_dtype(work, work.rollout_share)
+    copy = work.copied if work.rollout_share is None else _in_compute_dtype(work, work.rollout_share)
     cast = _sampled_weights(work)
     dequantized = _dequantized(work, backward=False)
+    dequantizes = work.quantized is None and bool(work.share.quantized)
     # While a larger cache replaces the old one, a layer of the old one; while a cache with half as many rows or slots
     # does, one layer of it on every device.
     layers = sum(model.key_widths) // max(model.key_widths, default=1) + work.recurrent_layers
@@ -495,7 +500,7 @@ def rollout_phase(
         kept | {"cast weights": cast + dequantized, "logits": logits + scores, "completion cache": cache},
         kept | {"cast weights": copy, "completion cache": cache, "a layer of another cache": layer},
         kept | {"cast weights": prefill_weights, "prompts": forward},
-        {"laying out the weights": int(LAID_OUT.get(work.backend, max(LAID_OUT.values())) * copy)},
+        {"laying out the weights": int((DEQUANTIZED if dequantizes else LAID_OUT).get(work.backend, 2) * copy)},
     ]
     worst = max(moments, key=lambda parts: sum(parts.values()))
     return Phase("rollout", (_held(work) if held is None else held) | worst, moments[0])
@@ -552,7 +557,7 @@ def _output_gradient(work: Work) -> int:
 
 def _sampled_weights(work: Work) -> int:
     if (share := work.rollout_share) is None:
-        return _cast_weights(work)
+        return _cast_weights(work) + work.copied
     copied = work.model.tie_embeddings or work.backend == "tpu"  # transposed, or laid out in blocks (`in_blocks`)
     return _in_compute_dtype(work, share) + share.embedding * work.size * copied
 

@@ -32,6 +32,7 @@ from tunix_like.errors import UserError
 from tunix_like.models.counts import Share, parameter_shapes, share_of
 from tunix_like.models.lora import part_params
 from tunix_like.models.opening import load_config
+from tunix_like.models.quantization import NF4_BYTES
 from tunix_like.models.quantized_base import dequantized_model
 from tunix_like.models.sharding import (
     check_experts,
@@ -43,7 +44,7 @@ from tunix_like.models.sharding import (
     prompt_parts,
     sequence_parts,
 )
-from tunix_like.planning.bounds import decode_bytes, held_bytes, weight_bytes
+from tunix_like.planning.bounds import decode_bytes, held_bytes
 from tunix_like.planning.memory import (
     ALONE,
     Companions,
@@ -88,6 +89,9 @@ COLLECTIVE_SECONDS = 1e-5
 NF4_READS = 3
 """Time in which a decode step dequantises NF4, in times of reading the same weights in 16 bits. XLA:TPU needs 3.2 for
 few rows (`quantization.FEW_ROWS`). XLA:GPU writes and reads the dequantised matrices."""
+
+MOST_ROWS_PER_DEVICE = 1024
+"""Largest number of completions per device for which a dequantised copy of the base is compared with its codes."""
 
 USUAL_ROWS_PER_DEVICE = 64
 """Number of completions per device for which `rollout.mesh: auto` compares layouts."""
@@ -243,7 +247,8 @@ class Planner:
         if mesh is None:
             return None
         if isinstance(rollout.mesh, list):
-            return _layout_as_set(rollout.mesh, mesh, model)
+            chosen_mesh = _layout_as_set(rollout.mesh, mesh, model)
+            return SamplingLayout(chosen_mesh, "as set", self._copy_pays(chosen_mesh))
         size = mesh.size
         device = self.device or this_device()
         processes = [d.process_index for d in mesh.devices.flat]  # also of absent devices
@@ -254,8 +259,8 @@ class Planner:
             layout for tp in splits if (layout := _possible(mesh, {"data": size // tp, "tp": tp}, model)) is not None
         ]
         on_devices = dataclasses.replace(self, mesh=mesh)
-        models = [on_devices.sampled_model(layout) for layout in possible]
-        works = [on_devices._sampling_work(*pair) for pair in zip(models, possible, strict=True)]
+        copies = [on_devices._copy_pays(layout) for layout in possible]
+        works = [on_devices._sampling_work(*pair) for pair in zip(possible, copies, strict=True)]
         rows = rollout.max_concurrent_rows
         least, usual = (
             rows if isinstance(rows, int) else each * size for each in (ROWS_PER_DEVICE, USUAL_ROWS_PER_DEVICE)
@@ -268,14 +273,16 @@ class Planner:
             split = _possible(mesh, {"data": slices, "fsdp": size // slices // tp, "tp": tp}, model)
             return SamplingLayout(split or mesh, "the weights fit for no tp alone")
         if (kind := device.kind) is None:
-            return SamplingLayout(possible[fitting[0]], "the smallest tp that fits")
+            return SamplingLayout(possible[fitting[0]], "the smallest tp that fits", copies[fitting[0]])
         widths = rollout.max_prompt_length, rollout.max_tokens_to_generate
-        seconds = {i: decode_seconds(models[i], possible[i], usual, widths, kind) for i in fitting}
+        forms = {False: model, True: dequantized_model(model) if any(copies) else model}
+        seconds = {i: decode_seconds(forms[copies[i]], possible[i], usual, widths, kind) for i in fitting}
         each = ", ".join(f"{1e3 * seconds[i]:.3g} ms with tp {possible[i].shape['tp']}" for i in fitting)
         reason = f"predicted for a token of {usual} completions at peak rates: {each}"
-        return SamplingLayout(possible[min(seconds, key=lambda i: seconds[i])], reason)
+        chosen = min(seconds, key=lambda i: seconds[i])
+        return SamplingLayout(possible[chosen], reason, copies[chosen])
 
-    def rows(self, prompts: int, group: int, sampling_mesh: Mesh | None = None) -> int:
+    def rows(self, prompts: int, group: int, sampling_mesh: Mesh | None = None, dequantizes: bool = False) -> int:
         """Returns the maximum number of completions that are sampled at the same time, of `group` completions of each
         of `prompts` prompts.
 
@@ -285,6 +292,7 @@ class Planner:
 
         Args:
           sampling_mesh: the mesh of the sampler (`layout`).
+          dequantizes: whether sampling reads a dequantised copy of the base.
 
         Raises:
           UserError: with `auto`, the memory is too small for the weights and a single completion.
@@ -293,7 +301,7 @@ class Planner:
         if isinstance(setting, int):
             return setting
         device = self.device or this_device()
-        work = self._rollout_work(sampling_mesh)
+        work = self._sampling_work(sampling_mesh, dequantizes)
 
         def needed(rows: int, held: dict[str, int] | None) -> int:
             return _sampling(work, prompts, group, rows, held).bytes
@@ -304,31 +312,36 @@ class Planner:
                 return math.prod(_slot_shape(work, prompts, group, rows))
         raise _too_large("rollout.max_concurrent_rows", needed(1, alone), device, "sampling")
 
-    def sampled_model(self, sampling_mesh: Mesh | None) -> Decoder:
-        """Returns the model in the form in which it samples on `sampling_mesh`: `model`, or the same with dequantised
-        projections.
+    def dequantizes(self, layout: SamplingLayout | None) -> bool:
+        """Returns whether sampling in a layout (`self.layout()`) reads a dequantised copy of the base, which is made
+        before each rollout."""
+        return self._copy_pays(None) if layout is None else layout.dequantizes
 
-        With a base in NF4, each step of the decode loop dequantises all projections, which takes several times as long
-        as reading them in 16 bits. So a dequantised copy is made before each rollout, if it takes at most half of the
-        memory that is left for sampling. Codes of int8 are read faster than a copy on TPUs, so they are kept.
+    def _copy_pays(self, sampling_mesh: Mesh | None) -> bool:
+        """Returns whether sampling on a mesh is faster from a dequantised copy of a base in NF4.
+
+        Otherwise each step of the decode loop dequantises all projections, which takes about `NF4_READS` times as long
+        as reading them in 16 bits. But the copy leaves memory for fewer completions, so a batch may need more rounds:
+        at least half as many completions must fit beside it, or the set number. Codes of int8 are read faster than a
+        copy on TPUs, so they are kept.
         """
-        model = self.model
-        if model.quantized != "nf4":
-            return model
+        if self.model.quantized != "nf4":
+            return False
         device = self.device or this_device()
-        plain = dequantized_model(model)
-        as_codes, as_copy = (
-            _sampling(self._sampling_work(each, sampling_mesh), 1, 1, 1).bytes for each in (model, plain)
+        rows = self.rollout.max_concurrent_rows
+        as_codes, as_copy = (self._sampling_work(sampling_mesh, each) for each in (False, True))
+        if isinstance(rows, int):
+            return _bytes_of_rows(as_copy, rows) <= device.usable
+        top = MOST_ROWS_PER_DEVICE * (1 if sampling_mesh is None else sampling_mesh.size)
+        with_codes, with_copy = (
+            _most_that_fits(top, functools.partial(_bytes_of_rows, work), device.usable) for work in (as_codes, as_copy)
         )
-        return plain if as_copy - as_codes <= (device.usable - as_codes) / 2 else model
+        return with_copy > 0 and 2 * with_copy >= with_codes
 
-    def _rollout_work(self, sampling_mesh: Mesh | None) -> Work:
+    def _sampling_work(self, sampling_mesh: Mesh | None, dequantizes: bool) -> Work:
         """Returns the quantities on which the memory of sampling depends."""
-        return self._sampling_work(self.sampled_model(sampling_mesh), sampling_mesh)
-
-    def _sampling_work(self, sampled: Decoder, sampling_mesh: Mesh | None) -> Work:
         widths = self.rollout.max_prompt_length, self.rollout.max_tokens_to_generate
-        return _for_sampling(self._work(1, 1, widths), sampled, self.rollout, sampling_mesh)
+        return _for_sampling(self._work(1, 1, widths), self.model, self.rollout, sampling_mesh, dequantizes)
 
     @property
     def _optimizer(self) -> OptimizerConfig | optax.GradientTransformation:
@@ -492,17 +505,18 @@ def _most_that_fits(top: int, needed: Callable[[int], int], limit: float) -> int
 
 
 class SamplingLayout(NamedTuple):
-    """The mesh of the sampler (`layout_mesh`), and why it was chosen."""
+    """The mesh of the sampler (`layout_mesh`), and why it was chosen. `dequantizes`: `Planner.dequantizes`."""
 
     mesh: Mesh
     reason: str
+    dequantizes: bool = False
 
     def __str__(self) -> str:
         return f"{', '.join(f'{name} {size}' for name, size in self.mesh.shape.items())} ({self.reason})"
 
 
-def _layout_as_set(numbers: list[int], mesh: Mesh, model: Decoder) -> SamplingLayout:
-    """Returns the layout of the key `rollout.mesh` with the devices of `mesh`."""
+def _layout_as_set(numbers: list[int], mesh: Mesh, model: Decoder) -> Mesh:
+    """Returns the mesh of the key `rollout.mesh` with the devices of `mesh`."""
     if math.prod(numbers) != mesh.size:
         raise UserError(
             f"rollout.mesh: got {numbers}; give the numbers of devices along data, fsdp and tp (or data, fsdp, ep and "
@@ -513,7 +527,7 @@ def _layout_as_set(numbers: list[int], mesh: Mesh, model: Decoder) -> SamplingLa
     check_slices("rollout.mesh", sizes, mesh.devices.flat)
     check_experts("rollout.mesh", layout_mesh(mesh, sizes), model.config)
     try:
-        return SamplingLayout(_dividing(mesh, sizes, model), "as set")
+        return _dividing(mesh, sizes, model)
     except UserError as error:
         raise UserError(str(error).replace("mesh.shape", "rollout.mesh", 1)) from None
 
@@ -521,13 +535,13 @@ def _layout_as_set(numbers: list[int], mesh: Mesh, model: Decoder) -> SamplingLa
 def decode_seconds(model: Decoder, mesh: Mesh, rows: int, widths: tuple[int, int], kind: Accelerator) -> float:
     """Predicts the time in which one token of each of `rows` completions is sampled, at the peak rates of the device.
 
-    Each device reads `decode_bytes`; weights in NF4 take as long as `NF4_READS` times their 16 bits. With `tp`, two
+    Each device reads `decode_bytes`; projections in NF4 take as long as `NF4_READS` times their 16 bits. With `tp`, two
     all-reduces per layer sum the outputs of attention and MLP; each takes `COLLECTIVE_SECONDS` besides its bytes.
     """
     read = decode_bytes(model, mesh, (-(-rows // USUAL_GROUP), USUAL_GROUP), widths, rounds=1) / widths[1]
     if model.quantized == "nf4":
-        tokens = rows / prompt_parts(mesh)
-        read += NF4_READS * weight_bytes(dequantized_model(model), mesh, tokens) - weight_bytes(model, mesh, tokens)
+        quantized = sum(_share(model.config, model.param_dtype, model.adapters, "nf4", mesh).quantized)
+        read += (NF4_READS * jnp.dtype(model.dtype).itemsize - NF4_BYTES) * quantized
     tp = mesh.shape["tp"]
     layers = model.config.num_layers
     sums = 2 * layers * (tp > 1)
@@ -574,22 +588,25 @@ def prefilled_prompts(shape: tuple[int, int], prompts: int, group: int) -> int:
     return prompts if slots == prompts else -(-slots // -(-group // width))
 
 
-def _for_sampling(work: Work, sampled: Decoder, rollout: RolloutConfig, chosen: Mesh | None) -> Work:
-    """Returns `work` with the sharding of weights and completions on `chosen`, the mesh of the sampler. On a single
-    device, the weights are not copied to another layout; a copy is made only to dequantise them.
+def _bytes_of_rows(work: Work, rows: int) -> int:
+    """Estimates the memory of sampling `rows` completions at once, all those of their prompts."""
+    return _sampling(work, -(-rows // USUAL_GROUP), USUAL_GROUP, rows).bytes
 
-    `sampled` is the model in the form in which it samples (`Planner.sampled_model`).
-    """
-    recorded = sampled.config.recorded_bytes if rollout.routing_replay else 0
+
+def _for_sampling(work: Work, model: Decoder, rollout: RolloutConfig, chosen: Mesh | None, dequantizes: bool) -> Work:
+    """Returns `work` with the sharding of weights and completions on `chosen`, the mesh of the sampler. On a single
+    device, the weights are not copied to another layout; if `dequantizes`, the quantised ones are copied."""
+    recorded = model.config.recorded_bytes if rollout.routing_replay else 0
     work = dataclasses.replace(work, filtered=rollout.top_p < 1 or rollout.top_k is not None, recorded=recorded)
-    single = chosen is None or chosen.size == 1
-    if single and sampled.quantized == work.quantized:
-        return work
+    quantized = None if dequantizes else work.quantized
+    if chosen is None or chosen.size == 1:
+        copied = work.size * sum(work.share.quantized) if dequantizes else 0
+        return dataclasses.replace(work, quantized=quantized, copied=copied)
     return dataclasses.replace(
         work,
-        quantized=sampled.quantized,
-        rollout_share=_share(sampled.config, sampled.param_dtype, sampled.adapters, sampled.quantized, chosen),
-        rollout_parts=(1, 1) if chosen is None else (prompt_parts(chosen), chosen.shape.get("tp", 1)),
+        quantized=quantized,
+        rollout_share=_share(model.config, model.param_dtype, model.adapters, quantized, chosen),
+        rollout_parts=(prompt_parts(chosen), chosen.shape.get("tp", 1)),
     )
 
 
@@ -603,7 +620,7 @@ class MemoryEstimate:
       chosen: whether `auto` has chosen `micro_batch`, and whether `auto` has chosen `rows`.
       phases: the peak memory of each phase of the run.
       layout: the layout of the sampler; None if it has one device.
-      dequantizes: whether sampling reads a dequantised copy of the weights (`Planner.sampled_model`).
+      dequantizes: whether sampling reads a dequantised copy of the weights (`Planner.dequantizes`).
       refused: error messages on sizes that could not be chosen, because not even one completion fits into memory.
     """
 
@@ -700,16 +717,16 @@ def estimate_memory(
     layout = planner.layout()
     evaluated = config.eval.batch_size, config.eval.samples
     sampling_mesh = None if layout is None else layout.mesh
-    sampled = planner.sampled_model(sampling_mesh)
+    dequantizes = planner.dequantizes(layout)
     rows = math.prod(evaluated) if pairs else data.batch_size * group
     phases = []
     if pairs and config.rewards.functions is None:
         rows = 0  # nothing is sampled
     elif find_engine(rollout.engine).make is None:
-        work = _for_sampling(update, sampled, rollout, sampling_mesh)
+        work = _for_sampling(update, model, rollout, sampling_mesh, dequantizes)
         calls = {"evaluation": evaluated} if pairs else {"rollout": (data.batch_size, group), "evaluation": evaluated}
         for name, (prompts, samples) in calls.items():
-            at_once = chosen(functools.partial(planner.rows, prompts, samples, sampling_mesh))
+            at_once = chosen(functools.partial(planner.rows, prompts, samples, sampling_mesh, dequantizes))
             rows = min(at_once, rows) if name == "rollout" or pairs else rows
             phases.append(dataclasses.replace(_sampling(work, prompts, samples, at_once), name=name))
     phases += update_phases(update, size)
@@ -720,5 +737,4 @@ def estimate_memory(
         sft = update_phases(single, chosen(lambda: alone.chunk_size(single)))[0]
         phases.append(dataclasses.replace(sft, name="sft"))
     auto = (not isinstance(training.train_micro_batch_size, int), not isinstance(rollout.max_concurrent_rows, int))
-    dequantizes = sampled.quantized != model.quantized
     return MemoryEstimate(size, rows, auto, tuple(phases), device, layout, dequantizes, tuple(refused))

@@ -99,8 +99,9 @@ def refuse_others(config: Config, command: str) -> None:
         raise UserError(f"{teachers[0].key}: {command} cannot compute the gradients of a run with a teacher.")
     if config.algorithm.credit == "turn":
         raise UserError(f"algorithm.credit: {command} cannot compute the gradients of advantages of turns.")
-    for name in (PPO, TOKEN_BASELINE):
-        if config.algorithm.advantage_estimator == name:
+    of_sources = source_estimators(config.data, config.algorithm).values()
+    for algorithm in (vars(config.algorithm), *of_sources):
+        if (name := algorithm.get("advantage_estimator")) in (PPO, TOKEN_BASELINE):
             raise UserError(f"algorithm.advantage_estimator: {command} cannot compute the gradients of {name}.")
 
 

@@ -24,7 +24,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from tunix_like.models.quantized_base import dequantize_base, dequantized_graph
+from tunix_like.models.quantized_base import dequantized_graph, dequantized_kernels, with_kernels
 from tunix_like.models.sharding import parameter_shardings, scope
 from tunix_like.rollout import decoding
 from tunix_like.rollout.schedule import RowSchedule, SamplerSettings
@@ -38,33 +38,41 @@ def sampled_params(graphdef: Any, params: Any, dequantizes: bool) -> Any:
     quantised projections as they are, or with `dequantizes` in the compute dtype too."""
     if not dequantizes:
         return decoding.cast_params(graphdef, params)
-    return decoding.cast_params(dequantized_graph(graphdef), dequantize_base(graphdef, params))
+    params = with_kernels(graphdef, params, dequantized_kernels(graphdef, params))
+    return decoding.cast_params(dequantized_graph(graphdef), params)
 
 
-def jit_place(graphdef: Any, params: Any, mesh: Mesh | None, dequantizes: bool = False) -> Any:
-    """Returns the jitted function `params -> params` with which `Sampler.place` converts the weights for sampling.
+_dequantized_kernels = jax.jit(dequantized_kernels, static_argnums=0)
+
+
+def jit_place(graphdef: Any, params: Any, mesh: Mesh, dequantizes: bool = False) -> Any:
+    """Returns the jitted function `(graphdef, params, dequantizes) -> params` with which `Sampler.place` converts the
+    weights for sampling on a mesh.
 
     The function computes `sampled_params`, and shards them over `mesh`. The argument `params` of `jit_place` may
     contain arrays or shapes.
     """
-    convert = functools.partial(sampled_params, graphdef, dequantizes=dequantizes)
-    if mesh is None:
-        return jax.jit(convert)
-    return jax.jit(convert, out_shardings=parameter_shardings(jax.eval_shape(convert, params), mesh))
+    shapes = jax.eval_shape(functools.partial(sampled_params, graphdef, dequantizes=dequantizes), params)
+    return jax.jit(sampled_params, static_argnums=(0, 2), out_shardings=parameter_shardings(shapes, mesh))
 
 
 def _copy_to(graphdef: Any, params: Any, mesh: Mesh, dequantizes: bool) -> Any:
-    """Returns a function `params -> params` that converts weights for sampling, if they are not on the devices of
-    `mesh`.
+    """Returns a function `(graphdef, params, dequantizes) -> params` that converts weights for sampling, if they are
+    not on the devices of `mesh`.
 
     The function casts the matrices to the compute dtype on the devices that hold them, and then copies the weights to
     `mesh`. Quantised matrices are dequantised there, so they are copied with few bits.
     """
-    cast = jax.jit(functools.partial(decoding.cast_params, graphdef))
-    shapes = jax.eval_shape(cast, params)
+    cast = jax.jit(decoding.cast_params, static_argnums=0)
+    shapes = jax.eval_shape(functools.partial(decoding.cast_params, graphdef), params)
     shardings = parameter_shardings(shapes, mesh)
-    convert = jit_place(graphdef, shapes, mesh, dequantizes) if dequantizes else lambda params: params
-    return lambda params: convert(jax.device_put(cast(params), shardings))
+    there = jit_place(graphdef, shapes, mesh, dequantizes)
+
+    def copy(graphdef: Any, params: Any, dequantizes: bool) -> Any:
+        params = jax.device_put(cast(graphdef, params), shardings)
+        return there(graphdef, params, dequantizes) if dequantizes else params
+
+    return copy
 
 
 class _Rate:
@@ -134,18 +142,19 @@ class Sampler:
         """Converts the weights for sampling: matrices to the compute dtype, and all weights to the layout of the
         sampler's mesh.
 
-        Without a mesh, `params` is returned unchanged, unless it is dequantised. Each call of a compiled sampling
-        function then casts the matrices.
+        Without a mesh, only quantised matrices are dequantised, if this sampler does so; each call of a compiled
+        sampling function casts the others.
         """
-        if self.mesh is None and not self._dequantizes:
-            return params
+        graphdef = self._trained_graph
+        if self.mesh is None:
+            if self._dequantizes:
+                params = with_kernels(graphdef, params, _dequantized_kernels(graphdef, params))
+            return jax.block_until_ready(params)
         if self._place is None:
             here = jax.tree.leaves(params)[0].sharding.device_set
-            if self.mesh is not None and here != set(self.mesh.devices.flat):
-                self._place = _copy_to(self._trained_graph, params, self.mesh, self._dequantizes)
-            else:
-                self._place = jit_place(self._trained_graph, params, self.mesh, self._dequantizes)
-        return jax.block_until_ready(self._place(params))
+            make = jit_place if here == set(self.mesh.devices.flat) else _copy_to
+            self._place = make(graphdef, params, self.mesh, self._dequantizes)
+        return jax.block_until_ready(self._place(graphdef, params, self._dequantizes))
 
     def generate(
         self,

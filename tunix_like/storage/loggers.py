@@ -142,8 +142,8 @@ def open_metrics(
         )
     loggers: list[Logger] = []
     if ENDPOINT in names:
-        endpoint = MetricsServer(folder, total, checkpoints)
-        loggers += [endpoint] if by_first(lambda: _opens(endpoint, folder)) else []
+        server = MetricsServer(folder, total, checkpoints)
+        loggers += [server] if by_first(lambda: _opens(server, folder)) else []
     if not is_first():
         return MetricsLog(None)
     if folder is not None:
@@ -153,11 +153,11 @@ def open_metrics(
     return MetricsLog(None) if folder is None and not loggers else LoggedMetrics(folder, loggers)
 
 
-def _opens(endpoint: MetricsServer, folder: Path | None) -> bool:
-    """Opens an endpoint, and returns whether it is open. A new run whose port is in use is refused, which loses
-    nothing; one with rows, such as a run that a scheduler starts again, goes on without the endpoint."""
+def _opens(server: MetricsServer, folder: Path | None) -> bool:
+    """Opens the server, and returns whether it is open. A new run whose port is in use is refused, which loses
+    nothing; one with rows, such as a run that a scheduler starts again, goes on without the server."""
     try:
-        endpoint.open()
+        server.open()
     except UserError as error:
         if not MetricsLog(folder).rows():
             raise

@@ -52,7 +52,8 @@ def make_engine(
     planner = Planner(model, mesh, training or RLTrainingConfig(), rollout, companions)
     layout = planner.layout()
     sampling_mesh = None if layout is None else layout.mesh
-    rows = functools.partial(planner.rows, sampling_mesh=sampling_mesh)
+    dequantizes = planner.dequantizes(layout)
+    rows = functools.partial(planner.rows, sampling_mesh=sampling_mesh, dequantizes=dequantizes)
     rows(1, 1)  # checks that one completion fits, before anything is compiled
     return Sampler(
         graphdef,
@@ -62,7 +63,7 @@ def make_engine(
         max_concurrent_rows=rows,
         mesh=sampling_mesh,
         record_experts=rollout.routing_replay,
-        dequantizes=planner.sampled_model(sampling_mesh).quantized != model.quantized,
+        dequantizes=dequantizes,
     )
 
 
