@@ -16,9 +16,10 @@ from tunix_like.data.maze import tokenizer
 from tunix_like.models import quantized_base
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.decoder import Decoder
+from tunix_like.models.fields import Experts
 from tunix_like.models.lora import add_lora
 from tunix_like.models.opening import load_abstract
-from tunix_like.models.quantized_base import quantize_base
+from tunix_like.models.quantized_base import dequantized_model, quantize_base
 from tunix_like.models.sharding import build_mesh, place_params
 from tunix_like.planning import sizes
 from tunix_like.planning.sizes import Device, Planner
@@ -106,11 +107,11 @@ def test_another_sampler_compiles_nothing_and_copies_only_projections(monkeypatc
     ],
 )
 def test_memory_decides_about_the_copy(quantized, gigabytes, copies):
-    """The base of Qwen3-8B takes 6.4 GB in NF4, and the copy 16.4 GB."""
+    """The base of Qwen3-8B takes 6.4 GB in NF4, and the copy of its projections 13.9 GB."""
     planner = Planner(qwen3_8b(quantized), rollout=LONG, device=Device("gpu", gigabytes * 10**9))
     assert planner.dequantizes(planner.layout()) == copies
     needed = sizes._sampling(planner._sampling_work(None, copies), 1, 1, 1).bytes
-    assert (needed > 6.4e9 + 13.9e9) == copies  # head and embedding are not quantised
+    assert (needed > 6.4e9 + 13.9e9) == copies
     if copies:  # not if it would not leave memory for a set number of completions
         rows = dataclasses.replace(LONG, max_concurrent_rows=512)
         assert not dataclasses.replace(planner, rollout=rows).dequantizes(None)
@@ -124,3 +125,30 @@ def test_layout_counts_the_time_to_dequantise():
     planner = Planner(qwen3_8b("nf4"), mesh, rollout=LONG, device=Device("tpu", kind.memory, kind))
     chosen = planner.layout()
     assert chosen.mesh.shape["tp"] >= 4 and planner.dequantizes(chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [None, 4], ids=["of training", "of their own"])
+def test_the_sampler_does_what_its_layout_assumes(devices, monkeypatch):
+    kind = KINDS["v5e"]
+    monkeypatch.setattr(sizes, "this_device", lambda: Device("tpu", kind.memory, kind))
+    rollout = dataclasses.replace(LONG, devices=devices)
+    mesh = build_mesh(MeshConfig(shape=[1, 4, 1], axis_names=["data", "fsdp", "tp"]), jax.devices()[:4])
+    model = qwen3_8b("nf4")
+    layout = Planner(model, mesh, rollout=rollout).layout()
+    engine = make_engine(nnx.split(model)[0], tokenizer(), rollout, mesh)
+    assert engine.mesh == layout.mesh
+    assert (nnx.merge(engine.graphdef, [None] * engine.graphdef.num_leaves).quantized is None) == layout.dequantizes
+
+
+def test_time_to_dequantise_counts_projections_only():
+    """Of a mixture of experts, nearly all weights are experts, which are not quantised."""
+    sparse = dataclasses.replace(CONFIG, experts=Experts(64, 2, 256, normalised=True))
+    mesh = build_mesh(MeshConfig(shape=[8, 1, 1], axis_names=["data", "fsdp", "tp"]))
+    codes = quantize_base(Decoder(sparse, rngs=nnx.Rngs(0)), "nf4")
+    seconds = [
+        sizes.decode_seconds(model, mesh, 64, (8, 12), KINDS["v5e"]) for model in (codes, dequantized_model(codes))
+    ]
+    quantized = sizes._share(sparse, codes.param_dtype, None, "nf4", mesh).quantized
+    read = sum(quantized) * jnp.dtype(codes.dtype).itemsize / KINDS["v5e"].memory_bytes
+    assert seconds[0] - seconds[1] == pytest.approx((sizes.NF4_READS - 1) * read, rel=0.05)

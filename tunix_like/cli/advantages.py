@@ -318,8 +318,8 @@ def _length(word: str, place: str) -> float:
 def _parameter(key: str, word: str) -> Any:
     """Parses a parameter of the built-in estimators by the type of its key."""
     kinds = set(typing.get_args(typing.get_type_hints(AlgorithmConfig)[key]))
-    if kinds & {str, bool}:
-        return _plain(word) if bool in kinds else word
+    if str in kinds:
+        return word
     several = list[float] in kinds
     kind = int if int in kinds else float
     try:

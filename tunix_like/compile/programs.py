@@ -465,7 +465,7 @@ def reshard_program(plan: Plan) -> Program | None:
     graphdef, params = plan.split
     dequantizes = plan.estimate.dequantizes
     if plan.sampling_mesh is None:
-        lower = functools.partial(jax.jit(dequantized_kernels, static_argnums=0).lower, graphdef, params)
+        lower = functools.partial(dequantized_kernels.lower, graphdef, params)
     else:
         place = jit_place(graphdef, params, plan.sampling_mesh, dequantizes)
         lower = functools.partial(place.lower, graphdef, params, dequantizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,6 +44,7 @@ def quantize_base(model: Decoder, kind: str | None) -> Decoder:
     return model
 
 
+@functools.partial(jax.jit, static_argnames="graphdef")
 def dequantized_kernels(graphdef: Any, params: Any) -> dict[str, jax.Array]:
     """Returns the projections of a quantised decoder, in its compute dtype."""
     model: Decoder = nnx.merge(graphdef, params)

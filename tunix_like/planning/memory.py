@@ -487,7 +487,7 @@ def rollout_phase(
     copy = work.copied if work.rollout_share is None else _in_compute_dtype(work, work.rollout_share)
     cast = _sampled_weights(work)
     dequantized = _dequantized(work, backward=False)
-    dequantizes = work.quantized is None and bool(work.share.quantized)
+    laid_out = DEQUANTIZED if work.quantized is None and work.share.quantized else LAID_OUT
     # While a larger cache replaces the old one, a layer of the old one; while a cache with half as many rows or slots
     # does, one layer of it on every device.
     layers = sum(model.key_widths) // max(model.key_widths, default=1) + work.recurrent_layers
@@ -500,7 +500,7 @@ def rollout_phase(
         kept | {"cast weights": cast + dequantized, "logits": logits + scores, "completion cache": cache},
         kept | {"cast weights": copy, "completion cache": cache, "a layer of another cache": layer},
         kept | {"cast weights": prefill_weights, "prompts": forward},
-        {"laying out the weights": int((DEQUANTIZED if dequantizes else LAID_OUT).get(work.backend, 2) * copy)},
+        {"laying out the weights": int(laid_out.get(work.backend, max(laid_out.values())) * copy)},
     ]
     worst = max(moments, key=lambda parts: sum(parts.values()))
     return Phase("rollout", (_held(work) if held is None else held) | worst, moments[0])

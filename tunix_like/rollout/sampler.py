@@ -42,10 +42,7 @@ def sampled_params(graphdef: Any, params: Any, dequantizes: bool) -> Any:
     return decoding.cast_params(dequantized_graph(graphdef), params)
 
 
-_dequantized_kernels = jax.jit(dequantized_kernels, static_argnums=0)
-
-
-def jit_place(graphdef: Any, params: Any, mesh: Mesh, dequantizes: bool = False) -> Any:
+def jit_place(graphdef: Any, params: Any, mesh: Mesh, dequantizes: bool) -> Any:
     """Returns the jitted function `(graphdef, params, dequantizes) -> params` with which `Sampler.place` converts the
     weights for sampling on a mesh.
 
@@ -147,9 +144,9 @@ class Sampler:
         """
         graphdef = self._trained_graph
         if self.mesh is None:
-            if self._dequantizes:
-                params = with_kernels(graphdef, params, _dequantized_kernels(graphdef, params))
-            return jax.block_until_ready(params)
+            if not self._dequantizes:
+                return params
+            return jax.block_until_ready(with_kernels(graphdef, params, dequantized_kernels(graphdef, params)))
         if self._place is None:
             here = jax.tree.leaves(params)[0].sharding.device_set
             make = jit_place if here == set(self.mesh.devices.flat) else _copy_to
