@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.cases import MODELS, Case, make_case, write_model
 from benchmarks.run import machine
-from benchmarks.worker import ROOT, Series, Worker, count, median
+from benchmarks.worker import ROOT, Series, Worker, command, count, median
 
 VERSION = "0.1.7"
 REQUIREMENTS = ("torch==2.13.0", f"google-tunix=={VERSION}")
@@ -95,25 +95,33 @@ def prepare(venv: Path) -> Path:
         if found == VERSION:
             return python_of(venv)
     print(f"making the peer's environment in {venv} (some minutes, some GB)", flush=True)
-    for command in install_commands(venv):
-        subprocess.run(command, check=True)
+    for arguments in install_commands(venv):
+        subprocess.run(arguments, check=True)
     return python_of(venv)
 
 
 def compare(case: Case, python: Path, folder: Path, repeats: int) -> dict[str, Any]:
-    """Runs both sides of a case alternately. The side that starts a round changes from round to round.
+    """Runs both sides of a case alternately.
 
     Raises:
       RuntimeError: a side failed, or the two sides do not compute the same.
     """
-    with Worker(case, folder, PEER, str(python)) as peer, Worker(case, folder) as ours:
-        sides = (Series(peer), Series(ours))
-        for number in range(repeats):
-            for side in sides if number % 2 == 0 else sides[::-1]:
-                side.add()
-    theirs, own = sides
+    with Worker(command(case, folder, PEER, str(python))) as peer, Worker(command(case, folder)) as ours:
+        found = alternate(peer, ours, repeats)
     if case.kind == "update" and case.peer_prompts is None:
-        same("the gradient's norm", theirs.repeats[-1], own.first, ("grad_norm",), 1e-3)
+        same("the gradient's norm", found["peer"]["repeats"][-1], found["ours"]["first"], ("grad_norm",), 1e-3)
+    return found
+
+
+def alternate(peer: Worker, ours: Worker, repeats: int) -> dict[str, Any]:
+    """Runs both sides alternately. The side that starts a round changes from round to round. Returns the summary of
+    each side, and the ratios of this library's useful tokens per second to the peer's and of the peer's peak memory to
+    this library's."""
+    sides = (Series(peer), Series(ours))
+    for number in range(repeats):
+        for side in sides if number % 2 == 0 else sides[::-1]:
+            side.add()
+    theirs, own = sides
     paired = [b / a for a, b in zip(theirs.rates(), own.rates(), strict=True)]
     found = {"peer": theirs.summary(), "ours": own.summary()}
     memory = found["peer"]["peak_mb"] / found["ours"]["peak_mb"]
@@ -127,7 +135,7 @@ def check_model(case: Case, python: Path, folder: Path) -> None:
       RuntimeError: they differ.
     """
     asked = dataclasses.replace(case, kind="logits", prompt_length=16, room=None)
-    with Worker(asked, folder, PEER, str(python)) as peer, Worker(asked, folder) as ours:
+    with Worker(command(asked, folder, PEER, str(python))) as peer, Worker(command(asked, folder)) as ours:
         same("the logits", peer.repeat(), ours.repeat(), ("mean", "deviation", "last"), 1e-3)
 
 

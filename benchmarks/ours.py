@@ -152,7 +152,7 @@ class _OnRow(tunix_like.Callback):
         self._function(row)
 
 
-def _train(train: Callable[..., Any], on_row: Callable[[dict[str, Any]], None]) -> None:
+def train_until_raised(train: Callable[..., Any], on_row: Callable[[dict[str, Any]], None]) -> None:
     """Trains until `on_row` raises, and raises the same: a run reports whatever a callback raises as its failure."""
     try:
         train(callbacks=[_OnRow(on_row)])
@@ -198,7 +198,7 @@ def _learn(case: Case, model: Decoder, gate: Gate, given: _Given | None) -> None
     phases = update_phases(work, learner.planner.chunk_size(work))
     memory = Memory(*phases, *([] if given else [rollout_phase(work, case.rows, case.prompts)]))
     gate.begin()
-    _train(functools.partial(learner.train, rows, batch_size=case.prompts, shuffle=False), on_row)
+    train_until_raised(functools.partial(learner.train, rows, batch_size=case.prompts, shuffle=False), on_row)
 
 
 def _update_single(case: Case, model: Decoder, gate: Gate) -> None:
@@ -226,7 +226,7 @@ def _update_single(case: Case, model: Decoder, gate: Gate) -> None:
     work = dataclasses.replace(trainer.planner.update_work(shape, widths), clipped=False)
     memory = Memory(*update_phases(work, trainer.planner.chunk_size(work)))
     gate.begin()
-    _train(functools.partial(trainer.train, rows), lambda row: gate.end(tokens, **memory.read()))
+    train_until_raised(functools.partial(trainer.train, rows), lambda row: gate.end(tokens, **memory.read()))
 
 
 def _logits(case: Case, model: Decoder, gate: Gate) -> None:

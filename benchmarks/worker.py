@@ -97,16 +97,16 @@ def serve(run_case: Callable[..., None]) -> None:
 
 
 class Worker:
-    """The controlling end: starts `python -m module` on a case and requests repeats.
+    """The controlling end: starts a command whose process has a `Gate`, and requests repeats.
 
     Raises:
       RuntimeError: the process died; the message has the end of what it printed.
     """
 
-    def __init__(self, case: Case, folder: Path | None, module: str = "benchmarks.ours", python: str = sys.executable):
+    def __init__(self, command: Sequence[str]):
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the worker)
         environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
-        self._command = command(case, folder, module, python)
+        self._command = command
         self._process = subprocess.Popen(
             self._command,
             cwd=ROOT,
@@ -144,7 +144,10 @@ class Worker:
         self._log.close()
 
 
-def command(case: Case, folder: Path | None, module: str, python: str) -> Sequence[str]:
+def command(
+    case: Case, folder: Path | None, module: str = "benchmarks.ours", python: str = sys.executable
+) -> Sequence[str]:
+    """Returns the command of a worker: `python -m module` on a case."""
     return [python, "-m", module, case.to_json(), *([] if folder is None else [str(folder)])]
 
 
@@ -180,6 +183,7 @@ class Series:
             "tokens_per_s": median(self.rates()),
             "peak_mb": self.repeats[-1]["peak_mb"],
             "base_mb": self.worker.built["base_mb"],
+            "first": self.first,
             "first_s": self.first["seconds"],
             "compile_s": self.first["compile_s"],
             "programs": self.first["programs"],

@@ -1,16 +1,18 @@
-"""Five learners on sums with SmolLM2-135M-Instruct, three seeds each: `results/LEARNER-sSEED.json` beside this file.
+"""Learners on a task with SmolLM2-135M-Instruct, three seeds each: `results/TASK/LEARNER-sSEED.json` beside this file.
 
-    python examples/smollm2/study.py --out runs/smollm2 [--seeds 3]
-    python examples/smollm2/study.py --table         # of the results that are there, as Markdown
-    python examples/smollm2/study.py --figure FILE   # their pass@k
+    python examples/smollm2/study.py sums --out runs/smollm2 [--seeds 3]    # or letters
+    python examples/smollm2/study.py sums --table         # of the results that are there, as Markdown
+    python examples/smollm2/study.py sums --figure FILE   # their pass@k
 
-Every run has the completions, the constant learning rate and the held-out problems of `sums.yaml`. Its result is
-written as soon as it ends, and results that are there are not made again; some 15 minutes a run on two idle cores.
+Every run of a task has the completions, the constant learning rate and the held-out problems of its config. Its result
+is written as soon as it ends, and results that are there are not made again; some 15 minutes a run of sums on two idle
+cores, 5 of letters.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import subprocess
@@ -26,13 +28,22 @@ from tunix_like.evaluation.statistics import pass_at_k
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-LEARNERS: dict[str, tuple[str, ...]] = {
-    "maxrl": (),
-    "rloo": (),
-    "grpo": (),
-    "maxpo": ("algorithm.k=4",),
-    "drgrpo": (),
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A config beside this file, and what is trained on it."""
+
+    config: str
+    steps: int
+    learners: tuple[str, ...]
+
+
+TASKS = {
+    "sums": Task("sums.yaml", 16, ("maxrl", "rloo", "grpo", "maxpo", "drgrpo")),
+    "letters": Task("reasoning_gym.yaml", 32, ("maxrl", "rloo", "maxpo")),
 }
+ARGUMENTS = {"maxpo": ("algorithm.k=4",)}
 BEFORE = "before"
 LABELS = {
     BEFORE: "before",
@@ -50,7 +61,6 @@ COLOURS = {
     "maxpo": "#009e73",
     "drgrpo": "#cc79a7",
 }
-STEPS = 16
 SAMPLES = 64
 KS = (1, 4, 16, 64)
 KEPT = ("step", "train/rewards/mean", "train/entropy", "train/grad_norm", "train/completions/mean_length")
@@ -71,27 +81,28 @@ def evaluated(source: str, out: Path, *overrides: str) -> dict[str, Any]:
     return {"pass_at": pass_at, "right": [sum(reward >= 1 for reward in row["rewards"]) for row in rows]}
 
 
-def trained(folder: Path, learner: str, seed: int) -> dict[str, Any]:
+def trained(folder: Path, task: Task, learner: str, seed: int) -> dict[str, Any]:
     """Trains and evaluates one run. Returns what is kept of it."""
     run = folder / f"{learner}-s{seed}"
-    own = [f"algorithm.advantage_estimator={learner}", f"training.seed={seed}", f"training.max_steps={STEPS}"]
+    own = [f"algorithm.advantage_estimator={learner}", f"training.seed={seed}", f"training.max_steps={task.steps}"]
     # The evaluations of the run are one sample: those that count come afterwards.
-    own += [f"training.output_dir={run}", "eval.max_problems=1", "eval.samples=1", "eval.k=[1]", *LEARNERS[learner]]
-    tunix_like("train", str(HERE / "sums.yaml"), *own)
+    own += [f"training.output_dir={run}", "eval.max_problems=1", "eval.samples=1", "eval.k=[1]"]
+    own += ARGUMENTS.get(learner, ())
+    tunix_like("train", str(HERE / task.config), *own)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [{name: row[name] for name in (*KEPT, *BINS) if name in row} for row in rows if row.get("step")]
     found = evaluated(str(run), folder / "eval" / f"{learner}-s{seed}.jsonl", "eval.max_problems=null")
     return found | {"steps": steps, "minutes": round(sum(row.get("train/step_time_sec", 0) for row in rows) / 60, 1)}
 
 
-def results() -> dict[str, list[dict[str, Any]]]:
-    """Returns the stored results of each learner (and of the model before training) by seed."""
-    patterns = {BEFORE: BEFORE} | {learner: f"{learner}-s*" for learner in LEARNERS}
+def results(name: str) -> dict[str, list[dict[str, Any]]]:
+    """Returns a task's stored results of each learner (and of the model before training) by seed."""
+    patterns = {BEFORE: BEFORE} | {learner: f"{learner}-s*" for learner in TASKS[name].learners}
     found = {
-        name: [json.loads(file.read_text()) for file in sorted(RESULTS.glob(f"{pattern}.json"))]
-        for name, pattern in patterns.items()
+        learner: [json.loads(file.read_text()) for file in sorted((RESULTS / name).glob(f"{pattern}.json"))]
+        for learner, pattern in patterns.items()
     }
-    return {name: runs for name, runs in found.items() if runs}
+    return {learner: runs for learner, runs in found.items() if runs}
 
 
 def mean(values: Sequence[float], digits: int = 1) -> str:
@@ -102,12 +113,12 @@ def mean(values: Sequence[float], digits: int = 1) -> str:
     return f"{np.mean(values):.{digits}f} ± {half:.{digits}f}"
 
 
-def table() -> str:
+def table(name: str) -> str:
     """Returns pass@k of each learner, the number of held-out problems that a sample solved, and the entropy of the last
     step; pass@1 also of each seed with its 95% interval over problems."""
     lines = [f"| | {' | '.join(f'pass@{k}' for k in KS)} | problems solved | entropy | pass@1 of each seed |"]
     lines.append("|---" * (len(KS) + 4) + "|")
-    for learner, runs in results().items():
+    for learner, runs in results(name).items():
         scores = [{key.removeprefix("eval/pass@"): 100 * x for key, x in run["pass_at"].items()} for run in runs]
         cells = [mean([score[str(k)] for score in scores]) for k in KS]
         cells.append(mean([sum(right > 0 for right in run["right"]) for run in runs]) + f" of {len(runs[0]['right'])}")
@@ -117,15 +128,16 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def draw(file: Path) -> None:
+def draw(name: str, file: Path) -> None:
     """Draws pass@k of each learner, exactly from the numbers of right samples: the mean over seeds, and each seed."""
     from matplotlib.figure import Figure
 
     figure = Figure((6, 4), layout="constrained")
     axes = figure.subplots()
     ks = [k for k in range(1, SAMPLES + 1) if k in KS or k % 4 == 0 or k < 8]
-    samples = np.full(len(results()[BEFORE][0]["right"]), SAMPLES)
-    for learner, runs in results().items():
+    found = results(name)
+    samples = np.full(len(found[BEFORE][0]["right"]), SAMPLES)
+    for learner, runs in found.items():
         curves = [[100 * pass_at_k(samples, np.array(run["right"]), k).mean() for k in ks] for run in runs]
         for curve in curves if len(curves) > 1 else ():
             axes.plot(ks, curve, color=COLOURS[learner], linewidth=0.6, alpha=0.5)
@@ -138,32 +150,36 @@ def draw(file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=TASKS)
     parser.add_argument("--out", type=Path, help="folder of the runs")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--figure", type=Path)
     arguments = parser.parse_args()
     if arguments.table:
-        print(table())
+        print(table(arguments.task))
         return
     if arguments.figure is not None:
-        draw(arguments.figure)
+        draw(arguments.task, arguments.figure)
         return
     if arguments.out is None:
         parser.error("--out: give the folder of the runs")
-    (arguments.out / "eval").mkdir(parents=True, exist_ok=True)
-    RESULTS.mkdir(exist_ok=True)
+    task = TASKS[arguments.task]
+    runs = arguments.out.resolve() / arguments.task
+    (runs / "eval").mkdir(parents=True, exist_ok=True)
+    stored = RESULTS / arguments.task
+    stored.mkdir(parents=True, exist_ok=True)
 
     def write(name: str, found: dict[str, Any]) -> None:
-        (RESULTS / f"{name}.json").write_text(json.dumps(found) + "\n")
+        (stored / f"{name}.json").write_text(json.dumps(found) + "\n")
         print(name, found["pass_at"], flush=True)
 
-    if not (RESULTS / f"{BEFORE}.json").exists():
-        write(BEFORE, evaluated(str(HERE / "sums.yaml"), arguments.out / "eval" / f"{BEFORE}.jsonl"))
+    if not (stored / f"{BEFORE}.json").exists():
+        write(BEFORE, evaluated(str(HERE / task.config), runs / "eval" / f"{BEFORE}.jsonl"))
     for seed in range(arguments.seeds):
-        for learner in LEARNERS:
-            if not (RESULTS / f"{learner}-s{seed}.json").exists():
-                write(f"{learner}-s{seed}", trained(arguments.out.resolve(), learner, seed))
+        for learner in task.learners:
+            if not (stored / f"{learner}-s{seed}.json").exists():
+                write(f"{learner}-s{seed}", trained(runs, task, learner, seed))
 
 
 if __name__ == "__main__":

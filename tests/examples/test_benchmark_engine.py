@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
-from benchmarks import against_tunix, ours, run, zero_signal  # noqa: E402
+from benchmarks import against_trl, against_tunix, ours, run, zero_signal  # noqa: E402
 from benchmarks.cases import CASES, MODELS, Case, Model, floating_operations, make_case, write_model  # noqa: E402
 from benchmarks.worker import Finished, Gate, Worker, command  # noqa: E402
 
@@ -139,7 +139,7 @@ def test_run_prints_a_table_and_writes_json(monkeypatch, tmp_path, capsys):
     assert row["peak_mb"] > row["base_mb"] > 50
 
 
-@pytest.mark.parametrize("program", [run.main, against_tunix.main, zero_signal.main])
+@pytest.mark.parametrize("program", [run.main, against_tunix.main, against_trl.main, zero_signal.main])
 @pytest.mark.parametrize("number", ["0", "-1", "few"])
 def test_no_repeats_are_refused(program, number, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -157,7 +157,7 @@ def test_rate_of_a_matrix_product():
 
 def test_error_of_a_dead_worker_states_the_cause():
     with pytest.raises(RuntimeError, match="No module named benchmarks.nothing"):
-        Worker(shrunk("rollout"), None, "benchmarks.nothing")
+        Worker(command(shrunk("rollout"), None, "benchmarks.nothing"))
 
 
 SECONDS = {"benchmarks.peer_tunix": [9.0, 4.0, 6.0], "benchmarks.ours": [9.0, 2.0, 1.0]}
@@ -168,8 +168,9 @@ TURNS = []
 class Side:
     """Replaces a worker: scripted repeats, and a record of the order of calls."""
 
-    def __init__(self, case, folder, module="benchmarks.ours", python=None):
-        self.module, self.script = module, iter(SECONDS[module])
+    def __init__(self, command):
+        self.module = command[2]
+        self.script = iter(SECONDS[self.module])
         self.built = {"base_mb": 100.0}
 
     def __enter__(self):
@@ -197,6 +198,19 @@ def test_comparison_alternates_the_sides(monkeypatch):
     monkeypatch.setitem(NORMS, "benchmarks.peer_tunix", 1.01)
     with pytest.raises(RuntimeError, match="not the same work: the gradient's norm"):
         against_tunix.compare(case, Path("python"), Path("folder"), 2)
+
+
+def test_comparison_with_trl_trains_both_sides(tmp_path, capsys):
+    pytest.importorskip("trl")
+    gguf_models = pytest.importorskip("tests.models.gguf_models")
+    gguf_models.written(tmp_path / "tiny.gguf", "llama")
+    options = ["--model", str(tmp_path / "tiny.gguf"), "--repeats", "1", "--json", str(tmp_path / "out.json")]
+    assert against_trl.main([*options, "--weights", "lora"]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())["weights"]["lora"]
+    for side in ("peer", "ours"):
+        most = against_trl.PROMPTS * against_trl.GROUP * against_trl.LENGTH
+        assert all(0 < repeat["tokens"] <= most and 0 <= repeat["reward"] < 1 for repeat in found[side]["repeats"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("lora ")
 
 
 def test_peer_is_installed_once_with_torch_first(monkeypatch, tmp_path, capsys):
