@@ -12,14 +12,14 @@ cores, 5 of letters.
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import collections
 import json
 import math
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.stats
@@ -30,8 +30,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A config beside this file, and what is trained on it."""
 
     config: str
@@ -72,13 +71,15 @@ def tunix_like(*arguments: str) -> None:
 
 
 def evaluated(source: str, out: Path, *overrides: str) -> dict[str, Any]:
-    """Evaluates a run or the config before training. Returns pass@k with intervals, and the number of right samples of
-    each held-out problem."""
+    """Evaluates a run or the config before training. Returns pass@k with intervals, the number of right samples of each
+    held-out problem, and how often each of the most frequent completions was sampled."""
     tunix_like("eval", source, f"eval.samples={SAMPLES}", f"eval.k={list(KS)}", *overrides, "--out", str(out))
     metrics = json.loads(out.with_suffix(".summary.json").read_text())["metrics"]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     pass_at = {name: round(value, 4) for name, value in metrics.items() if "pass@" in name}
-    return {"pass_at": pass_at, "right": [sum(reward >= 1 for reward in row["rewards"]) for row in rows]}
+    right = [sum(reward >= 1 for reward in row["rewards"]) for row in rows]
+    replies = collections.Counter(text.strip() for row in rows for text in row["completions"])
+    return {"pass_at": pass_at, "right": right, "replies": dict(replies.most_common(8))}
 
 
 def trained(folder: Path, task: Task, learner: str, seed: int) -> dict[str, Any]:
@@ -114,15 +115,17 @@ def mean(values: Sequence[float], digits: int = 1) -> str:
 
 
 def table(name: str) -> str:
-    """Returns pass@k of each learner, the number of held-out problems that a sample solved, and the entropy of the last
-    step; pass@1 also of each seed with its 95% interval over problems."""
+    """Returns pass@k of each learner, the number of held-out problems that a sample solved, and the last entropy;
+    pass@1 also of each seed with its 95% interval over problems."""
     lines = [f"| | {' | '.join(f'pass@{k}' for k in KS)} | problems solved | entropy | pass@1 of each seed |"]
     lines.append("|---" * (len(KS) + 4) + "|")
     for learner, runs in results(name).items():
         scores = [{key.removeprefix("eval/pass@"): 100 * x for key, x in run["pass_at"].items()} for run in runs]
         cells = [mean([score[str(k)] for score in scores]) for k in KS]
         cells.append(mean([sum(right > 0 for right in run["right"]) for run in runs]) + f" of {len(runs[0]['right'])}")
-        cells.append(mean([run["steps"][-1]["train/entropy"] for run in runs if "steps" in run], 2))
+        entropies = [[step["train/entropy"] for step in run["steps"]] for run in runs if "steps" in run]
+        # None in a step in which no group has a signal
+        cells.append(mean([[x for x in values if x is not None][-1] for values in entropies], 2))
         cells.append(", ".join(f"{score['1']:.1f} [{score['1/low']:.1f}, {score['1/high']:.1f}]" for score in scores))
         lines.append(f"| {LABELS[learner]} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -2,19 +2,55 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import importlib.util
 from pathlib import Path
 
+import numpy as np
 import pytest
+import scipy.optimize
+import scipy.special
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def study():
+    spec = importlib.util.spec_from_file_location("smollm2_study", ROOT / "examples" / "smollm2" / "study.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize("task", ["sums", "letters"])
-def test_the_table_of_the_documentation_has_the_stored_results(task):
-    spec = importlib.util.spec_from_file_location("smollm2_study", ROOT / "examples" / "smollm2" / "study.py")
-    study = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(study)
-    page = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
+def test_the_table_of_the_documentation_has_the_stored_results(study, task):
     results = study.results(task)
-    assert results.keys() == {study.BEFORE, *study.TASKS[task].learners} and study.table(task) in page
+    assert results.keys() == {study.BEFORE, *study.TASKS[task].learners} and study.table(task) in PAGE
+
+
+def test_replies_of_the_documentation_beside_the_best_distribution_of_each_objective(study):
+    """The optimum of each objective over distributions of answers, by a numerical search."""
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    problems = reasoning_gym.create_dataset("letter_counting", size=5000, seed=1, min_words=3, max_words=8)
+    found = collections.Counter(problem["answer"] for problem in problems)
+    answers, shares = zip(*sorted(found.items()), strict=True)
+    shares = np.array(shares) / 5000
+    objectives = {
+        "RLOO, mean reward": ("rloo", lambda p: p),
+        "MaxRL, log-likelihood of success up to order 15": (
+            "maxrl",
+            lambda p: -sum((1 - p) ** k / k for k in range(1, 16)),
+        ),
+        "MaxPO, max@4": ("maxpo", lambda p: 1 - (1 - p) ** 4),
+    }
+    for label, (learner, objective) in objectives.items():
+        value = functools.partial(lambda f, logits: -shares @ f(scipy.special.softmax(logits)), objective)
+        search = scipy.optimize.minimize(value, np.zeros(len(shares)))
+        best = dict(zip(answers, scipy.special.softmax(search.x), strict=True))
+        runs = [run["replies"] for run in study.results("letters")[learner]]
+        drawn = 64 * 64
+        rows = [best, *({answer: run.get(answer, 0) / drawn for answer in "123"} for run in runs)]
+        cells = [" / ".join(f"{100 * row[answer]:.0f}" for answer in "123") for row in rows]
+        assert f"| {label} | {cells[0]} | {', '.join(cells[1:])} |" in PAGE
