@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.cases import MODELS, Case, make_case, write_model
 from benchmarks.run import machine
-from benchmarks.worker import ROOT, Series, Worker, command, count, median
+from benchmarks.worker import ROOT, Worker, alternate, case_command, count, median
 
 VERSION = "0.1.7"
 REQUIREMENTS = ("torch==2.13.0", f"google-tunix=={VERSION}")
@@ -95,8 +95,8 @@ def prepare(venv: Path) -> Path:
         if found == VERSION:
             return python_of(venv)
     print(f"making the peer's environment in {venv} (some minutes, some GB)", flush=True)
-    for arguments in install_commands(venv):
-        subprocess.run(arguments, check=True)
+    for command in install_commands(venv):
+        subprocess.run(command, check=True)
     return python_of(venv)
 
 
@@ -106,26 +106,11 @@ def compare(case: Case, python: Path, folder: Path, repeats: int) -> dict[str, A
     Raises:
       RuntimeError: a side failed, or the two sides do not compute the same.
     """
-    with Worker(command(case, folder, PEER, str(python))) as peer, Worker(command(case, folder)) as ours:
+    with Worker(case_command(case, folder, PEER, str(python))) as peer, Worker(case_command(case, folder)) as ours:
         found = alternate(peer, ours, repeats)
     if case.kind == "update" and case.peer_prompts is None:
         same("the gradient's norm", found["peer"]["repeats"][-1], found["ours"]["first"], ("grad_norm",), 1e-3)
     return found
-
-
-def alternate(peer: Worker, ours: Worker, repeats: int) -> dict[str, Any]:
-    """Runs both sides alternately. The side that starts a round changes from round to round. Returns the summary of
-    each side, and the ratios of this library's useful tokens per second to the peer's and of the peer's peak memory to
-    this library's."""
-    sides = (Series(peer), Series(ours))
-    for number in range(repeats):
-        for side in sides if number % 2 == 0 else sides[::-1]:
-            side.add()
-    theirs, own = sides
-    paired = [b / a for a, b in zip(theirs.rates(), own.rates(), strict=True)]
-    found = {"peer": theirs.summary(), "ours": own.summary()}
-    memory = found["peer"]["peak_mb"] / found["ours"]["peak_mb"]
-    return found | {"ratio": median(paired), "ratio_min": min(paired), "ratio_max": max(paired), "memory": memory}
 
 
 def check_model(case: Case, python: Path, folder: Path) -> None:
@@ -135,7 +120,7 @@ def check_model(case: Case, python: Path, folder: Path) -> None:
       RuntimeError: they differ.
     """
     asked = dataclasses.replace(case, kind="logits", prompt_length=16, room=None)
-    with Worker(command(asked, folder, PEER, str(python))) as peer, Worker(command(asked, folder)) as ours:
+    with Worker(case_command(asked, folder, PEER, str(python))) as peer, Worker(case_command(asked, folder)) as ours:
         same("the logits", peer.repeat(), ours.repeat(), ("mean", "deviation", "last"), 1e-3)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cases import CASES, MODELS, ON_REQUEST, Case, floating_operations, make_case, write_model
-from benchmarks.worker import Series, Worker, command, count
+from benchmarks.worker import Series, Worker, case_command, count
 
 HEADER = (
     f"{'case':<28}{'median s':>9}{'min':>9}{'max':>9}{'tokens/s':>10}{'x floor':>9}{'compile s':>10}{'programs':>9}"
@@ -34,7 +34,7 @@ compared with `predicted`."""
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
     """Runs one case in a separate process. The first repeat, which compiles, is not counted."""
-    with _model_folder(case) as folder, Worker(command(case, folder)) as worker:
+    with _model_folder(case) as folder, Worker(case_command(case, folder)) as worker:
         series = Series(worker)
         for _ in range(repeats):
             series.add()
@@ -54,7 +54,7 @@ def _model_folder(case: Case) -> Iterator[Path | None]:
 
 def matmul_rate(repeats: int) -> float:
     """Returns the operations per second of a matrix product: the best of the repeats."""
-    with Worker(command(Case(MODELS["tiny"], "matmul", length=4096), None)) as worker:
+    with Worker(case_command(Case(MODELS["tiny"], "matmul", length=4096), None)) as worker:
         series = Series(worker)
         for _ in range(repeats):
             series.add()

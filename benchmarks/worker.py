@@ -144,7 +144,7 @@ class Worker:
         self._log.close()
 
 
-def command(
+def case_command(
     case: Case, folder: Path | None, module: str = "benchmarks.ours", python: str = sys.executable
 ) -> Sequence[str]:
     """Returns the command of a worker: `python -m module` on a case."""
@@ -190,6 +190,21 @@ class Series:
             "later_programs": sum(repeat["programs"] for repeat in self.repeats),
             "repeats": self.repeats,
         }
+
+
+def alternate(peer: Worker, ours: Worker, repeats: int) -> dict[str, Any]:
+    """Runs both sides alternately. The side that starts a round changes from round to round. Returns the summary of
+    each side, and the ratios of this library's useful tokens per second to the peer's and of the peer's peak memory to
+    this library's."""
+    sides = (Series(peer), Series(ours))
+    for number in range(repeats):
+        for side in sides if number % 2 == 0 else sides[::-1]:
+            side.add()
+    theirs, own = sides
+    paired = [b / a for a, b in zip(theirs.rates(), own.rates(), strict=True)]
+    found = {"peer": theirs.summary(), "ours": own.summary()}
+    memory = found["peer"]["peak_mb"] / found["ours"]["peak_mb"]
+    return found | {"ratio": median(paired), "ratio_min": min(paired), "ratio_max": max(paired), "memory": memory}
 
 
 def median(values: Sequence[float]) -> float:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 from benchmarks import against_trl, against_tunix, ours, run, zero_signal  # noqa: E402
 from benchmarks.cases import CASES, MODELS, Case, Model, floating_operations, make_case, write_model  # noqa: E402
-from benchmarks.worker import Finished, Gate, Worker, command  # noqa: E402
+from benchmarks.worker import Finished, Gate, Worker, case_command  # noqa: E402
 
 MINIATURE = Model(layers=1, width=64, inner=64, heads=2, kv_heads=1, head=8, vocab=64)
 
@@ -157,7 +157,7 @@ def test_rate_of_a_matrix_product():
 
 def test_error_of_a_dead_worker_states_the_cause():
     with pytest.raises(RuntimeError, match="No module named benchmarks.nothing"):
-        Worker(command(shrunk("rollout"), None, "benchmarks.nothing"))
+        Worker(case_command(shrunk("rollout"), None, "benchmarks.nothing"))
 
 
 SECONDS = {"benchmarks.peer_tunix": [9.0, 4.0, 6.0], "benchmarks.ours": [9.0, 2.0, 1.0]}
@@ -200,11 +200,13 @@ def test_comparison_alternates_the_sides(monkeypatch):
         against_tunix.compare(case, Path("python"), Path("folder"), 2)
 
 
-def test_comparison_with_trl_trains_both_sides(tmp_path, capsys):
+def test_comparison_with_trl_trains_both_sides(monkeypatch, tmp_path, capsys):
     pytest.importorskip("trl")
     gguf_models = pytest.importorskip("tests.models.gguf_models")
     gguf_models.written(tmp_path / "tiny.gguf", "llama")
-    options = ["--model", str(tmp_path / "tiny.gguf"), "--repeats", "1", "--json", str(tmp_path / "out.json")]
+    monkeypatch.setattr(against_trl, "MODEL", str(tmp_path / "tiny.gguf"))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    options = ["--repeats", "1", "--json", str(tmp_path / "out.json")]
     assert against_trl.main([*options, "--weights", "lora"]) == 0
     found = json.loads((tmp_path / "out.json").read_text())["weights"]["lora"]
     for side in ("peer", "ours"):
@@ -234,7 +236,7 @@ def test_peer_is_installed_once_with_torch_first(monkeypatch, tmp_path, capsys):
 
 def test_command_of_the_peer():
     case = make_case("rollout_eos", "mid")
-    line = command(case, Path("weights"), against_tunix.PEER, "python")
+    line = case_command(case, Path("weights"), against_tunix.PEER, "python")
     assert line[:3] == ["python", "-m", "benchmarks.peer_tunix"] and line[4] == "weights"
     assert Case.from_json(line[3]) == case
     assert all(make_case(row.case, row.size).kind in ("rollout", "update", "step") for row in against_tunix.TABLE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import importlib.util
 from pathlib import Path
 
@@ -46,8 +45,11 @@ def test_replies_of_the_documentation_beside_the_best_distribution_of_each_objec
         "MaxPO, max@4": ("maxpo", lambda p: 1 - (1 - p) ** 4),
     }
     for label, (learner, objective) in objectives.items():
-        value = functools.partial(lambda f, logits: -shares @ f(scipy.special.softmax(logits)), objective)
-        search = scipy.optimize.minimize(value, np.zeros(len(shares)))
+
+        def loss(logits, objective=objective):
+            return -shares @ objective(scipy.special.softmax(logits))
+
+        search = scipy.optimize.minimize(loss, np.zeros(len(shares)))
         best = dict(zip(answers, scipy.special.softmax(search.x), strict=True))
         runs = [run["replies"] for run in study.results("letters")[learner]]
         drawn = 64 * 64
