@@ -97,13 +97,13 @@ def learner(kind=RLOOLearner, algo=None, environment=Vowels, **arguments):
 
 @pytest.fixture
 def credits(monkeypatch):
-    """Collects what `Updates.run` gets, with the rewards and masks of the batch."""
+    """Collects the batches of `Updates.run`, and the advantages or (with a critic) rewards of its turns."""
     found = []
     run = Updates.run
 
-    def watched(self, step, problems, batch, ref, stale, turns=None):
-        found.append((batch, turns))
-        return run(self, step, problems, batch, ref, stale, turns)
+    def watched(self, step, problems, batch, ref, stale, turn_advantages=None, turn_rewards=None):
+        found.append((batch, turn_rewards if turn_advantages is None else turn_advantages))
+        return run(self, step, problems, batch, ref, stale, turn_advantages, turn_rewards)
 
     monkeypatch.setattr(Updates, "run", watched)
     return found
