@@ -1,7 +1,7 @@
 """Writes the runs of `tests/runs/earlier`, which `test_earlier_runs.py` resumes: `python -m tests.runs.earlier_runs`.
 
 Run it with the library of the version whose runs are wanted first on `PYTHONPATH`. Each archive has the run folder
-after two of four steps, and `expected.npz`: the weights of the uninterrupted run.
+after two of four steps, `expected.npz`: the weights of the uninterrupted run, and `processor.txt`.
 """
 
 from __future__ import annotations
@@ -76,6 +76,13 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
         return load_file(f"{place}/out/model.safetensors")
 
 
+def processor() -> str:
+    """Describes the processor, for which XLA compiles: programs for another one round differently."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
+    return "\n".join(line for line in lines if line.startswith(("vendor_id", "cpu family", "model", "flags")))
+
+
 def main() -> None:
     for name in RUNS:
         with tempfile.TemporaryDirectory() as place:
@@ -89,6 +96,7 @@ def main() -> None:
                 train(config, folder, name, 2)
             shutil.rmtree(folder / "rollouts", ignore_errors=True)
             np.savez_compressed(folder / "expected.npz", **weights(Path(place) / "whole"))
+            (folder / "processor.txt").write_text(processor())
             with tarfile.open(ARCHIVES / f"{name}.tar.xz", "w:xz") as archive:
                 archive.add(folder, arcname=name)
 
