@@ -1,6 +1,7 @@
 """Tests the updates of a learner: several per batch against the plain forward pass, steps without data, and the KL."""
 
 import functools
+import threading
 from collections import OrderedDict
 
 import jax
@@ -23,6 +24,7 @@ from tunix_like import (
     RolloutConfig,
     UserError,
 )
+from tunix_like.rollout.collection import longest_batch
 from tunix_like.rollout.requests import collect as collect_samples
 from tunix_like.rollout.requests import samples_of
 from tunix_like.rollout.rollouts import with_width
@@ -35,6 +37,7 @@ from .small_learner import (
     differ,
     make,
     make_model,
+    params_of,
     varied,
     watch_advantages,
     watch_rewards,
@@ -304,3 +307,51 @@ def test_an_engine_by_name_needs_the_engine():
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=4, engine="vllm", urls=["http://127.0.0.1:1"])
     with pytest.raises(UserError, match="rollout.engine: got 'vllm'; give the engine itself"):
         make(rollout=rollout)
+
+
+@pytest.fixture
+def update_threads():
+    """The names of the threads that compiled an update."""
+    names = []
+
+    def on_event(event, duration, **metadata):
+        if event == "/jax/core/compile/backend_compile_duration" and metadata.get("fun_name") in ("step", "jit(step)"):
+            names.append(threading.current_thread().name)
+
+    jax.monitoring.register_event_duration_secs_listener(on_event)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(on_event)
+
+
+AHEAD = {
+    "one update": {},
+    "two updates": {"mini_batch_size": 2},
+    "with a reference": {"algo": GRPOConfig(num_generations=4, beta=0.1), "learner": GRPOLearner},
+}
+
+
+@pytest.mark.parametrize("settings", others_slow(AHEAD, "one update"))
+def test_first_update_is_compiled_while_its_completions_are_sampled(settings, update_threads):
+    # another optimizer than that of other tests, whose programs would be used again
+    learner = make(reward=varied, actor_optimizer=optax.sgd(0.25), **AHEAD[settings])
+    rows = collect(learner)
+    assert len(update_threads) == 1 and update_threads[0].startswith("compile the update")
+    assert [row["train/perf/update_programs"] for row in rows] == [1, 1]
+
+
+def test_update_of_other_lengths_than_were_compiled_ahead(update_threads, monkeypatch):
+    def shorter(*arguments):
+        batch = longest_batch(*arguments)
+        cut = {"completion_lengths": batch.completion_lengths - 2}
+        for name in ("completion_tokens", "rollout_logprobs", "token_mask"):
+            cut[name] = getattr(batch, name)[:, :, :-2]
+        return batch._replace(**cut)
+
+    expected = make(reward=varied, actor_optimizer=optax.sgd(0.25))
+    rows = collect(expected)
+    monkeypatch.setattr("tunix_like.training.learner.longest_batch", shorter)
+    update_threads.clear()
+    learner = make(reward=varied, actor_optimizer=optax.sgd(0.25))
+    assert [row["train/loss"] for row in collect(learner)] == [row["train/loss"] for row in rows]
+    assert_same(params_of(learner.model), params_of(expected.model))
+    assert len(update_threads) == 2 and learner.programs.traces == 2

@@ -24,6 +24,7 @@ from tunix_like.data.curriculum import CurriculumBatches
 from tunix_like.data.source import SOURCE_COLUMN
 from tunix_like.data.stream import Prompt
 from tunix_like.errors import EngineLost, UserError
+from tunix_like.rewards import Scores
 from tunix_like.rollout.episodes import Episode
 from tunix_like.rollout.files import FirstFailure, nothing_scored_message, saved_on_failure
 from tunix_like.rollout.requests import RolloutPlayer, RolloutTrajectories, generate
@@ -85,6 +86,7 @@ class Collector:
         these numbers are unique in a run.
       most_unscored: the number of consecutive steps without a scored completion after which EngineLost is raised.
       total: the number of the last step; None if it is unknown.
+      on_first_prompts: called with the prompts of the first batch of this collector, before they are sampled.
       started: whether the run has taken a batch from `batches`. For a resumed run, batches taken before the checkpoint
         count too.
     """
@@ -102,6 +104,7 @@ class Collector:
     player: RolloutPlayer | None = None
     most_unscored: int = RLTrainingConfig.max_unscored_steps
     total: int | None = None
+    on_first_prompts: Callable[[Sequence[Problem]], None] | None = None
     started: bool = False
     _warned: bool = False
     _unscored: int = 0
@@ -236,6 +239,9 @@ class Collector:
         problems = [Problem(self.drawn + i, *prompt, moment=moment) for i, prompt in enumerate(prompts)]
         self.drawn += len(problems)
         clock.lap("data")
+        if self.on_first_prompts is not None:
+            self.on_first_prompts(problems)
+            self.on_first_prompts = None
         key = jax.random.fold_in(self.key, TRAIN_KEY)
         sampling = SamplingParams(settings.temperature, settings.top_p, settings.top_k)
         if self.player is not None:
@@ -322,6 +328,23 @@ def training_batch(rollout: Rollout, task: Task, objective: Objective) -> GroupB
         experts=None if out.experts is None else out.experts[:, :, :steps],
         prompt_experts=None if out.prompt_experts is None else with_length(out.prompt_experts, width, axis=1),
     )
+
+
+def longest_batch(problems: Sequence[Problem], task: Task, objective: Objective) -> GroupBatch:
+    """Returns a `training_batch` of prompts whose completions, of a single turn, have the maximum length."""
+    shape = len(problems), task.algo.num_generations
+    length = task.rollout_config.max_tokens_to_generate
+    completions = Completions(
+        tokens=np.zeros((*shape, length), np.int32),
+        lengths=np.full(shape, length, np.int32),
+        logprobs=np.zeros((*shape, length), np.float32),
+        finished=np.zeros(shape, bool),
+    )
+    completions = with_width(completions, length)
+    rewards = np.zeros(completions.lengths.size)
+    none = np.zeros(rewards.shape, bool)
+    scores = Scores(rewards, {name: rewards for name, _, _ in task.rewards}, none, none, none, None)
+    return training_batch(Rollout(list(problems), [], completions, scores), task, objective)
 
 
 def rewards_for_estimators(rollout: Rollout, task: Task, objective: Objective) -> Float[np.ndarray, "P G"]:

@@ -50,7 +50,13 @@ from tunix_like.models.sharding import check_batch, fetch, place_replicated, sco
 from tunix_like.planning.memory import Companions
 from tunix_like.rewards import close_pools
 from tunix_like.rewards.turns import TurnReward, is_potential
-from tunix_like.rollout.collection import Collector, advantages_of_turns, training_batch, turn_signals
+from tunix_like.rollout.collection import (
+    Collector,
+    advantages_of_turns,
+    longest_batch,
+    training_batch,
+    turn_signals,
+)
 from tunix_like.rollout.files import FirstFailure, RolloutFiles, saved_on_failure
 from tunix_like.rollout.rollouts import Rollout, Task, WeightedReward, warn_cut, weighted_rewards
 from tunix_like.rollout.samples import pick_samples
@@ -407,6 +413,10 @@ class Learner(Trainer):
         self.iterator = None if self.iterator is None else rollouts
         own_engine = isinstance(self.engine, CheckedEngine)
         step_updates = Updates(self, self.algo, objective, mini, self.reference, own_engine, self.teachers, self.critic)
+        if self.player is None and not self.rollout_config.routing_replay:
+            collector.on_first_prompts = lambda problems: step_updates.compile_ahead(
+                longest_batch(problems, self.task, objective)
+            )
         watch = SignalWatch(self.task, objective.extra_term)
         return _Call(rollouts, step_updates, evaluator, files, watch, profile)
 

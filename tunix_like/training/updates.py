@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
@@ -18,13 +20,14 @@ from tunix_like.algorithms.token_baseline import TOKEN_BASELINE, token_baseline_
 from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError
 from tunix_like.models.counts import update_operations
-from tunix_like.models.sharding import fetch, place_replicated, prompt_parts
+from tunix_like.models.sharding import fetch, place_replicated, prompt_parts, scope
 from tunix_like.planning.sizes import Planner
+from tunix_like.runtime import progress
 from tunix_like.session.guards import GapWatch, SkippedUpdate, SkipWatch, save_skipped
 from tunix_like.step.forward import place_packed
 from tunix_like.step.optimizer import updates_done
 from tunix_like.step.packing import Packed, choose_layout, pack, token_places, with_experts
-from tunix_like.step.train_step import MAXIMA, TeacherInputs, step_inputs
+from tunix_like.step.train_step import MAXIMA, StepInputs, TeacherInputs, step_inputs
 from tunix_like.training.companions import Reference
 from tunix_like.training.critic import Critic
 from tunix_like.training.step_metrics import expert_metrics
@@ -125,6 +128,7 @@ class Updates:
         self.critic_watch = SkipWatch("the loss of the critic", trainer.training.max_skipped_updates)
         self.mini_batch_size = mini_batch_size
         self.reference = reference
+        self._compiling: Future[None] | None = None
         self.skip_watch = SkipWatch(f"the loss '{algo.policy_loss_fn}'", trainer.training.max_skipped_updates)
         self.gap_watch = GapWatch(
             trainer.training.max_logprob_gap, trainer.training.later_logprob_gap == "error", own_engine
@@ -150,6 +154,36 @@ class Updates:
         kl = np.where(mask, np.asarray(tokens), 0.0)
         rewards = batch.rewards - self.algo.beta * kl.sum(-1)
         return batch._replace(rewards=rewards), ref, {"kl": float(kl.sum() / mask.sum())}
+
+    def compile_ahead(self, batch: GroupBatch) -> None:
+        """Starts to compile the first update in another thread, for a batch of these shapes. That update waits for it.
+
+        Nothing is compiled ahead if the update needs signals per token (of a teacher, a critic or a token baseline), or
+        if there are several processes, whose compilations could then have different orders.
+        """
+        by_token = any(estimator.name == TOKEN_BASELINE for estimator in self.objective.estimators)
+        if self.teachers is not None or self.critic is not None or by_token or jax.process_count() > 1:
+            return
+        if self.trainer.programs.traces:  # compiled before, by an earlier call of `train` or another learner
+            return
+        per_token = np.zeros(batch.completion_tokens.shape, np.float32)
+        mini_batches = self._mini_batches(len(batch.scored))
+        old = per_token if len(mini_batches) > 1 else None
+        ref = None if self.reference is None else per_token
+        shared = self._shared(batch, old, ref, _TokenSignals(), self.objective.scheduled(1))
+        packed = self._pack(batch, batch.scored & mini_batches[0][:, None], self.mini_batch_size)
+        inputs = _inputs(shared, mini_batches[0], place_packed(packed, self.trainer.mesh))
+        program = self.trainer.programs.train_step
+        state = self.trainer.state
+        frozen = self.trainer.frozen
+
+        def compile_update() -> None:
+            with scope(self.trainer.mesh):
+                program.lower(state, inputs, frozen).compile()  # jax keeps the result for calls with these shapes
+
+        pool = ThreadPoolExecutor(1, "compile the update")
+        self._compiling = pool.submit(compile_update)
+        pool.shutdown(wait=False)
 
     def run(
         self,
@@ -277,16 +311,11 @@ class Updates:
         if not trains_policy:  # an update without tokens changes nothing
             prompts = np.zeros_like(prompts)
             packed = packed._replace(sets=0 * packed.sets)
-        inputs = step_inputs(
-            shared.batch,
-            prompts,
-            packed,
-            shared.old_logprobs,
-            shared.ref_logprobs,
-            shared.token_advantages,
-            shared.teacher,
-            shared.scheduled,
-        )
+        inputs = _inputs(shared, prompts, packed)
+        if self._compiling is not None:
+            with progress.task("compilation of the update"):
+                wait([self._compiling])  # an error of it comes up again in the call
+            self._compiling = None
         trainer.state, metrics, advantages = trainer.programs.train_step(trainer.state, inputs, trainer.frozen)
         return _Update(metrics, critic_metrics, advantages, tokens, places)
 
@@ -481,6 +510,19 @@ class Updates:
             f"{group} (prompt {problems[group].text!r:.80}) with rewards {batch.rewards[group].tolist()}; it must "
             "return finite numbers. The weights are those before this step."
         )
+
+
+def _inputs(shared: _Shared, prompts: Bool[np.ndarray, "P"], packed: Packed) -> StepInputs:
+    return step_inputs(
+        shared.batch,
+        prompts,
+        packed,
+        shared.old_logprobs,
+        shared.ref_logprobs,
+        shared.token_advantages,
+        shared.teacher,
+        shared.scheduled,
+    )
 
 
 def _update_critic(
