@@ -90,7 +90,7 @@ def make_update(setting: Setting) -> tuple[Callable[[GroupBatch], Timed], list[i
     optimizer = build_optimizer(OptimizerConfig(), None)
     graphdef, split = nnx.split(Decoder(setting.model, rngs=nnx.Rngs(0)))
     weights = nnx.to_pure_dict(split)
-    options = ForwardOptions(temperature=1.0, chunk=1024, remat=False)
+    options = ForwardOptions(temperature=1.0, logits_chunk=1024, remat=False)
     widths = setting.prompt_length, setting.completion_length
     layout = choose_layout(setting.size, setting.prompts, widths, micro_batch_size(widths[1]))
     spec = StepSpec(graphdef, objective, optimizer, options)

@@ -387,7 +387,7 @@ def test_sampled_tokens_and_their_log_probabilities(reference):
             rewards=np.zeros((2, 2), np.float32), scored=np.ones((2, 2), bool),
         )  # fmt: skip
         packed = pack(found.lengths, batch.scored, steps, choose_layout(2, 2, (24, steps), 3))
-        options = ForwardOptions(temperature, chunk=50, remat=False)
+        options = ForwardOptions(temperature, logits_chunk=50, remat=False)
         trained = jax.jit(batch_logprobs, static_argnums=(0, 4))(graphdef, params, batch, packed, options)
         np.testing.assert_allclose(trained, found.logprobs, rtol=0, atol=1e-4)
 

@@ -108,7 +108,7 @@ def test_bins_match_the_plain_model(drawn, expected, attention):
     )  # fmt: skip
     packed = pack(drawn.lengths, batch.scored, STEPS, choose_layout(SIZE, 5, (24, STEPS), 4))
     assert (np.asarray(packed.start) > 0).any(), "no bin holds two completions"
-    options = ForwardOptions(TEMPERATURE, chunk=100, remat=True)
+    options = ForwardOptions(TEMPERATURE, logits_chunk=100, remat=True)
     run = jax.jit(batch_logprobs, static_argnums=(0, 4))
     found = run(nnx.split(model)[0], PARAMS, batch, packed, options)
     np.testing.assert_allclose(np.where(real_of(drawn), found, 0), expected, rtol=0, atol=1e-4)

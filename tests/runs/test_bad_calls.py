@@ -38,6 +38,10 @@ def scalar(logprobs, old_logprobs, advantages, mask):
 def nothing(logprobs, old_logprobs, advantages, mask):
     -logprobs * advantages
 
+@register_policy_loss_fn("per_completion")
+def per_completion(logprobs, old_logprobs, advantages, mask):
+    return -logprobs * advantages.squeeze(-1)[..., None], {}
+
 @register_advantage_estimator("by_group")
 def by_group(rewards, *, scored, lengths):
     return rewards.mean(axis=1)
@@ -82,6 +86,8 @@ calls = {
     "model of a number": lambda: tunix_like.load_model(3),
     "folder": lambda: learner(training_config=RLTrainingConfig(output_dir="a\\0b")),
     "scalar": lambda: loss("scalar"),
+    "loss for advantages per completion": lambda: learner(teacher=model, algo_config=RLOOConfig(
+        num_generations=4, policy_loss_fn="per_completion")),
     "nothing": lambda: loss("nothing"),
     "by_group": lambda: CustomLearner(**given | {"algo_config": CustomConfig(
         advantage_estimator="by_group", num_generations=4)}),
@@ -137,6 +143,7 @@ WORDS = {
     "model of a number": ["load_model: got int", "a hub id"],
     "folder": ["training.output_dir", "NUL character"],
     "scalar": ["policy loss 'scalar' returned one number", "one number per token, [2, 4, 4]", "Return (loss, metrics)"],
+    "loss for advantages per completion": ["policy loss 'per_completion'", "squeeze"],
     "nothing": ["policy loss 'nothing' returned None", "Return (loss, metrics)"],
     "by_group": ["'by_group' returned an array of shape [2]", "for rewards of shape [2, 4]"],
     "sft model": ["model: got str", DECODER],

@@ -134,7 +134,7 @@ OBJECTIVES = {
     ),
     "every mode": EveryMode(),
 }
-PLAIN = ForwardOptions(temperature=1.0, chunk=1000, remat=False)
+PLAIN = ForwardOptions(temperature=1.0, logits_chunk=1000, remat=False)
 keep_gradient = optax.GradientTransformation(
     init=lambda params: jax.tree.map(jnp.zeros_like, params),
     update=lambda grads, state, params: (jax.tree.map(jnp.zeros_like, grads), grads),

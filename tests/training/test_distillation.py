@@ -106,7 +106,7 @@ def next_tokens(graphdef, params, prompts, prompt_lengths):
 
 
 def step_gradient(layout, objective, teacher=TEACHER[1], spec=None, **options):
-    spec = StepSpec(GRAPHDEF, objective, keep_gradient, PLAIN._replace(chunk=7, **options), teacher=spec)
+    spec = StepSpec(GRAPHDEF, objective, keep_gradient, PLAIN._replace(logits_chunk=7, **options), teacher=spec)
     data = data_of(layout)._replace(teacher=TeacherInputs(teacher, TAUGHT, LONGER))
     state, metrics, _ = jax.jit(lambda state, data: train_step(spec, state, data))(TrainState(PARAMS, PARAMS), data)
     return state.opt_state, metrics

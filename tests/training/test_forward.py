@@ -122,7 +122,7 @@ def test_remat_recomputes_layers_and_chunks_use_a_loop():
     recomputed = {"remat2", "checkpoint"}
     for part in ("prompts", "completions"):
         assert count(part, recomputed, remat=True) == count(part, recomputed) + 2
-    assert count("completions", {"scan"}, chunk=7) == 1 and count("completions", {"scan"}) == 0
+    assert count("completions", {"scan"}, logits_chunk=7) == 1 and count("completions", {"scan"}) == 0
 
 
 @pytest.mark.slow

@@ -23,21 +23,25 @@ from tunix_like.models.sharding import build_mesh, place_params
 from tunix_like.runs.trained import open_trained
 from tunix_like.step.forward import batch_logprobs
 from tunix_like.storage.checkpoints import Checkpoints
+from tunix_like.training import arguments
 from tunix_like.training.sft import SFTTrainer
 
 from .repeated_prompts import (
+    BATCH,
     EVERYONE,
     GRAPHDEF,
+    LAYOUTS,
     OBJECTIVES,
     PARAMS,
     PLAIN,
     data_of,
     difference,
     keep_gradient,
+    packed_as,
     plain_step,
     repeated,
 )
-from .small_learner import ROWS, TOKENIZER, assert_same, collect, differ, make, varied
+from .small_learner import ROWS, TOKENIZER, assert_same, collect, differ, make, make_model, varied
 
 pytestmark = pytest.mark.slow
 
@@ -302,3 +306,16 @@ def test_weights_in_half_precision_are_rejected(make_trainer):
     model, _ = tunix_like.load_model(HF, init="random", param_dtype=jnp.bfloat16)
     with pytest.raises(UserError, match=r"stored in bfloat16, .*load_model\(\.\.\., param_dtype=jnp\.float32"):
         make_trainer(model)
+
+
+def test_layers_beside_adapters_on_one_device_are_never_stacked(monkeypatch):
+    """On accelerators, layers are stacked; a stacked base would be a second one in memory, in every program."""
+    chosen = arguments.likelihood_options
+    monkeypatch.setattr(arguments, "likelihood_options", lambda *given: chosen(*given)._replace(stacked=True))
+    scans = {}
+    for name, model in {"all weights": make_model(), "adapters": adapted()}.items():
+        learner = make(GRPO, learner=GRPOLearner, model=model, reward=varied)
+        collect(learner)
+        program = functools.partial(learner.programs.logprobs, learner.graphdef)
+        scans[name] = str(jax.make_jaxpr(program)(learner.params, BATCH, packed_as(LAYOUTS[0]))).count("scan[")
+    assert scans["all weights"] > scans["adapters"]

@@ -61,7 +61,7 @@ def settings(name: str, dtype: str = "float32", **changes: Any) -> OptimizerConf
 def compiled_updates(config: OptimizerConfig, graphdef: Any, params: Any, stacked: bool, mesh: Any = None, steps=3):
     """Runs the compiled step on one batch. Returns the trees of weights after each update, and the last state with
     moments per layer."""
-    segments = moment_segments(nnx.merge(graphdef, params).config, config, stacked, copies_base=False)
+    segments = moment_segments(nnx.merge(graphdef, params).config, config, stacked)
     optimizer = build_optimizer(config, 10, segments is not None)
     state = TrainState(jax.tree.map(jnp.copy, params), init_optimizer(optimizer, params, segments))
     shardings = shardings_of(state, mesh)

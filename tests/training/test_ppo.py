@@ -90,7 +90,9 @@ def test_the_update_of_a_critic_equals_that_of_whole_texts(layout):
     graphdef, params = make_decoder(4, scalar_head=True)
     rng, other = np.random.default_rng(2), layout == LAYOUTS[6]
     old, returns = rng.normal(size=(2, PROMPTS, SIZE, STEPS)).astype(np.float32)
-    spec = StepSpec(graphdef, ValueObjective(0.3), keep_gradient, PLAIN._replace(chunk=7, stacked=other, remat=other))
+    spec = StepSpec(
+        graphdef, ValueObjective(0.3), keep_gradient, PLAIN._replace(logits_chunk=7, stacked=other, remat=other)
+    )
     data = data_of(layout)
     data = data._replace(
         batch=data.batch._replace(rollout_logprobs=None), old_logprobs=old, token_advantages=returns, ref_logprobs=None

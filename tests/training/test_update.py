@@ -113,7 +113,7 @@ def test_shared_prefix_with_every_term(other_logprobs):
     above = data._replace(old_logprobs=data.old_logprobs + 3)
     most = gradient_of(above, objective="every term", options=options)[1]["is_ratio/max"]
     assert most == pytest.approx(ratio.max() * np.exp(-3), rel=1e-4), "places beyond the end have no ratio"
-    slower = options._replace(chunk=7, remat=True)
+    slower = options._replace(logits_chunk=7, remat=True)
     other, other_metrics, _ = gradient_of(data, objective="every term", options=slower)
     assert difference(other, gradient) <= 5e-6
     assert other_metrics == pytest.approx(metrics, rel=1e-5)

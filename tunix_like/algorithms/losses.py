@@ -78,7 +78,8 @@ def register_policy_loss_fn(
     """Registers a per-token policy loss under `name`.
 
     The function has the form `f(logprobs, old_logprobs, advantages, mask, *, <parameters>) -> (loss per token, metrics
-    per token)`. All arrays are `[.., T]`, except `advantages: [.., 1]`.
+    per token)`. All arrays are `[.., T]`, except `advantages`: `[.., 1]`, or `[.., T]` if each token has its own
+    advantage (with a critic, a teacher, `credit: turn` or `otb`).
 
     Args:
       behaviour: the source of `old_logprobs`: `"trainer"` (the trainer's weights before the first update on the rollout

@@ -160,7 +160,11 @@ class Objective:
         return tuple(map(ById, self.functions)), settings, self.max_tokens  # a function of the user may be unhashable
 
     def at(self, step: int) -> Objective:
-        """Returns this objective with the values that the schedules have in a step; the first step is 1."""
+        """Returns this objective with the values that the schedules have in a step; the first step is 1.
+
+        It is for the host. The compiled step gets the values as the input `scheduled(step)`, which it gives to `bound`,
+        so another step needs no other program.
+        """
         if not any(estimator.schedules for estimator in self.estimators):
             return self
         return dataclasses.replace(self, estimators=tuple(estimator.at(step) for estimator in self.estimators))
@@ -171,8 +175,7 @@ class Objective:
         return None if all(table is None for table in tables) else Scheduled(tables, self.at(step)._least_scored())
 
     def bound(self, scheduled: Scheduled) -> Objective:
-        """Returns this objective with the arrays that `scheduled` returned, which may be traced. The compiled step
-        calls it, so another step needs no other program."""
+        """Returns this objective with the arrays that `scheduled` returned, which may be traced."""
         return dataclasses.replace(self, arrays=scheduled)
 
     def schedule_metrics(self, step: int) -> dict[str, float]:
@@ -409,8 +412,9 @@ def trace_user_functions(objective: Objective, groups: int, group_size: int) -> 
             jax.eval_shape(estimator.at(1), array(shape), array(shape, jnp.bool_), array(shape, jnp.int32))
     if is_own(loss.function):
         tokens = (*shape, objective.max_tokens)
+        advantages = tokens if objective.gives_token_advantages else (*shape, 1)
         jax.eval_shape(
-            objective._policy_loss, array(tokens), array(tokens), array((*shape, 1)), array(tokens, jnp.bool_)
+            objective._policy_loss, array(tokens), array(tokens), array(advantages), array(tokens, jnp.bool_)
         )
 
 

@@ -285,8 +285,8 @@ def _update(plan: Plan, name: str, model: Decoder, split: tuple[Any, Any], spec:
     config = plan.config
     graphdef = split[0]
     params, frozen = split_params(split[1])
-    copies_base = plan.mesh is None and bool(frozen)
-    segments = moment_segments(model.config, spec.optimizer, spec.options.stacked, copies_base)
+    spec = spec._replace(options=spec.options.for_trained(bool(frozen), plan.mesh))
+    segments = moment_segments(model.config, spec.optimizer, spec.options.stacked)
     optimizer = build_optimizer(spec.optimizer, config.training.max_steps or 1, segments is not None)
     state = TrainState(params, state_shapes(optimizer, params, segments))
     shardings = shardings_of(state, plan.mesh)
@@ -336,6 +336,7 @@ def _scores_before(config: Config) -> bool:
 def _logprobs(name: str, plan: Plan, model: Decoder, split: tuple[Any, Any], batch: GroupBatch, calls: int) -> Program:
     config = plan.config
     options = forward_options(config.rollout, config.training, config.algorithm, plan.device.backend)
+    options = options.for_trained(config.lora.rank is not None, plan.mesh)
     packed = _packed(plan, plan.group[0])
     if name != "logprobs":  # experts are those of the policy
         packed = packed._replace(experts=None, prompt_experts=None)

@@ -399,7 +399,7 @@ def _teacher_forward(work: Work, teacher: TeacherWork, layout: Layout) -> dict[s
     if teacher.share is not None:
         kinds = {"param_dtype": teacher.param_dtype, "quantized": teacher.quantized}
         own = dataclasses.replace(own, share=teacher.share, adapters=None, **kinds)
-        stacked = 0 if work.backend == "cpu" else _in_compute_dtype(own, teacher.share)
+        stacked = _in_compute_dtype(own, teacher.share) if _stacks(work) else 0
         working = max(_cast_weights(own), stacked) + _dequantized(own, backward=False)
     return {
         "teacher's prompts": states,
@@ -424,10 +424,7 @@ def _with_stacked_layers(work: Work, tokens: int, prompt_tokens: int, lane_token
     hidden = model.num_layers * (model.hidden_size + (model.layer_input_width or 0)) * work.size
     # Keys and values of the prompts, the sum of their gradients in float32, and their gradient from one chunk.
     states = key * (2 + 4 // work.size)
-    # The layers of a model with adapters on one device are not stacked.
-    stacked = (
-        0 if work.adapters is not None and work.parts * work.sequence == 1 else _in_compute_dtype(work, work.share)
-    )
+    stacked = _in_compute_dtype(work, work.share) if _stacks(work) else 0
     return {
         "gradients": work.trained + work.trained * work.size // 4 + _output_gradient(work),
         "cast weights": max(_cast_weights(work), stacked) + _dequantized(work, backward=True),
@@ -435,6 +432,11 @@ def _with_stacked_layers(work: Work, tokens: int, prompt_tokens: int, lane_token
         "chunk": tokens * hidden + 2 * lane_tokens * key,
         "logits or a layer's backward": max(logits, _layer_working(work, tokens)),
     }
+
+
+def _stacks(work: Work) -> bool:
+    """Returns whether layers are stacked (`likelihood_options` and `ForwardOptions.for_trained`)."""
+    return work.backend != "cpu" and (work.adapters is None or work.parts * work.sequence > 1)
 
 
 def _in_compute_dtype(work: Work, share: Share) -> int:

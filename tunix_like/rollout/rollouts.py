@@ -263,6 +263,7 @@ def score_completions(
         moment = selected[0].moment or START
         scores = score(functions, prompts, list(texts[own]), values, size, sources, moment)
         masks = scores.failed, scores.timeouts, scores.errors
+        # processes exchange text: for each prompt, numbers [total, 3 masks and a row per function; size]
         rows = np.stack([scores.total, *masks, *(scores.by_function[name] for name in names)])
         parts = np.moveaxis(rows.reshape(len(rows), len(selected), size), 1, 0).tolist()
         return [(part, None if i else scores.first_failure) for i, part in enumerate(parts)]

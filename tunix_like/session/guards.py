@@ -69,13 +69,13 @@ class GapWatch:
     Args:
       most: largest allowed mean absolute difference in an update, in nats per token; None disables the check.
       stop_later: whether later differences are errors.
-      own_engine: whether another engine than the in-process sampler is used, which the error message then mentions.
+      external_engine: whether another engine than the in-process sampler is used. The error message mentions it.
     """
 
-    def __init__(self, most: float | None, stop_later: bool = False, own_engine: bool = False):
+    def __init__(self, most: float | None, stop_later: bool = False, external_engine: bool = False):
         self.most = most
         self.stop_later = stop_later
-        self.own_engine = own_engine
+        self.external_engine = external_engine
         self.agreed = False
         self.above = False
         self.drift = ""
@@ -93,7 +93,7 @@ class GapWatch:
         )
         if gap > self.most and not self.agreed:
             fix = "Set model.attention=plain, then model.dtype=float32, to find the cause."
-            if self.own_engine:
+            if self.external_engine:
                 fix = (
                     "The engine must return log-probabilities under the weights in its argument `params`. If it cannot "
                     f"do this, set training_config.max_logprob_gap=None. If it does: {fix[0].lower()}{fix[1:]}"

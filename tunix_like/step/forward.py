@@ -35,17 +35,22 @@ class ForwardOptions(NamedTuple):
 
     Attributes:
       temperature: sampling temperature.
-      chunk: number of tokens whose logits are computed at once.
+      logits_chunk: number of tokens whose logits are computed at once.
       remat: whether layers are recomputed in the backward pass.
       entropy_gradient: whether the entropy has a gradient.
       stacked: whether the weights of layers of the same kind are stacked into one array.
     """
 
     temperature: float
-    chunk: int
+    logits_chunk: int
     remat: bool
     entropy_gradient: bool = False
     stacked: bool = False
+
+    def for_trained(self, adapters: bool, mesh: Mesh | None) -> ForwardOptions:
+        """Returns the options for a run that trains adapters, or all weights. The layers beside adapters on a single
+        device are not stacked, because the stacked weights would be a second copy of the frozen base."""
+        return self._replace(stacked=False) if adapters and mesh is None else self
 
 
 class PromptStates(NamedTuple):
@@ -180,7 +185,13 @@ def chunk_logprobs(
     targets = tokens.reshape(len(tokens), -1)
     outputs = _outputs(model, hidden)
     found: tuple[Array, ...] = token_logprobs(
-        outputs.hidden, outputs.head, targets, options.temperature, options.chunk, options.entropy_gradient, outputs.cap
+        outputs.hidden,
+        outputs.head,
+        targets,
+        options.temperature,
+        options.logits_chunk,
+        options.entropy_gradient,
+        outputs.cap,
     )
     if teacher is not None:
         theirs = _outputs(
@@ -188,7 +199,10 @@ def chunk_logprobs(
                 teacher.graphdef, teacher.params, teacher.states, teacher.batch, chunk._replace(experts=None), options
             )[:2]
         )
-        found = *found, *token_divergence(outputs, theirs, targets, teacher.beta, options.temperature, options.chunk)
+        found = (
+            *found,
+            *token_divergence(outputs, theirs, targets, teacher.beta, options.temperature, options.logits_chunk),
+        )
     return ChunkOutputs(*(_of_completions(chunk, tokens, values) for values in found))
 
 
@@ -210,7 +224,9 @@ def chunk_score_norms(
     return _of_completions(
         chunk,
         tokens,
-        token_score_norms(outputs.hidden, outputs.head, targets, options.temperature, options.chunk, outputs.cap),
+        token_score_norms(
+            outputs.hidden, outputs.head, targets, options.temperature, options.logits_chunk, outputs.cap
+        ),
     )
 
 

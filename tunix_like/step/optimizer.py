@@ -173,17 +173,17 @@ def critic_optimizer(optimizer: Any, learning_rate: float) -> OptimizerConfig:
     return dataclasses.replace(settings, learning_rate=learning_rate)
 
 
-def moment_segments(config: DecoderConfig, optimizer: Any, stacked: bool, copies_base: bool) -> Segments:
+def moment_segments(config: DecoderConfig, optimizer: Any, stacked: bool) -> Segments:
     """Returns which layers' optimizer moments are stacked, or None if each layer has its own moments.
 
     Stacking changes no result of an optimizer that computes with each number, or as Muon with each matrix, alone.
     Adafactor and an optax transformation of the user can compute with whole arrays, so their state is never stacked.
 
     Args:
-      stacked, copies_base: as in `working_weights`; the moments can be stacked only if the weights of an update are.
+      stacked: as in `working_weights`; the moments can be stacked only if the weights of an update are.
     """
     separable = isinstance(optimizer, OptimizerConfig) and optimizer.name != "adafactor"
-    return segments_of(config) if stacked and not copies_base and separable else None
+    return segments_of(config) if stacked and separable else None
 
 
 def init_optimizer(

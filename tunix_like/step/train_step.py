@@ -212,7 +212,7 @@ def _loss_of(
 ) -> tuple[Float[Array, ""], dict[str, dict[str, Float[Array, ""]]]]:
     """Like `chunk_loss`, from the outputs of the chunk's tokens."""
 
-    def rows(values: Any) -> Any:  # [P G ...] -> [A (b r) ...]
+    def of_chunk(values: Any) -> Any:  # [P G ...] -> [A (b r) ...]
         if values is None:
             return None
         selected = chunk.rows_of(values)
@@ -220,12 +220,12 @@ def _loss_of(
 
     logprobs, entropy, *taught = (x.reshape(len(x), -1, x.shape[-1]) for x in outputs if x is not None)
     length = chunk.length.reshape(len(chunk.length), -1, 1)
-    mask = rows(inputs.batch.sampled) & (length > 0)
-    weight = jnp.where(length > 0, rows(weights)[..., None], 0.0)
-    rollout = rows(inputs.batch.rollout_logprobs)
-    old = jax.lax.stop_gradient(logprobs) if inputs.old_logprobs is None else rows(inputs.old_logprobs)
-    tokens = TokenInputs(logprobs, old, rollout, rows(inputs.ref_logprobs), entropy, mask, *taught)
-    token_loss, token_metrics = spec.objective.token_loss(tokens, rows(advantages))
+    mask = of_chunk(inputs.batch.sampled) & (length > 0)
+    weight = jnp.where(length > 0, of_chunk(weights)[..., None], 0.0)
+    rollout = of_chunk(inputs.batch.rollout_logprobs)
+    old = jax.lax.stop_gradient(logprobs) if inputs.old_logprobs is None else of_chunk(inputs.old_logprobs)
+    tokens = TokenInputs(logprobs, old, rollout, of_chunk(inputs.ref_logprobs), entropy, mask, *taught)
+    token_loss, token_metrics = spec.objective.token_loss(tokens, of_chunk(advantages))
     largest: dict[str, Array] = {}
     if rollout is not None:  # the numerical difference between sampler and trainer
         gap = jnp.abs(jax.lax.stop_gradient(old) - rollout)
@@ -279,18 +279,18 @@ def gradient(
         def one_chunk(place: Array, carry: Any) -> Any:
             grads, cotangents, totals = carry
             both = jax.grad(loss, argnums=(0, 1), has_aux=True)
-            (own, seen), extra = both(working, states, chunk_of(packed, number, place), teacher)
+            (of_weights, of_states), extra = both(working, states, chunk_of(packed, number, place), teacher)
             sums = jax.tree.map(jnp.add, totals["sums"], extra["sums"])
             largest = jax.tree.map(jnp.maximum, totals["largest"], extra["largest"])
-            return add(grads, own), add(cotangents, seen), {"sums": sums, "largest": largest}
+            return add(grads, of_weights), add(cotangents, of_states), {"sums": sums, "largest": largest}
 
         grads, totals = carry
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), states)
         start = (grads, zeros, totals)
         with jax.named_scope(CHUNKS):
             grads, cotangents, totals = jax.lax.fori_loop(0, packed.chunks[number], one_chunk, start)
-        (prompts,) = pull_back(jax.tree.map(lambda x, like: x.astype(like.dtype), cotangents, states))
-        return add(grads, prompts), totals
+        (of_prompts,) = pull_back(jax.tree.map(lambda x, like: x.astype(like.dtype), cotangents, states))
+        return add(grads, of_prompts), totals
 
     # The shapes of the metrics do not depend on the model, so the model is not traced for them.
     chunk = jax.eval_shape(chunk_of, packed, 0, 0)

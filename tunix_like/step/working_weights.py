@@ -50,12 +50,10 @@ def working_weights(graphdef: Any, params: Params, frozen: Params, stacked: bool
     """Builds `WorkingWeights` from trained parameters (`params`) and frozen parameters.
 
     Args:
-      stacked: whether layers of the same kind are stacked. The layers of a model with a frozen base on a single device
-        are never stacked, because the stacked weights would be a second copy of the base.
+      stacked: whether layers of the same kind are stacked.
     """
     model: Decoder = nnx.merge(graphdef, join_params(params, frozen))
-    copies_base = bool(frozen) and jax.sharding.get_abstract_mesh().empty
-    segments = segments_of(model.config) if stacked and not copies_base else None
+    segments = segments_of(model.config) if stacked else None
     trained, fixed = (_prepared(part, model, segments) for part in (params, frozen))
     whole = join_params(trained, fixed)
     model.segments = segments

@@ -411,8 +411,10 @@ class Learner(Trainer):
         )
         rollouts = RolloutsAhead(collector, self.engine, self.iterator, self.rollout_config.max_staleness, self.total)
         self.iterator = None if self.iterator is None else rollouts
-        own_engine = isinstance(self.engine, CheckedEngine)
-        step_updates = Updates(self, self.algo, objective, mini, self.reference, own_engine, self.teachers, self.critic)
+        external_engine = isinstance(self.engine, CheckedEngine)
+        step_updates = Updates(
+            self, self.algo, objective, mini, self.reference, external_engine, self.teachers, self.critic
+        )
         if self.player is None and not self.rollout_config.routing_replay:
             collector.on_first_prompts = lambda problems: step_updates.compile_ahead(
                 longest_batch(problems, self.task, objective)
@@ -554,11 +556,7 @@ class Learner(Trainer):
                 stale = metrics.get("staleness", 0) > 0
                 try:
                     by_turn = turn_signals(rollout, batch, objective) if self.algo.credit == "turn" else None
-                    turn_advantages = by_turn if self.critic is None else None
-                    turn_rewards = None if self.critic is None else by_turn
-                    advantages, update_metrics = call.updates.run(
-                        number, rollout.problems, batch, ref, stale, turn_advantages, turn_rewards
-                    )
+                    advantages, update_metrics = call.updates.run(number, rollout.problems, batch, ref, stale, by_turn)
                 except EngineLost:  # of a teacher
                     call.rollouts.put_back()
                     raise
@@ -567,7 +565,7 @@ class Learner(Trainer):
             made = kl_metrics | update_metrics
             made |= advantage_metrics(rollout, batch, advantages, objective, self.success_threshold)
             metrics = made | user_metrics(self.metric_fns, rollout, advantages) | metrics
-            self._show(call, number, rollout, batch, advantages, turn_advantages)
+            self._show(call, number, rollout, batch, advantages, by_turn if self.critic is None else None)
             clock.lap("other")
             metrics |= clock.seconds
             speed = speed_metrics(self.model.config, batch, metrics, call.compilations)

@@ -135,8 +135,8 @@ class ModelInTraining:
           teacher: the teacher whose divergence is a term of the loss.
         """
         shared = objective.built_in and isinstance(optimizer, OptimizerConfig)
-        copies_base = self.mesh is None and bool(self.frozen)
-        self._segments = moment_segments(self.model.config, optimizer, options.stacked, copies_base)
+        options = options.for_trained(bool(self.frozen), self.mesh)
+        self._segments = moment_segments(self.model.config, optimizer, options.stacked)
         self.rate_follows_total = False
         if isinstance(optimizer, OptimizerConfig):
             self.rate_follows_total = optimizer.schedule != "constant"

@@ -41,28 +41,28 @@ class _TokenSignals(NamedTuple):
 
     Attributes:
       from_teacher: advantages that a teacher adds.
-      from_estimator: advantages of an estimator whose advantages differ between tokens.
+      from_rewards: advantages of turns, of a critic or of the estimator `otb`, beside those of completions.
       teacher_loss: the teacher, if its divergence is a term of the loss.
       estimates: what a critic learns from.
     """
 
     from_teacher: Float[np.ndarray, "P G T"] | None = None
-    from_estimator: Float[np.ndarray, "P G T"] | None = None
+    from_rewards: Float[np.ndarray, "P G T"] | None = None
     teacher_loss: TeacherInputs | None = None
     estimates: Estimates | None = None
     metrics: dict[str, float] | None = None
 
     @property
     def advantages(self) -> Float[np.ndarray, "P G T"] | None:
-        if self.from_teacher is None or self.from_estimator is None:
-            return self.from_estimator if self.from_teacher is None else self.from_teacher
-        return self.from_teacher + self.from_estimator
+        if self.from_teacher is None or self.from_rewards is None:
+            return self.from_rewards if self.from_teacher is None else self.from_teacher
+        return self.from_teacher + self.from_rewards
 
     def means(self, mask: Bool[np.ndarray, "P G T"]) -> Float[np.ndarray, "P G"] | float:
-        """Returns for each completion the mean of `from_estimator` over its tokens `mask`."""
-        if self.from_estimator is None:
+        """Returns for each completion the mean of `from_rewards` over its tokens `mask`."""
+        if self.from_rewards is None:
             return 0.0
-        return (self.from_estimator * mask).sum(-1) / np.maximum(mask.sum(-1), 1)
+        return (self.from_rewards * mask).sum(-1) / np.maximum(mask.sum(-1), 1)
 
 
 class _Shared(NamedTuple):
@@ -104,7 +104,7 @@ class Updates:
     Args:
       mini_batch_size: prompts per optimizer update.
       reference: the reference model of the KL, or None.
-      own_engine: whether another engine than the in-process sampler generates the completions.
+      external_engine: whether another engine than the in-process sampler generates the completions.
       teachers: score the sampled tokens, or None.
       critic: gives the advantages of tokens, or None.
     """
@@ -116,7 +116,7 @@ class Updates:
         objective: Objective,
         mini_batch_size: int,
         reference: Reference | None,
-        own_engine: bool,
+        external_engine: bool,
         teachers: Teachers | None = None,
         critic: Critic | None = None,
     ):
@@ -131,7 +131,7 @@ class Updates:
         self._compiling: Future[None] | None = None
         self.skip_watch = SkipWatch(f"the loss '{algo.policy_loss_fn}'", trainer.training.max_skipped_updates)
         self.gap_watch = GapWatch(
-            trainer.training.max_logprob_gap, trainer.training.later_logprob_gap == "error", own_engine
+            trainer.training.max_logprob_gap, trainer.training.later_logprob_gap == "error", external_engine
         )
 
     def apply_reference(
@@ -153,7 +153,7 @@ class Updates:
         tokens = kl_estimate(str(self.algo.kl_loss_mode), jnp.asarray(policy), jnp.asarray(ref), jnp.asarray(mask))
         kl = np.where(mask, np.asarray(tokens), 0.0)
         rewards = batch.rewards - self.algo.beta * kl.sum(-1)
-        return batch._replace(rewards=rewards), ref, {"kl": float(kl.sum() / mask.sum())}
+        return batch._replace(rewards=rewards), ref, {"kl": float(kl.sum() / max(mask.sum(), 1))}
 
     def compile_ahead(self, batch: GroupBatch) -> None:
         """Starts to compile the first update in another thread, for a batch of these shapes. That update waits for it.
@@ -192,8 +192,7 @@ class Updates:
         batch: GroupBatch,
         ref: Float[np.ndarray, "P G T"] | None,
         stale: bool,
-        turn_advantages: Float[np.ndarray, "P G T"] | None = None,
-        turn_rewards: Float[np.ndarray, "P G T"] | None = None,
+        by_turn: Float[np.ndarray, "P G T"] | None = None,
     ) -> tuple[Float[np.ndarray, "P G"], dict[str, float]]:
         """Replaces the train state by that after the updates of a rollout batch. Returns the advantages and metrics.
 
@@ -202,24 +201,23 @@ class Updates:
         Args:
           ref: the reference model's log-probabilities, or None.
           stale: whether older weights have sampled the completions. Their log-probabilities are then not compared.
-          turn_advantages: advantages of tokens beside those of the estimator (`collection.turn_signals`).
-          turn_rewards: rewards of tokens for the critic, if they are not all at the end.
+          by_turn: what `collection.turn_signals` gives: the advantages of tokens, or for a critic their rewards.
 
         Raises:
           UserError: the estimator returned a non-finite advantage, too many consecutive updates were skipped, or the
             log-probabilities of sampler and trainer differ too much.
         """
         given = batch  # with the rewards of the run, for messages and files
+        # `batch.rewards` are from here on what the estimators get: float32, where they allow it without an offset
         rewards = self.objective.at(step).float32_rewards(batch.rewards, batch.scored, batch.group_estimators)
         batch = batch._replace(rewards=rewards)
         scheduled = self.objective.scheduled(step)
-        by_turn = turn_advantages if turn_rewards is None else turn_rewards
         credited = None if by_turn is None else (by_turn != 0).any(-1)
         live, metrics = self._live_rows(step, batch, scheduled, credited)
         mini_batches = self._mini_batches(len(problems))
         several = len(mini_batches) > 1
         old = self._old_logprobs(batch, live, ref, several)
-        signals = self._token_signals(problems, batch, live, ref, old, turn_advantages, turn_rewards)
+        signals = self._token_signals(problems, batch, live, ref, old, by_turn)
         metrics |= (signals.metrics or {}) | expert_metrics(batch, self.trainer.model.config)
         if self.trainer.schedule is not None:
             metrics["learning_rate"] = float(self.trainer.schedule(updates_done(self.trainer.state.opt_state)))
@@ -233,10 +231,10 @@ class Updates:
             if len(updates) == 1:  # each update computes those of the whole batch
                 advantages = fetch(updates[0].advantages, self.trainer.mesh)
                 self._check_advantages(advantages, given, problems)
-        rows, critic_rows = fetch(
+        policy_metrics, critic_metrics = fetch(
             ([each.metrics for each in updates], [each.critic_metrics for each in updates]), self.trainer.mesh
         )
-        for number in self.skip_watch(rows):
+        for number in self.skip_watch(policy_metrics):
             if self.trainer.written_folder is not None:
                 prompts = mini_batches[number]
                 old = shared.old_logprobs
@@ -244,14 +242,14 @@ class Updates:
                 skipped = SkippedUpdate(step, number, given, live, prompts, old, ref)
                 save_skipped(self.trainer.written_folder, skipped)
         if self.critic is not None:
-            self.critic_watch(critic_rows)
+            self.critic_watch(critic_metrics)
             self.critic_watch.check()
-            metrics |= _critic_metrics(critic_rows)
+            metrics |= _critic_metrics(critic_metrics)
         self.skip_watch.check()
         if not stale:
-            self.gap_watch(step, rows)
+            self.gap_watch(step, policy_metrics)
         token_places = sum(each.token_places for each in updates)
-        means = {name: _aggregate(name, [row[name] for row in rows]) for name in rows[0]}
+        means = {name: _aggregate(name, [row[name] for row in policy_metrics]) for name in policy_metrics[0]}
         return np.asarray(advantages) + signals.means(batch.sampled & live[..., None]), {
             **means,
             **metrics,
@@ -354,20 +352,19 @@ class Updates:
         live: Bool[np.ndarray, "P G"],
         ref: Float[np.ndarray, "P G T"] | None,
         old: Float[np.ndarray, "P G T"] | None,
-        turn_advantages: Float[np.ndarray, "P G T"] | None,
-        turn_rewards: Float[np.ndarray, "P G T"] | None,
+        by_turn: Float[np.ndarray, "P G T"] | None,
     ) -> _TokenSignals:
         """Returns the signals per token of the completions `live`."""
         signals = _TokenSignals() if self.teachers is None else self._teacher_signals(problems, batch, live, old)
         if self.critic is not None:
-            rewards = at_last_action(batch.rewards, batch.sampled) if turn_rewards is None else turn_rewards
+            rewards = at_last_action(batch.rewards, batch.sampled) if by_turn is None else by_turn
             policy = old if self._penalises_tokens(ref) else None
             estimates, metrics = self._estimates(self.critic, batch, live, rewards, policy, ref)
             metrics |= signals.metrics or {}
-            return signals._replace(from_estimator=estimates.advantages, estimates=estimates, metrics=metrics)
-        if turn_advantages is not None:
-            return signals._replace(from_estimator=turn_advantages)
-        return signals._replace(from_estimator=self._token_baseline(batch, live))
+            return signals._replace(from_rewards=estimates.advantages, estimates=estimates, metrics=metrics)
+        if by_turn is not None:
+            return signals._replace(from_rewards=by_turn)
+        return signals._replace(from_rewards=self._token_baseline(batch, live))
 
     def _teacher_signals(
         self,
