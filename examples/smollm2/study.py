@@ -123,14 +123,6 @@ def trained(folder: Path, task: Task, learner: str, seed: int, *overrides: str) 
     return found | {"steps": steps, "minutes": round(sum(row.get("train/step_time_sec", 0) for row in rows) / 60, 1)}
 
 
-def supervised(folder: Path, task: Task, *overrides: str) -> dict[str, Any]:
-    """Trains and evaluates the supervised model from which the learners start."""
-    run = folder / SUPERVISED
-    own = [f"training.output_dir={run}", *SHORT_EVALUATION, *task.supervised]
-    tunix_like("sft", str(HERE / task.config), *overrides, *own)
-    return evaluated(str(run), folder / "eval" / f"{SUPERVISED}.jsonl", task)
-
-
 def results(name: str) -> dict[str, list[dict[str, Any]]]:
     """Returns a task's stored results of each learner (and of the model before training) by seed."""
     patterns = {BEFORE: BEFORE, SUPERVISED: SUPERVISED} | {learner: f"{learner}-s*" for learner in TASKS[name].learners}
@@ -222,8 +214,11 @@ def main() -> None:
 
     if not (stored / f"{BEFORE}.json").exists():
         write(BEFORE, evaluated(str(HERE / task.config), runs / "eval" / f"{BEFORE}.jsonl", task, *overrides))
-    if task.supervised and not (stored / f"{SUPERVISED}.json").exists():
-        write(SUPERVISED, supervised(runs, task, *overrides))
+    if task.supervised:
+        own = [f"training.output_dir={runs / SUPERVISED}", *SHORT_EVALUATION, *task.supervised]
+        tunix_like("sft", str(HERE / task.config), *overrides, *own)  # a finished run is not trained again
+        if not (stored / f"{SUPERVISED}.json").exists():
+            write(SUPERVISED, evaluated(str(runs / SUPERVISED), runs / "eval" / f"{SUPERVISED}.jsonl", task))
     for seed in range(arguments.seeds):
         for learner in task.learners:
             if not (stored / f"{learner}-s{seed}.json").exists():

@@ -101,9 +101,9 @@ def credits(monkeypatch):
     found = []
     run = Updates.run
 
-    def watched(self, step, problems, batch, ref, stale, turn_advantages=None, turn_rewards=None):
-        found.append((batch, turn_rewards if turn_advantages is None else turn_advantages))
-        return run(self, step, problems, batch, ref, stale, turn_advantages, turn_rewards)
+    def watched(self, step, problems, batch, ref, stale, by_turn=None):
+        found.append((batch, by_turn))
+        return run(self, step, problems, batch, ref, stale, by_turn)
 
     monkeypatch.setattr(Updates, "run", watched)
     return found

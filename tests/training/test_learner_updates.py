@@ -29,6 +29,7 @@ from tunix_like.rollout.requests import collect as collect_samples
 from tunix_like.rollout.requests import samples_of
 from tunix_like.rollout.rollouts import with_width
 from tunix_like.step.train_step import jit_train_step
+from tunix_like.training import updates as updates_module
 
 from .small_learner import (
     ROWS,
@@ -89,6 +90,7 @@ def test_maxima_of_several_updates_are_not_averaged(monkeypatch):
             updates.append({name: float(value) for name, value in out[1].items()})
             return out
 
+        update.lower = program.lower
         return update
 
     monkeypatch.setattr("tunix_like.step.train_step.jit_train_step", recorded)
@@ -335,7 +337,7 @@ def test_first_update_is_compiled_while_its_completions_are_sampled(settings, up
     # another optimizer than that of other tests, whose programs would be used again
     learner = make(reward=varied, actor_optimizer=optax.sgd(0.25), **AHEAD[settings])
     rows = collect(learner)
-    assert len(update_threads) == 1 and update_threads[0].startswith("compile the update")
+    assert len(update_threads) == 1 and update_threads[0].startswith("compiler")
     assert [row["train/perf/update_programs"] for row in rows] == [1, 1]
 
 
@@ -355,3 +357,19 @@ def test_update_of_other_lengths_than_were_compiled_ahead(update_threads, monkey
     assert [row["train/loss"] for row in collect(learner)] == [row["train/loss"] for row in rows]
     assert_same(params_of(learner.model), params_of(expected.model))
     assert len(update_threads) == 2 and learner.programs.traces == 2
+
+
+def test_update_that_would_not_fit_is_not_compiled_ahead(update_threads, monkeypatch):
+    """The longest completions may never come, so what they would need does not end the run."""
+    packed = updates_module.pack_update
+
+    def small_memory(planner, batch, *arguments):
+        if (batch.completion_lengths == 24).all():
+            raise UserError("does not fit")
+        return packed(planner, batch, *arguments)
+
+    monkeypatch.setattr(updates_module, "pack_update", small_memory)
+    rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24)
+    learner = make(reward=varied, rollout=rollout, actor_optimizer=optax.sgd(0.25))
+    assert collect(learner)[-1]["step"] == 2
+    assert set(update_threads) == {threading.main_thread().name}

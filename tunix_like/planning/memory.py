@@ -249,6 +249,7 @@ class Work:
       filtered: whether sampling uses top-p or top-k.
       backend: the JAX backend. On the CPU, `remat` saves less memory than on other backends.
       parts: number of parts into which the prompts of an update and their completions are divided over devices.
+      devices: number of devices.
       sequence: number of devices that share the tokens of a sequence in an update (`attention_sequence.py`).
       whole_groups: whether all completions of a prompt are in one chunk (`packing.choose_layout`).
       expert_parts: number of parts into which experts are divided over devices (`ep`).
@@ -280,6 +281,7 @@ class Work:
     attention: str = "auto"
     filtered: bool = False
     backend: str = "cpu"
+    devices: int = 1
     parts: int = 1
     sequence: int = 1
     whole_groups: bool = False
@@ -436,7 +438,7 @@ def _with_stacked_layers(work: Work, tokens: int, prompt_tokens: int, lane_token
 
 def _stacks(work: Work) -> bool:
     """Returns whether layers are stacked (`likelihood_options` and `ForwardOptions.for_trained`)."""
-    return work.backend != "cpu" and (work.adapters is None or work.parts * work.sequence > 1)
+    return work.backend != "cpu" and (work.adapters is None or work.devices > 1)
 
 
 def _in_compute_dtype(work: Work, share: Share) -> int:

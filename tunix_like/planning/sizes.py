@@ -364,6 +364,7 @@ class Planner:
             quantized=model.quantized,
             attention=model.attention,
             backend=jax.default_backend() if self.device is None else self.device.backend,
+            devices=1 if mesh is None else mesh.size,
             parts=prompt_parts(mesh),
             sequence=sequence_parts(mesh),
             expert_parts=1 if mesh is None else mesh.shape.get("ep", 1),

@@ -110,7 +110,7 @@ def program_of(trained: Trained, objective: Objective) -> Any:
     update."""
     config, _ = check_config(trained.config)
     options = forward_options(config.rollout, config.training, config.algorithm)
-    options = options.for_trained(config.lora.rank is not None, None)
+    options = options.for_trained(config.lora.rank is not None, trained.mesh)
     spec = StepSpec(trained.graphdef, objective, optax.identity(), options)
 
     @jax.jit

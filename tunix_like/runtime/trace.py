@@ -27,7 +27,7 @@ EARLIER = "trace_earlier.json"
 MOST_BYTES = 10_000_000
 """Size at which the file is renamed to `EARLIER`, which it replaces, so a long run keeps its newest events."""
 
-_TRACKS = ("steps", "trainer", "rollouts ahead", "rewards ahead", "checkpoints")
+_TRACKS = ("steps", "trainer", "rollouts ahead", "rewards ahead", "checkpoints", "compiler")
 _GROUPS = ("run", "environment calls", "reward calls")
 """The groups of tracks. The first has `_TRACKS`; each of the others has as many as calls run at the same time. Numbers
 of groups and tracks are fixed, because a resumed run appends to the file."""

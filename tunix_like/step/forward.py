@@ -50,7 +50,7 @@ class ForwardOptions(NamedTuple):
     def for_trained(self, adapters: bool, mesh: Mesh | None) -> ForwardOptions:
         """Returns the options for a run that trains adapters, or all weights. The layers beside adapters on a single
         device are not stacked, because the stacked weights would be a second copy of the frozen base."""
-        return self._replace(stacked=False) if adapters and mesh is None else self
+        return self._replace(stacked=False) if adapters and (mesh is None or mesh.size == 1) else self
 
 
 class PromptStates(NamedTuple):

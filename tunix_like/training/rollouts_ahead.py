@@ -159,6 +159,7 @@ class RolloutsAhead:
             return
         wait([ahead.sampled for ahead in self._ahead])
         clock.lap("trainer_idle")
+        self.collector.on_first_prompts = None  # the next step that is sampled is not the next to be updated
         placed = self._placed(params, clock) if placed is None else placed
         for number in range(newest + 1, last + 1):
             ahead = _Ahead(number, version=step - 1)

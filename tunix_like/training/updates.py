@@ -98,6 +98,17 @@ class _Update(NamedTuple):
     token_places: int
 
 
+class _Ahead(NamedTuple):
+    """An update that is compiled before its batch is there.
+
+    Attributes:
+      widths: lengths of the padded prompts and of the padded completions.
+    """
+
+    widths: tuple[int, int]
+    compiled: Future[Any]
+
+
 class Updates:
     """Runs the optimizer updates of each rollout batch of a call of `train`.
 
@@ -128,7 +139,7 @@ class Updates:
         self.critic_watch = SkipWatch("the loss of the critic", trainer.training.max_skipped_updates)
         self.mini_batch_size = mini_batch_size
         self.reference = reference
-        self._compiling: Future[None] | None = None
+        self._ahead: _Ahead | None = None
         self.skip_watch = SkipWatch(f"the loss '{algo.policy_loss_fn}'", trainer.training.max_skipped_updates)
         self.gap_watch = GapWatch(
             trainer.training.max_logprob_gap, trainer.training.later_logprob_gap == "error", external_engine
@@ -156,33 +167,33 @@ class Updates:
         return batch._replace(rewards=rewards), ref, {"kl": float(kl.sum() / max(mask.sum(), 1))}
 
     def compile_ahead(self, batch: GroupBatch) -> None:
-        """Starts to compile the first update in another thread, for a batch of these shapes. That update waits for it.
+        """Starts to compile the first update in another thread, for a batch of these shapes. That update waits for it,
+        if it has these shapes.
 
-        Nothing is compiled ahead if the update needs signals per token (of a teacher, a critic or a token baseline), or
-        if there are several processes, whose compilations could then have different orders.
+        Nothing is compiled ahead if the update needs signals per token (of a teacher, a critic or a token baseline), if
+        there are several processes, whose compilations could then have different orders, or if the batch does not fit
+        into memory. A process that ends meanwhile waits for the compiler.
         """
         by_token = any(estimator.name == TOKEN_BASELINE for estimator in self.objective.estimators)
         if self.teachers is not None or self.critic is not None or by_token or jax.process_count() > 1:
             return
         if self.trainer.programs.traces:  # compiled before, by an earlier call of `train` or another learner
             return
+        prompts, *others = self._mini_batches(len(batch.scored))
         per_token = np.zeros(batch.completion_tokens.shape, np.float32)
-        mini_batches = self._mini_batches(len(batch.scored))
-        old = per_token if len(mini_batches) > 1 else None
+        old = per_token if others else None
         ref = None if self.reference is None else per_token
+        try:
+            packed = self._pack(batch, batch.scored & prompts[:, None], self.mini_batch_size)
+        except UserError:  # completions of the maximum length may never come
+            return
         shared = self._shared(batch, old, ref, _TokenSignals(), self.objective.scheduled(1))
-        packed = self._pack(batch, batch.scored & mini_batches[0][:, None], self.mini_batch_size)
-        inputs = _inputs(shared, mini_batches[0], place_packed(packed, self.trainer.mesh))
-        program = self.trainer.programs.train_step
-        state = self.trainer.state
-        frozen = self.trainer.frozen
-
-        def compile_update() -> None:
-            with scope(self.trainer.mesh):
-                program.lower(state, inputs, frozen).compile()  # jax keeps the result for calls with these shapes
-
-        pool = ThreadPoolExecutor(1, "compile the update")
-        self._compiling = pool.submit(compile_update)
+        inputs = _inputs(shared, prompts, place_packed(packed, self.trainer.mesh))
+        trainer = self.trainer
+        with scope(trainer.mesh):
+            lowered = trainer.programs.train_step.lower(trainer.state, inputs, trainer.frozen)
+        pool = ThreadPoolExecutor(1, "compiler")
+        self._ahead = _Ahead(_widths(batch), pool.submit(lowered.compile))  # jax keeps the program for these shapes
         pool.shutdown(wait=False)
 
     def run(
@@ -310,10 +321,10 @@ class Updates:
             prompts = np.zeros_like(prompts)
             packed = packed._replace(sets=0 * packed.sets)
         inputs = _inputs(shared, prompts, packed)
-        if self._compiling is not None:
+        if self._ahead is not None and self._ahead.widths == _widths(batch):
             with progress.task("compilation of the update"):
-                wait([self._compiling])  # an error of it comes up again in the call
-            self._compiling = None
+                wait([self._ahead.compiled])  # an error comes up again in the call
+        self._ahead = None
         trainer.state, metrics, advantages = trainer.programs.train_step(trainer.state, inputs, trainer.frozen)
         return _Update(metrics, critic_metrics, advantages, tokens, places)
 
@@ -541,6 +552,11 @@ def _critic_metrics(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
+def _widths(batch: GroupBatch) -> tuple[int, int]:
+    """Returns the lengths of the padded prompts and of the padded completions."""
+    return batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2]
+
+
 def pack_update(
     planner: Planner,
     batch: GroupBatch,
@@ -556,7 +572,7 @@ def pack_update(
       most_prompts: maximum number of prompts of an update.
       whole_groups: whether all completions of a prompt are in one chunk.
     """
-    widths = (batch.prompt_tokens.shape[1], batch.completion_tokens.shape[2])
+    widths = _widths(batch)
     size = rows.shape[1]
     work = planner.update_work((most_prompts, size), widths, whole_groups)
     chunk = planner.chunk_size(work)
