@@ -23,6 +23,7 @@ from tunix_like.models.counts import update_operations
 from tunix_like.models.sharding import fetch, place_replicated, prompt_parts, scope
 from tunix_like.planning.sizes import Planner
 from tunix_like.runtime import progress
+from tunix_like.runtime.host_memory import return_freed_memory
 from tunix_like.session.guards import GapWatch, SkippedUpdate, SkipWatch, save_skipped
 from tunix_like.step.forward import place_packed
 from tunix_like.step.optimizer import updates_done
@@ -324,6 +325,7 @@ class Updates:
         if self._ahead is not None and self._ahead.widths == _widths(batch):
             with progress.task("compilation of the update"):
                 wait([self._ahead.compiled])  # an error comes up again in the call
+            return_freed_memory()
         self._ahead = None
         trainer.state, metrics, advantages = trainer.programs.train_step(trainer.state, inputs, trainer.frozen)
         return _Update(metrics, critic_metrics, advantages, tokens, places)
