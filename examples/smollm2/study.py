@@ -103,7 +103,7 @@ def evaluated(source: str, out: Path, task: Task, *overrides: str) -> dict[str, 
     pass_at = {name: round(value, 4) for name, value in metrics.items() if "pass@" in name}
     right = [sum(reward >= 1 for reward in row["rewards"]) for row in rows]
     replies = collections.Counter(text.strip() for row in rows for text in row["completions"])
-    return {"pass_at": pass_at, "right": right, "replies": dict(replies.most_common(8))}
+    return {"pass_at": pass_at, "right": right, "replies": {text: n for text, n in replies.most_common(8) if n > 1}}
 
 
 # The evaluations of a run are one sample: those that count come afterwards.
