@@ -14,6 +14,9 @@ TRACE = """
 import json, os, sys, traceback
 import jax, tunix_like
 from tunix_like.cli.main import main
+from tunix_like.training.updates import Updates
+
+Updates.compile_ahead = lambda *_: None  # which would trace the gradient before the update does
 
 package, calls, gradient = os.path.dirname(tunix_like.__file__) + os.sep, [], jax.grad
 
