@@ -7,8 +7,7 @@
 
 Every run of a task has the completions, the constant learning rate and the held-out problems of its config. Its result
 is written as soon as it ends, and results that are there are not made again; some 15 minutes a run of sums on two idle
-cores, 5 of letters. GSM8K is cut to what two cores can do in an hour and a half; its learners start from one
-supervised model.
+cores, 5 of letters. GSM8K is cut to what two cores do in an hour; its learner starts from a supervised model.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ TASKS = {
     "gsm8k": Task(
         "gsm8k.yaml",
         16,
-        ("maxrl", "rloo"),
+        ("maxrl",),
         samples=16,
         ks=(1, 4, 16),
         problems="100",

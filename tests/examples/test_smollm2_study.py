@@ -23,10 +23,18 @@ def study():
     return module
 
 
-@pytest.mark.parametrize("task", ["sums", "letters"])
+@pytest.mark.parametrize("task", ["sums", "letters", "gsm8k"])
 def test_the_table_of_the_documentation_has_the_stored_results(study, task):
-    results = study.results(task)
-    assert results.keys() == {study.BEFORE, *study.TASKS[task].learners} and study.table(task) in PAGE
+    expected = {study.BEFORE, *study.TASKS[task].learners}
+    expected |= {study.SUPERVISED} if study.TASKS[task].supervised else set()
+    assert study.results(task).keys() == expected and study.table(task) in PAGE
+
+
+def test_signal_on_gsm8k_is_as_documented(study):
+    (run,) = study.results("gsm8k")["maxrl"]
+    solved = [sum(step["train/pass_rate/drawn"][1:]) for step in run["steps"]]
+    right = round(sum(step["train/rewards/mean"] for step in run["steps"]) * 8 * 16)
+    assert (len(solved), solved.count(0), sum(solved), right) == (16, 8, 14, 15)
 
 
 def test_replies_of_the_documentation_beside_the_best_distribution_of_each_objective(study):
