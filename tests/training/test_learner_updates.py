@@ -322,7 +322,15 @@ def update_threads():
 
     jax.monitoring.register_event_duration_secs_listener(on_event)
     yield names
+    finish_compilations()
     jax.monitoring.unregister_event_duration_listener(on_event)
+
+
+def finish_compilations():
+    """Waits for what is compiled ahead. An update of other lengths does not."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("compiler"):
+            thread.join()
 
 
 AHEAD = {
@@ -356,6 +364,7 @@ def test_update_of_other_lengths_than_were_compiled_ahead(update_threads, monkey
     learner = make(reward=varied, actor_optimizer=optax.sgd(0.25))
     assert [row["train/loss"] for row in collect(learner)] == [row["train/loss"] for row in rows]
     assert_same(params_of(learner.model), params_of(expected.model))
+    finish_compilations()
     assert len(update_threads) == 2 and learner.programs.traces == 2
 
 
