@@ -20,7 +20,7 @@ from tunix_like.algorithms.token_baseline import TOKEN_BASELINE, token_baseline_
 from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError
 from tunix_like.models.counts import update_operations
-from tunix_like.models.sharding import fetch, place_replicated, prompt_parts, scope
+from tunix_like.models.sharding import fetch, place_replicated, prompt_parts
 from tunix_like.planning.sizes import Planner
 from tunix_like.runtime import progress
 from tunix_like.runtime.host_memory import return_freed_memory
@@ -99,7 +99,7 @@ class _Update(NamedTuple):
     token_places: int
 
 
-class _Ahead(NamedTuple):
+class _CompiledAhead(NamedTuple):
     """An update that is compiled before its batch is there.
 
     Attributes:
@@ -140,7 +140,7 @@ class Updates:
         self.critic_watch = SkipWatch("the loss of the critic", trainer.training.max_skipped_updates)
         self.mini_batch_size = mini_batch_size
         self.reference = reference
-        self._ahead: _Ahead | None = None
+        self._ahead: _CompiledAhead | None = None
         self.skip_watch = SkipWatch(f"the loss '{algo.policy_loss_fn}'", trainer.training.max_skipped_updates)
         self.gap_watch = GapWatch(
             trainer.training.max_logprob_gap, trainer.training.later_logprob_gap == "error", external_engine
@@ -175,10 +175,11 @@ class Updates:
         there are several processes, whose compilations could then have different orders, or if the batch does not fit
         into memory. A process that ends meanwhile waits for the compiler.
         """
+        trainer = self.trainer
         by_token = any(estimator.name == TOKEN_BASELINE for estimator in self.objective.estimators)
         if self.teachers is not None or self.critic is not None or by_token or jax.process_count() > 1:
             return
-        if self.trainer.programs.traces:  # compiled before, by an earlier call of `train` or another learner
+        if trainer.programs.traces:  # compiled before, by an earlier call of `train` or another learner
             return
         prompts, *others = self._mini_batches(len(batch.scored))
         per_token = np.zeros(batch.completion_tokens.shape, np.float32)
@@ -189,12 +190,11 @@ class Updates:
         except UserError:  # completions of the maximum length may never come
             return
         shared = self._shared(batch, old, ref, _TokenSignals(), self.objective.scheduled(1))
-        inputs = _inputs(shared, prompts, place_packed(packed, self.trainer.mesh))
-        trainer = self.trainer
-        with scope(trainer.mesh):
-            lowered = trainer.programs.train_step.lower(trainer.state, inputs, trainer.frozen)
+        inputs = _inputs(shared, prompts, place_packed(packed, trainer.mesh))
+        lowered = trainer.programs.train_step.lower(trainer.state, inputs, trainer.frozen)
         pool = ThreadPoolExecutor(1, "compiler")
-        self._ahead = _Ahead(_widths(batch), pool.submit(lowered.compile))  # jax keeps the program for these shapes
+        # jax keeps the compiled program for calls with these shapes.
+        self._ahead = _CompiledAhead(_widths(batch), pool.submit(lowered.compile))
         pool.shutdown(wait=False)
 
     def run(
