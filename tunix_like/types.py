@@ -84,6 +84,11 @@ class GroupBatch(NamedTuple):
     prompt_experts: Integer[AnyArray, "P S l k"] | None = None
 
     @property
+    def widths(self) -> tuple[int, int]:
+        """The lengths of the padded prompts and of the padded completions."""
+        return self.prompt_tokens.shape[1], self.completion_tokens.shape[2]
+
+    @property
     def routed_freely(self) -> GroupBatch:
         """The batch without recorded experts: for other models than the policy, and for the devices, which get the
         experts with the packed completions."""

@@ -193,6 +193,13 @@ def test_the_engine_samples_and_the_environment_answers(folder):
 
 
 @pytest.mark.slow
+def test_the_signal_per_token_is_in_the_advantages(folder):
+    """The metric of advantages has the means over the tokens of a completion; the median of the estimator is 0."""
+    row = last_row(folder)
+    assert row["train/surprise/bonus"] > 0 and row["train/advantage/abs_mean"] > 0
+
+
+@pytest.mark.slow
 def test_the_metric_is_in_the_rows_and_the_logger_gets_them(folder):
     assert last_row(folder)["train/advantage/std"] >= 0
     tracked = (folder / "tracked.txt").read_text().splitlines()

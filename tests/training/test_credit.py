@@ -101,9 +101,9 @@ def credits(monkeypatch):
     found = []
     run = Updates.run
 
-    def watched(self, step, problems, batch, ref, stale, by_turn=None):
-        found.append((batch, by_turn))
-        return run(self, step, problems, batch, ref, stale, by_turn)
+    def watched(self, step, problems, batch, ref, stale, turn_values=None):
+        found.append((batch, turn_values))
+        return run(self, step, problems, batch, ref, stale, turn_values)
 
     monkeypatch.setattr(Updates, "run", watched)
     return found

@@ -24,12 +24,12 @@ from tunix_like import (
     RolloutConfig,
     UserError,
 )
+from tunix_like.planning.sizes import Planner
 from tunix_like.rollout.collection import longest_batch
 from tunix_like.rollout.requests import collect as collect_samples
 from tunix_like.rollout.requests import samples_of
 from tunix_like.rollout.rollouts import with_width
 from tunix_like.step.train_step import jit_train_step
-from tunix_like.training import updates as updates_module
 
 from .small_learner import (
     ROWS,
@@ -370,14 +370,14 @@ def test_update_of_other_lengths_than_were_compiled_ahead(update_threads, monkey
 
 def test_update_that_would_not_fit_is_not_compiled_ahead(update_threads, monkeypatch):
     """The longest completions may never come, so what they would need does not end the run."""
-    packed = updates_module.pack_update
+    pack_update = Planner.pack_update
 
     def small_memory(planner, batch, *arguments):
         if (batch.completion_lengths == 24).all():
             raise UserError("does not fit")
-        return packed(planner, batch, *arguments)
+        return pack_update(planner, batch, *arguments)
 
-    monkeypatch.setattr(updates_module, "pack_update", small_memory)
+    monkeypatch.setattr(Planner, "pack_update", small_memory)
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24)
     learner = make(reward=varied, rollout=rollout, actor_optimizer=optax.sgd(0.25))
     assert collect(learner)[-1]["step"] == 2

@@ -39,7 +39,6 @@ from tunix_like.step.forward import CHUNKS, SETS, ForwardOptions
 from tunix_like.step.train_step import StepPrograms, StepSpec, TrainState, step_inputs
 from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.training.sft import _Likelihood
-from tunix_like.training.updates import pack_update
 from tunix_like.types import GroupBatch
 
 TOKENIZER = reverse_text.tokenizer()
@@ -298,7 +297,7 @@ def test_a_pair_costs_less_than_065_of_two_sequences():
         return total
 
     pair = operations(learner.objective, pairs, learner._placed(pairs)[1])
-    packed = pack_update(learner.planner, single, single.scored, 8)
+    packed = learner.planner.pack_update(single, single.scored, 8)
     separate = operations(_Likelihood(), single, packed)
     tokens = 4 * 2 * (512 + 64)
     weights = sum(leaf.size for path, leaf in flatten_mapping(learner.params).items() if path[-1] == "kernel")

@@ -25,7 +25,7 @@ from tunix_like.models.loading import export_model
 from tunix_like.planning.sizes import described_companions
 from tunix_like.runs.build import assemble
 from tunix_like.storage.metrics import rows as metric_rows
-from tunix_like.training.updates import Updates
+from tunix_like.training import token_signals
 
 from .repeated_prompts import difference
 from .small_learner import ROWS, TOKENIZER, collect, make, make_model, params_of
@@ -48,14 +48,15 @@ def taught(caught, settings=None, rows=LABELLED, **arguments):
         arguments.pop("algo", MaxRLConfig(num_generations=4)), reward=arguments.pop("reward", constant), max_steps=1,
         teacher_config=TeacherConfig(**{"coef": 0.7} | (settings or {})), **arguments,
     )  # fmt: skip
-    own = Updates._taught_advantages
+    teacher_signals = token_signals.teacher_signals
 
-    def watched(updates, *given):
-        caught.append(own(updates, *given))
-        return caught[-1]
+    def watched(*given):
+        signals = teacher_signals(*given)
+        caught.append((signals.from_teacher, signals.metrics))
+        return signals
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Updates, "_taught_advantages", watched)
+        patch.setattr(token_signals, "teacher_signals", watched)
         collect(made, rows, batch_size=len(rows), shuffle=False)
     return made
 

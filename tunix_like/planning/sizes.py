@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
+from jaxtyping import Bool
 
 from tunix_like.algorithms.ppo import PPO
 from tunix_like.config.schema import SELF, Config, OptimizerConfig, RLTrainingConfig, RolloutConfig, TeacherConfig
@@ -61,6 +62,8 @@ from tunix_like.rollout.shapes import slot_shape
 from tunix_like.runtime.accelerators import Accelerator, find_kind
 from tunix_like.runtime.processes import gather
 from tunix_like.step.optimizer import build_optimizer, critic_optimizer, state_shapes
+from tunix_like.step.packing import Packed, choose_layout, pack, with_experts
+from tunix_like.types import GroupBatch
 
 if TYPE_CHECKING:
     from tunix_like.models.config import Adapters, DecoderConfig
@@ -224,6 +227,25 @@ class Planner:
         """Returns the number of completions of full width per chunk of an update (`training.train_micro_batch_size`).
         Raises UserError if `auto` finds no memory for a single one."""
         return chunk_size(self.training.train_micro_batch_size, work, self.device)
+
+    def pack_update(
+        self, batch: GroupBatch, rows: Bool[np.ndarray, "P G"], most_prompts: int, whole_groups: bool = False
+    ) -> Packed:
+        """Packs completions of a rollout batch into chunks. The model processes one chunk per forward and backward pass
+        (see `chunk_size`).
+
+        Args:
+          rows: mask of the completions to pack.
+          most_prompts: maximum number of prompts of an update.
+          whole_groups: whether all completions of a prompt are in one chunk.
+        """
+        size = rows.shape[1]
+        chunk = self.chunk_size(self.update_work((most_prompts, size), batch.widths, whole_groups))
+        layout = choose_layout(size, most_prompts, batch.widths, chunk, prompt_parts(self.mesh), whole_groups)
+        packed = pack(batch.completion_lengths, rows, batch.widths[1], layout, most_prompts)
+        if batch.experts is None or self.model.config.experts is None:
+            return packed
+        return with_experts(packed, batch, self.model.config.experts.number)
 
     def layout(self) -> SamplingLayout | None:
         """Returns the layout of the sampler; None if `mesh` and `rollout.devices` are None. The sampler has the devices

@@ -31,7 +31,6 @@ from tunix_like.step.forward import place_packed
 from tunix_like.step.train_step import StepSpec, gradient, loss_weights, step_inputs
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.training.arguments import forward_options
-from tunix_like.training.updates import pack_update
 from tunix_like.types import GroupBatch
 
 SHOWN = 10
@@ -155,7 +154,7 @@ def norms_of(
     placed, *placed_logprobs = place_replicated((batch.routed_freely, *logprobs), mesh)
 
     def of(rows: np.ndarray) -> tuple[float, float]:
-        packed = place_packed(pack_update(planner, batch, rows, most), mesh)
+        packed = place_packed(planner.pack_update(batch, rows, most), mesh)
         data = step_inputs(placed, in_update, packed, *placed_logprobs)
         loss, norm = fetch(program(params, frozen, data), mesh)
         on_progress(1)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jaxtyping import Bool
 
-from tunix_like.algorithms.ppo import PPO, ValueObjective
+from tunix_like.algorithms.ppo import PPO, Estimates, ValueObjective
 from tunix_like.config.schema import (
     AlgorithmConfig,
     CriticConfig,
@@ -27,9 +29,12 @@ from tunix_like.models.lora import add_lora, fingerprint, part_params, without_a
 from tunix_like.models.sharding import check_divides, without_shared
 from tunix_like.planning.sizes import critic_work
 from tunix_like.step.optimizer import critic_optimizer
+from tunix_like.step.packing import Packed
+from tunix_like.step.train_step import step_inputs
 from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.training.arguments import likelihood_options
 from tunix_like.training.trainer import ModelInTraining, Trainer
+from tunix_like.types import GroupBatch
 
 
 class Critic(ModelInTraining):
@@ -89,9 +94,33 @@ class Critic(ModelInTraining):
         if resumes:
             self.state = self.state._replace(opt_state=None)
 
+    def update(
+        self, batch: GroupBatch, in_update: Bool[np.ndarray, "P"], packed: Packed, estimates: Estimates
+    ) -> dict[str, Any]:
+        """Replaces the train state by that after one update with the groups `in_update`. Returns its metrics, on the
+        device.
+
+        Args:
+          batch, packed, estimates: placed on the devices.
+        """
+        batch = batch._replace(rollout_logprobs=None)
+        packed = packed._replace(experts=None, prompt_experts=None)  # those of the policy
+        # In the step, values have the place of log-probabilities, and returns that of advantages (`ValueObjective`).
+        inputs = step_inputs(
+            batch, in_update, packed, old_logprobs=estimates.values, token_advantages=estimates.returns
+        )
+        self.state, metrics, _ = self.programs.train_step(self.state, inputs, self.frozen)
+        return dict(metrics)
+
     def restore(self, saved: Any) -> None:
         """Restores weights and optimizer state from what `to_save` returned."""
         self._restore_state(saved)
+
+
+def metrics_to_log(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics of a critic's updates as a step logs them."""
+    names = {"loss": "loss", "grad_norm": "grad_norm", "clipfrac": "clipfrac", "update/skipped": "skipped"}
+    return {f"critic/{name}": metrics[key] for key, name in names.items() if key in metrics}
 
 
 def new_critic(model: Decoder, lora: LoraConfig | None, seed: int) -> Decoder:

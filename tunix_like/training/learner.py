@@ -55,7 +55,7 @@ from tunix_like.rollout.collection import (
     advantages_of_turns,
     longest_batch,
     training_batch,
-    turn_signals,
+    turn_values,
 )
 from tunix_like.rollout.files import FirstFailure, RolloutFiles, saved_on_failure
 from tunix_like.rollout.rollouts import Rollout, Task, WeightedReward, warn_cut, weighted_rewards
@@ -89,6 +89,7 @@ from tunix_like.training.generation import complete, sampling_of, with_rollout
 from tunix_like.training.rollouts_ahead import RolloutsAhead
 from tunix_like.training.step_metrics import advantage_metrics, speed_metrics, user_metrics
 from tunix_like.training.teacher import Teacher, Teachers, check_reference, resolve_teacher
+from tunix_like.training.token_signals import signal_sources
 from tunix_like.training.trainer import Trainer, check_batch_size
 from tunix_like.training.updates import Updates
 from tunix_like.types import Engine, GroupBatch, RewardFunction
@@ -411,10 +412,9 @@ class Learner(Trainer):
         )
         rollouts = RolloutsAhead(collector, self.engine, self.iterator, self.rollout_config.max_staleness, self.total)
         self.iterator = None if self.iterator is None else rollouts
+        sources = signal_sources(self.algo, objective, self.teachers, self.critic)
         external_engine = isinstance(self.engine, CheckedEngine)
-        step_updates = Updates(
-            self, self.algo, objective, mini, self.reference, external_engine, self.teachers, self.critic
-        )
+        step_updates = Updates(self, self.algo, objective, mini, sources, self.reference, self.critic, external_engine)
         if self.player is None and not self.rollout_config.routing_replay:
             collector.on_first_prompts = lambda problems: step_updates.compile_ahead(
                 longest_batch(problems, self.task, objective)
@@ -555,8 +555,8 @@ class Learner(Trainer):
             with progress.task("update"), saved_on_failure(call.files.folder, number, rollout.problems, rollout.texts):
                 stale = metrics.get("staleness", 0) > 0
                 try:
-                    by_turn = turn_signals(rollout, batch, objective) if self.algo.credit == "turn" else None
-                    advantages, update_metrics = call.updates.run(number, rollout.problems, batch, ref, stale, by_turn)
+                    of_turns = turn_values(rollout, batch, objective) if self.algo.credit == "turn" else None
+                    advantages, update_metrics = call.updates.run(number, rollout.problems, batch, ref, stale, of_turns)
                 except EngineLost:  # of a teacher
                     call.rollouts.put_back()
                     raise
@@ -565,7 +565,7 @@ class Learner(Trainer):
             made = kl_metrics | update_metrics
             made |= advantage_metrics(rollout, batch, advantages, objective, self.success_threshold)
             metrics = made | user_metrics(self.metric_fns, rollout, advantages) | metrics
-            self._show(call, number, rollout, batch, advantages, by_turn if self.critic is None else None)
+            self._show(call, number, rollout, batch, advantages, of_turns if self.critic is None else None)
             clock.lap("other")
             metrics |= clock.seconds
             speed = speed_metrics(self.model.config, batch, metrics, call.compilations)

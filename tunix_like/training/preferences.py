@@ -42,7 +42,6 @@ from tunix_like.training.arguments import likelihood_options
 from tunix_like.training.companions import Reference, make_reference
 from tunix_like.training.teacher import check_reference
 from tunix_like.training.trainer import Trainer, check_batch_size
-from tunix_like.training.updates import pack_update
 from tunix_like.types import GroupBatch
 
 COLUMNS = ("chosen", "rejected")
@@ -279,7 +278,7 @@ class DPOLearner(Trainer):
 
     def _placed(self, batch: GroupBatch) -> tuple[GroupBatch, Packed]:
         """Packs a batch, with both completions of a pair in the same chunk, and places it on the devices."""
-        packed = pack_update(self.planner, batch, batch.scored, len(batch.scored), whole_groups=True)
+        packed = self.planner.pack_update(batch, batch.scored, len(batch.scored), whole_groups=True)
         return place_replicated(batch, self.mesh), place_packed(packed, self.mesh)
 
     def _reference_logprobs(self, placed: GroupBatch, packed: Packed) -> Any:

@@ -41,7 +41,6 @@ from tunix_like.training import loop
 from tunix_like.training.answers import Answers
 from tunix_like.training.arguments import likelihood_options
 from tunix_like.training.trainer import Trainer
-from tunix_like.training.updates import pack_update
 from tunix_like.types import GroupBatch
 
 logger = logging.getLogger("tunix_like")
@@ -172,7 +171,7 @@ class SFTTrainer(Trainer):
         with scope(self.mesh):
             batch = self._batch(next(self._batches))
             count = self.config.batch_size
-            packed = pack_update(self.planner, batch, batch.scored, count)
+            packed = self.planner.pack_update(batch, batch.scored, count)
             placed = place_packed(packed, self.mesh)
             inputs = step_inputs(place_replicated(batch, self.mesh), np.ones(count, bool), placed)
             assert self.schedule is not None

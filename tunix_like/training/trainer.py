@@ -15,9 +15,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import grain.python as grain
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Bool, Float
 
 from tunix_like.config.argument_names import NamedArguments
 from tunix_like.config.load import as_dict
@@ -28,14 +30,22 @@ from tunix_like.errors import UserError, check_type, nearest
 from tunix_like.models.decoder import Decoder, check_decoder
 from tunix_like.models.loading import check_fit, save_description
 from tunix_like.models.lora import fingerprint, join_params, save_adapter_config, split_params
-from tunix_like.models.sharding import check_divides, check_experts, check_lengths, place_params, shardings_of
+from tunix_like.models.sharding import (
+    check_divides,
+    check_experts,
+    check_lengths,
+    fetch,
+    place_params,
+    place_replicated,
+    shardings_of,
+)
 from tunix_like.planning.memory import ALONE, Companions
 from tunix_like.planning.sizes import Planner
 from tunix_like.rollout.rollouts import WeightedReward
 from tunix_like.rollout.samples import Samples
 from tunix_like.runtime.processes import by_first, is_first
 from tunix_like.session.fingerprints import INPUTS, fingerprints
-from tunix_like.step.forward import ForwardOptions
+from tunix_like.step.forward import ForwardOptions, place_packed
 from tunix_like.step.optimizer import (
     build_optimizer,
     build_schedule,
@@ -58,6 +68,7 @@ from tunix_like.storage.loggers import check_loggers, open_metrics
 from tunix_like.storage.metrics import Best, MetricsLog
 from tunix_like.storage.mirror import local_folder
 from tunix_like.text.tokenizer import Tokenizer
+from tunix_like.types import GroupBatch
 
 
 class _Stream(NamedTuple):
@@ -277,6 +288,22 @@ class Trainer(NamedArguments, ModelInTraining, abc.ABC):
     def complete(self) -> bool:
         """Whether all steps up to `total` are done."""
         return self.total is not None and self.done >= self.total
+
+    def token_logprobs(
+        self, graphdef: Any, params: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"] | None = None
+    ) -> Float[np.ndarray, "P G T"]:
+        """Returns a model's log-probabilities of the tokens of the completions that the mask `rows` selects (None: of
+        all completions), 0 elsewhere. With a scalar head, these are the values of the states before the tokens."""
+        rows = np.ones(batch.scored.shape, bool) if rows is None else rows
+        return self.token_values(self.programs.logprobs, graphdef, params, batch, rows)
+
+    def token_values(
+        self, program: Any, graphdef: Any, params: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"]
+    ) -> Float[np.ndarray, "P G T"]:
+        """Runs a program that gives one number per token on the completions `rows`; the other entries are 0."""
+        packed = place_packed(self.planner.pack_update(batch, rows, len(rows)), self.mesh)
+        placed = place_replicated(batch.routed_freely, self.mesh)
+        return np.asarray(fetch(program(graphdef, params, placed, packed), self.mesh))
 
     # The loop calls the following methods.
 
