@@ -26,7 +26,8 @@ from tunix_like.config.load import load
 from tunix_like.config.schema import Config
 from tunix_like.data import load_source
 from tunix_like.errors import UserError
-from tunix_like.runs.build import Parts, check_config
+from tunix_like.runs.build import Parts
+from tunix_like.runs.checks import check_config
 from tunix_like.runs.folder import run_folder
 from tunix_like.storage import run_lock
 from tunix_like.storage.metrics import rows as metric_rows

@@ -14,7 +14,7 @@ from tunix_like.cli import main as cli
 from tunix_like.cli.commands import KINDS
 from tunix_like.config.load import load
 from tunix_like.data import gsm8k, reverse_text
-from tunix_like.runs.build import check_config
+from tunix_like.runs.checks import check_config
 
 pytestmark = pytest.mark.slow
 

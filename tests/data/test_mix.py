@@ -29,7 +29,7 @@ from tunix_like.rewards import REWARDS, close_pools
 from tunix_like.rewards.pool import PooledFunction
 from tunix_like.rollout.rollouts import score_completions
 from tunix_like.runs import build as runs
-from tunix_like.runs import reward_functions
+from tunix_like.runs import checks, reward_functions
 from tunix_like.runs.trained import open_trained
 from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.types import Problem
@@ -510,7 +510,7 @@ def test_resumed_run_equals_the_uninterrupted_run_bitwise(home):
 
 def checked(home, *overrides):
     with contextlib.chdir(home):
-        return runs.check_config(load("mixed.yaml", overrides))
+        return checks.check_config(load("mixed.yaml", overrides))
 
 
 ENTRY = "data.sources=[{name: reverse_text, label: a}, {name: reverse_text, label: b, %s}]"

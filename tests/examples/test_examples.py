@@ -20,7 +20,7 @@ import yaml
 import tunix_like
 from tunix_like.cli import main as cli
 from tunix_like.config.load import load
-from tunix_like.runs.build import check_config
+from tunix_like.runs.checks import check_config
 from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.training.learners import LEARNERS, CustomLearner
 from tunix_like.training.preferences import PAIR_LEARNER_CLASSES

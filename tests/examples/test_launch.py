@@ -20,7 +20,7 @@ import yaml
 from tests.process import ROOT
 from tunix_like.cli.main import parse
 from tunix_like.config.load import load
-from tunix_like.runs.build import check_config
+from tunix_like.runs.checks import check_config
 from tunix_like.runtime.accelerators import KINDS
 
 LAUNCH = ROOT / "examples" / "launch"

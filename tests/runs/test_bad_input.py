@@ -25,6 +25,7 @@ from tunix_like.data import reverse_text
 from tunix_like.models.loading import save_model
 from tunix_like.rollout.sampler import Sampler
 from tunix_like.runs import build as runs
+from tunix_like.runs import checks
 from tunix_like.runs.folder import claim
 from tunix_like.storage.metrics import rows as metric_rows
 from tunix_like.text.tokenizer import Tokenizer
@@ -208,7 +209,7 @@ def test_saved_config_is_read_back_unchanged(name, place, monkeypatch, capsys, f
     shutil.copy(place / "good.jsonl", name)
     shutil.copy(place / "own.yaml", "own.yaml")
     given = [f"data.path={name}", "training.output_dir=run", f"model.path={place / 'model'}"]
-    save(runs.check_config(load("own.yaml", given))[0], "run/config.yaml")
+    save(checks.check_config(load("own.yaml", given))[0], "run/config.yaml")
     assert f"path: {name}\n" in Path("run/config.yaml").read_text()
     assert cli.main([*OWN, *given, "optimizer.learning_rate=1e-3"]) == 2
     said = capsys.readouterr().err

@@ -20,7 +20,7 @@ from tunix_like.config.load import load
 from tunix_like.config.schema import SFTConfig
 from tunix_like.data import reverse_text
 from tunix_like.errors import UserError
-from tunix_like.runs.build import check_config
+from tunix_like.runs.checks import check_config
 from tunix_like.storage import loggers
 from tunix_like.storage.checkpoints import Checkpoints
 from tunix_like.storage.loggers import check_loggers, open_metrics

@@ -17,7 +17,7 @@ from tunix_like import Callback, EarlyStopping, RateProbe, UserError
 from tunix_like.config.load import load
 from tunix_like.config.schema import OptimizerConfig
 from tunix_like.errors import CallbackFailed
-from tunix_like.runs.build import check_config
+from tunix_like.runs.checks import check_config
 from tunix_like.session.callbacks import check_callbacks, named_callbacks
 from tunix_like.step.optimizer import build_schedule
 from tunix_like.storage.metrics import MetricsLog, rows

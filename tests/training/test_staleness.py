@@ -18,7 +18,7 @@ from tunix_like.config.load import load
 from tunix_like.config.schema import MeshConfig
 from tunix_like.errors import EngineLost
 from tunix_like.models.sharding import build_mesh
-from tunix_like.runs.build import check_config
+from tunix_like.runs.checks import check_config
 
 SAMPLING = 4
 LENGTHS = {"max_prompt_length": 8, "max_tokens_to_generate": 4}

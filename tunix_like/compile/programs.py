@@ -62,7 +62,8 @@ from tunix_like.rollout import decoding
 from tunix_like.rollout.logits import SamplingParams
 from tunix_like.rollout.sampler import jit_place, sampled_params
 from tunix_like.rollout.shapes import slot_shape
-from tunix_like.runs.build import check_batches, check_config, chosen_tokenizer, named_model, updates_per_batch
+from tunix_like.runs.build import chosen_tokenizer, named_model
+from tunix_like.runs.checks import check_batches, check_config, updates_per_batch
 from tunix_like.step.forward import CHUNKS, SETS, batch_logprobs, packed_shapes
 from tunix_like.step.optimizer import build_optimizer, critic_optimizer, moment_segments, state_shapes
 from tunix_like.step.packing import Packed, choose_layout, pack

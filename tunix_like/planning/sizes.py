@@ -372,11 +372,10 @@ class Planner:
     def _work(self, prompts: int, group: int, widths: tuple[int, int]) -> Work:
         model = self.model
         mesh = self.mesh
-        kinds = model.param_dtype, model.adapters, model.quantized
         return Work(
             model.config,
-            _share(model.config, *kinds, mesh),
-            _moments(model.config, *kinds, mesh, self._optimizer),
+            _share(model.config, model.param_dtype, model.adapters, model.quantized, mesh),
+            _moments(model.config, model.param_dtype, model.adapters, model.quantized, mesh, self._optimizer),
             prompts,
             group,
             widths,

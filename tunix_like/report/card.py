@@ -19,7 +19,7 @@ from tunix_like.config.shown import HIDDEN, given, shown
 from tunix_like.report.contents import curves
 from tunix_like.report.figures import draw
 from tunix_like.report.reading import read_runs
-from tunix_like.runs.build import defaults_read
+from tunix_like.runs.checks import defaults_read
 from tunix_like.runtime import console
 from tunix_like.runtime.visible import visible
 from tunix_like.storage import metrics

@@ -28,7 +28,7 @@ from tunix_like.rollout.collection import training_batch
 from tunix_like.rollout.requests import collect, requests_of
 from tunix_like.rollout.rollouts import Rollout, Task, completion_texts, score_completions, succeeds, with_width
 from tunix_like.rollout.sampler import Sampler
-from tunix_like.runs.build import check_config
+from tunix_like.runs.checks import check_config
 from tunix_like.runs.reward_functions import reward_functions
 from tunix_like.runs.trained import Trained, open_trained
 from tunix_like.training.engine import make_engine

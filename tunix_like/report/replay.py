@@ -23,7 +23,7 @@ from tunix_like.errors import UserError
 from tunix_like.models.lora import split_params
 from tunix_like.models.sharding import fetch, place_replicated, scope
 from tunix_like.planning.sizes import Planner
-from tunix_like.runs.build import check_config, updates_per_batch
+from tunix_like.runs.checks import check_config, updates_per_batch
 from tunix_like.runs.trained import Trained, open_trained
 from tunix_like.runtime import console, progress
 from tunix_like.session.guards import FOLDER, SkippedUpdate, read_skipped

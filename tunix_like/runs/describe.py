@@ -24,7 +24,8 @@ from tunix_like.rewards.turns import TurnReward, inner
 from tunix_like.rollout.collection import EXTRA_BATCHES
 from tunix_like.rollout.engines.registry import find_engine
 from tunix_like.rollout.rollouts import WeightedReward
-from tunix_like.runs.build import Parts, updates_per_batch
+from tunix_like.runs.build import Parts
+from tunix_like.runs.checks import updates_per_batch
 
 
 def describe(parts: Parts) -> list[tuple[str, str]]:

@@ -412,9 +412,9 @@ class Learner(Trainer):
         )
         rollouts = RolloutsAhead(collector, self.engine, self.iterator, self.rollout_config.max_staleness, self.total)
         self.iterator = None if self.iterator is None else rollouts
-        sources = signal_sources(self.algo, objective, self.teachers, self.critic)
+        sources = signal_sources(objective, self.teachers, self.critic)
         external_engine = isinstance(self.engine, CheckedEngine)
-        step_updates = Updates(self, self.algo, objective, mini, sources, self.reference, self.critic, external_engine)
+        step_updates = Updates(self, objective, mini, sources, self.reference, self.critic, external_engine)
         if self.player is None and not self.rollout_config.routing_replay:
             collector.on_first_prompts = lambda problems: step_updates.compile_ahead(
                 longest_batch(problems, self.task, objective)

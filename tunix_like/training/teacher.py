@@ -36,6 +36,7 @@ LogprobsFunction = Callable[[Any, Any, GroupBatch, Bool[np.ndarray, "P G"]], Flo
 """`f(graphdef, params, batch, rows)`: log-probabilities of the tokens of the completions `rows`, 0 elsewhere."""
 
 
+@dataclasses.dataclass(eq=False)
 class Teacher:
     """The model that scores the policy's tokens, and its prompts.
 
@@ -46,25 +47,14 @@ class Teacher:
       plays: whether environments answer the policy, which can change its prompts.
     """
 
-    def __init__(
-        self,
-        settings: TeacherConfig,
-        graphdef: Any,
-        params: Any,
-        config: DecoderConfig,
-        tokenizer: Tokenizer,
-        work: TeacherWork | None,
-        limit: int,
-        plays: bool,
-    ):
-        self.settings = settings
-        self.graphdef = graphdef
-        self.params = params
-        self.config = config
-        self.tokenizer = tokenizer
-        self.work = work
-        self.limit = limit
-        self.plays = plays
+    settings: TeacherConfig
+    graphdef: Any
+    params: Any
+    config: DecoderConfig
+    tokenizer: Tokenizer
+    work: TeacherWork | None
+    limit: int
+    plays: bool
 
     def identity(self, mesh: Any) -> dict[str, Any]:
         """Returns the settings that a run and its checkpoint must share, with a fingerprint of a teacher's weights."""

@@ -91,9 +91,7 @@ class TokenSignals(NamedTuple):
 SignalSource = Callable[[SignalInputs], TokenSignals]
 
 
-def signal_sources(
-    algo: AlgorithmConfig, objective: Objective, teachers: Teachers | None, critic: Critic | None
-) -> list[SignalSource]:
+def signal_sources(objective: Objective, teachers: Teachers | None, critic: Critic | None) -> list[SignalSource]:
     """Returns the sources of signals per token of a run. `Objective.gives_token_advantages` says whether one of them
     gives advantages, for programs that are compiled without a run."""
     sources: list[SignalSource] = []
@@ -103,8 +101,8 @@ def signal_sources(
         assert teachers.default is not None
         sources.append(functools.partial(teacher_loss_signals, teachers.default))
     if critic is not None:
-        sources.append(functools.partial(critic_signals, critic, algo))
-    elif algo.credit == "turn":
+        sources.append(functools.partial(critic_signals, critic, objective.config))
+    elif objective.config.credit == "turn":
         sources.append(turn_signals)
     elif any(estimator.name == TOKEN_BASELINE for estimator in objective.estimators):
         sources.append(functools.partial(token_baseline_signals, objective))

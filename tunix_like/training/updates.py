@@ -13,7 +13,6 @@ from jaxtyping import Bool, Float
 
 from tunix_like.algorithms.objective import Objective, Scheduled
 from tunix_like.algorithms.ppo import Estimates
-from tunix_like.config.schema import AlgorithmConfig
 from tunix_like.errors import UserError
 from tunix_like.models.counts import update_operations
 from tunix_like.models.sharding import fetch, place_replicated
@@ -103,7 +102,6 @@ class Updates:
     def __init__(
         self,
         trainer: Trainer,
-        algo: AlgorithmConfig,
         objective: Objective,
         mini_batch_size: int,
         sources: Sequence[SignalSource],
@@ -112,7 +110,7 @@ class Updates:
         external_engine: bool = False,
     ):
         self.trainer = trainer
-        self.algo = algo
+        self.algo = objective.config
         self.objective = objective
         self.mini_batch_size = mini_batch_size
         self.sources = sources
@@ -120,7 +118,7 @@ class Updates:
         self.critic = critic
         self._ahead: _CompiledAhead | None = None
         most_skipped = trainer.training.max_skipped_updates
-        self.skip_watch = SkipWatch(f"the loss '{algo.policy_loss_fn}'", most_skipped)
+        self.skip_watch = SkipWatch(f"the loss '{self.algo.policy_loss_fn}'", most_skipped)
         self.critic_watch = SkipWatch("the loss of the critic", most_skipped)
         self.gap_watch = GapWatch(
             trainer.training.max_logprob_gap, trainer.training.later_logprob_gap == "error", external_engine
