@@ -101,9 +101,9 @@ def credits(monkeypatch):
     found = []
     run = Updates.run
 
-    def watched(self, step, problems, batch, ref, stale, turn_values=None):
-        found.append((batch, turn_values))
-        return run(self, step, problems, batch, ref, stale, turn_values)
+    def watched(self, step, problems, batch, ref, stale, turn_credit=None):
+        found.append((batch, turn_credit))
+        return run(self, step, problems, batch, ref, stale, turn_credit)
 
     monkeypatch.setattr(Updates, "run", watched)
     return found

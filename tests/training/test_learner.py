@@ -1,7 +1,9 @@
 """Tests the learner through its public Python interface: required arguments, repeated calls, engines, metrics,
 evaluations and resumption."""
 
+import gc
 import threading
+import weakref
 from pathlib import Path
 
 import jax
@@ -110,6 +112,16 @@ def test_estimator_is_traced_into_one_compiled_program(compiled, monkeypatch):
     assert [traced for traced, _ in counts] == [1.0] * 5
     assert counts[0][1] > 0 and len({programs for _, programs in counts}) == 1, f"compiled after step 1: {counts}"
     assert last["train/advantage/max"] == 0.5 and last["train/advantage/min"] == -0.5
+
+
+@pytest.mark.slow
+def test_a_call_does_not_keep_what_earlier_calls_collected():
+    learner = make()
+    collect(learner)
+    earlier = weakref.ref(learner.iterator)
+    collect(learner)
+    gc.collect()
+    assert earlier() is None
 
 
 @pytest.mark.slow

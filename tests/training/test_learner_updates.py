@@ -370,7 +370,7 @@ def test_update_of_other_lengths_than_were_compiled_ahead(update_threads, monkey
 
 def test_update_that_would_not_fit_is_not_compiled_ahead(update_threads, monkeypatch):
     """The longest completions may never come, so what they would need does not end the run."""
-    pack_update = Planner.pack_update
+    pack_update = Planner.pack
 
     def small_memory(planner, batch, *arguments):
         if (batch.completion_lengths == 24).all():

@@ -297,7 +297,7 @@ def test_a_pair_costs_less_than_065_of_two_sequences():
         return total
 
     pair = operations(learner.objective, pairs, learner._placed(pairs)[1])
-    packed = learner.planner.pack_update(single, single.scored, 8)
+    packed = learner.planner.pack(single, single.scored, 8)
     separate = operations(_Likelihood(), single, packed)
     tokens = 4 * 2 * (512 + 64)
     weights = sum(leaf.size for path, leaf in flatten_mapping(learner.params).items() if path[-1] == "kernel")

@@ -80,7 +80,7 @@ def test_each_segment_follows_the_prompt(server):
     made = learner(server.url)
     rows = np.ones(BATCH_OF_SEGMENTS.scored.shape, bool)
     rows[0, 1] = False
-    found = made.teachers.default.logprobs(lambda *_: None, None, BATCH_OF_SEGMENTS, rows)
+    found = made.teachers.default.logprobs(made, BATCH_OF_SEGMENTS, rows)
     expected = np.where(MASK & rows[..., None], np.asarray(segment_logprobs(PARAMS)[0]), 0.0)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 

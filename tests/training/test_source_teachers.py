@@ -52,7 +52,7 @@ def taught(caught, settings=None, rows=LABELLED, **arguments):
 
     def watched(*given):
         signals = teacher_signals(*given)
-        caught.append((signals.from_teacher, signals.metrics))
+        caught.append((signals.unlogged, signals.metrics))
         return signals
 
     with pytest.MonkeyPatch.context() as patch:

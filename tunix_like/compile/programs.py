@@ -292,7 +292,7 @@ def _update(plan: Plan, name: str, model: Decoder, split: tuple[Any, Any], spec:
     state = TrainState(params, state_shapes(optimizer, params, segments))
     shardings = shardings_of(state, plan.mesh)
     step = jit_train_step(spec._replace(graphdef=graphdef, optimizer=optimizer, shardings=shardings, segments=segments))
-    most = min(config.training.mini_batch_size or plan.group[0], plan.group[0])
+    most = config.training.prompts_per_update(plan.group[0])
     packed = _packed(plan, most)
     calls = updates_per_batch(config)
     lower = functools.partial(step.lower, state, _step_inputs(plan, spec.objective, packed), frozen)
@@ -310,8 +310,8 @@ def _update(plan: Plan, name: str, model: Decoder, split: tuple[Any, Any], spec:
 
 
 def logprobs_program(plan: Plan) -> Program | None:
-    """Describes the program that computes the log-probabilities of a batch without a gradient (`training/updates.py`).
-    A step runs it if a batch has several updates or advantages of a teacher, if there is a KL term, and once more if
+    """Describes the program of `Trainer.token_logprobs`, the log-probabilities of a batch without a gradient. A step
+    runs it if a batch has several updates or advantages of a teacher, if there is a KL term, and once more if
     this is in the reward. The program of score norms, which has the same shapes, counts as one more run."""
     config = plan.config
     algorithm = plan.config.algorithm

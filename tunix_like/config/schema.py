@@ -714,6 +714,10 @@ class RLTrainingConfig(Checked):
         if self.later_logprob_gap == "error" and self.max_logprob_gap is None:
             raise UserError("training.later_logprob_gap: error needs a limit; set training.max_logprob_gap.")
 
+    def prompts_per_update(self, batch_size: int) -> int:
+        """Returns the number of prompts of an optimizer update, of `batch_size` prompts of a step."""
+        return min(self.mini_batch_size or batch_size, batch_size)
+
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig(Checked):

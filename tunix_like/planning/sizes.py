@@ -1,8 +1,9 @@
 """Chooses what the memory of the devices decides: the chunk size of updates, the number of completions that are sampled
 at once, and the layout of weights and completions for sampling.
 
-A chunk is the group of completions that one forward and backward pass processes. A number in the config is used
-unchanged; `auto` chooses the largest useful size that fits by the estimates of `memory.py`.
+A chunk is the group of completions that one forward and backward pass processes; `Planner.pack` packs a batch into
+chunks. A number in the config is used unchanged; `auto` chooses the largest useful size that fits by the estimates of
+`memory.py`.
 
 The layout for sampling is different from the layout for training. Training shards weights over `fsdp` and gathers them
 layer by layer. In the decode loop, this gathering would move every weight over the network for every token. Therefore
@@ -228,7 +229,7 @@ class Planner:
         Raises UserError if `auto` finds no memory for a single one."""
         return chunk_size(self.training.train_micro_batch_size, work, self.device)
 
-    def pack_update(
+    def pack(
         self, batch: GroupBatch, rows: Bool[np.ndarray, "P G"], most_prompts: int, whole_groups: bool = False
     ) -> Packed:
         """Packs completions of a rollout batch into chunks. The model processes one chunk per forward and backward pass
@@ -730,7 +731,7 @@ def estimate_memory(
     widths = rollout.max_prompt_length, rollout.max_tokens_to_generate
     training = dataclasses.replace(config.training, actor_optimizer=config.optimizer)
     planner = Planner(model, mesh, training, rollout, described_companions(config, model, mesh), device)
-    most = min(training.mini_batch_size or data.batch_size, data.batch_size)
+    most = training.prompts_per_update(data.batch_size)
     pairs = config.trains_pairs
     update = planner.update_work((most, group), widths, whole_groups=pairs)
     size = chosen(lambda: planner.chunk_size(update))

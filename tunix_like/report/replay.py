@@ -154,7 +154,7 @@ def norms_of(
     placed, *placed_logprobs = place_replicated((batch.routed_freely, *logprobs), mesh)
 
     def of(rows: np.ndarray) -> tuple[float, float]:
-        packed = place_packed(planner.pack_update(batch, rows, most), mesh)
+        packed = place_packed(planner.pack(batch, rows, most), mesh)
         data = step_inputs(placed, in_update, packed, *placed_logprobs)
         loss, norm = fetch(program(params, frozen, data), mesh)
         on_progress(1)

@@ -392,7 +392,7 @@ def _turns_differ(rollout: Rollout, scored: Bool[np.ndarray, "P G"]) -> Bool[np.
     return np.array([len(kind) > 1 for kind in kinds])
 
 
-def turn_values(rollout: Rollout, batch: GroupBatch, objective: Objective) -> Float[np.ndarray, "P G T"]:
+def turn_credit(rollout: Rollout, batch: GroupBatch, objective: Objective) -> Float[np.ndarray, "P G T"]:
     """Returns what the sampled tokens get by `algorithm.credit=turn`, in float32: the advantage of their turn, or the
     reward of a turn at its last token for a critic (`Objective.turn_terms`). Rewards of functions that score whole
     completions, and penalties, belong to the last turn."""
@@ -431,7 +431,7 @@ def advantages_of_turns(
     """Returns the advantages of the turns of each trajectory.
 
     Args:
-      turns: `turn_values`.
+      turns: `turn_credit`.
       advantages: means over the tokens, with those of the estimator.
     """
     assert rollout.episodes is not None

@@ -163,15 +163,16 @@ def defaults_read(algorithm: AlgorithmConfig) -> dict[str, Any]:
 
 
 def check_batches(config: Config, mesh: Mesh | None) -> None:
-    mini = config.training.mini_batch_size or config.data.batch_size
-    check_batch(mesh, "data.batch_size", config.data.batch_size)
+    """Raises UserError if batches or lengths cannot be divided over the mesh."""
+    batch_size = config.data.batch_size
+    check_batch(mesh, "data.batch_size", batch_size)
     check_lengths(mesh, config.rollout)
-    check_batch(mesh, "training.mini_batch_size", min(mini, config.data.batch_size))
+    check_batch(mesh, "training.mini_batch_size", config.training.prompts_per_update(batch_size))
     if config.sft.max_steps:
         check_batch(mesh, "sft.batch_size", config.sft.batch_size)
 
 
 def updates_per_batch(config: Config) -> int:
     """Returns the number of optimizer updates per rollout batch."""
-    mini = min(config.training.mini_batch_size or config.data.batch_size, config.data.batch_size)
-    return -(-config.data.batch_size // mini) * config.algorithm.num_iterations
+    batch_size = config.data.batch_size
+    return -(-batch_size // config.training.prompts_per_update(batch_size)) * config.algorithm.num_iterations

@@ -109,8 +109,9 @@ class Critic(ModelInTraining):
         inputs = step_inputs(
             batch, in_update, packed, old_logprobs=estimates.values, token_advantages=estimates.returns
         )
+        metrics: dict[str, Any]
         self.state, metrics, _ = self.programs.train_step(self.state, inputs, self.frozen)
-        return dict(metrics)
+        return metrics
 
     def restore(self, saved: Any) -> None:
         """Restores weights and optimizer state from what `to_save` returned."""

@@ -55,7 +55,7 @@ from tunix_like.rollout.collection import (
     advantages_of_turns,
     longest_batch,
     training_batch,
-    turn_values,
+    turn_credit,
 )
 from tunix_like.rollout.files import FirstFailure, RolloutFiles, saved_on_failure
 from tunix_like.rollout.rollouts import Rollout, Task, WeightedReward, warn_cut, weighted_rewards
@@ -92,7 +92,7 @@ from tunix_like.training.teacher import Teacher, Teachers, check_reference, reso
 from tunix_like.training.token_signals import signal_sources
 from tunix_like.training.trainer import Trainer, check_batch_size
 from tunix_like.training.updates import Updates
-from tunix_like.types import Engine, GroupBatch, RewardFunction
+from tunix_like.types import Engine, GroupBatch, Problem, RewardFunction
 
 logger = logging.getLogger("tunix_like")
 
@@ -381,7 +381,7 @@ class Learner(Trainer):
     def _prepare(self, data: _Data) -> _Call:
         """Checks the data, and builds the objects that this call of `train` uses, such as the evaluator."""
         batch_size = self._check_prompts(data)
-        mini = min(self.training.mini_batch_size or batch_size, batch_size)
+        mini = self.training.prompts_per_update(batch_size)
         check_batch(self.mesh, "data.batch_size", batch_size)
         check_batch(self.mesh, "training.mini_batch_size", mini)
         updates = -(-batch_size // mini) * self.algo.num_iterations
@@ -395,6 +395,13 @@ class Learner(Trainer):
         self._compile_updates(objective, updates)
         files = RolloutFiles(None if self.written_folder is None else self.written_folder / "rollouts")
         drawn = self._call.rollouts.drawn if self._call is not None and self.folder is None else 0
+        sources = signal_sources(objective, self.teachers, self.critic)
+        external_engine = isinstance(self.engine, CheckedEngine)
+        step_updates = Updates(self, objective, mini, sources, self.reference, self.critic, external_engine)
+
+        def compile_ahead(problems: Sequence[Problem]) -> None:
+            step_updates.compile_ahead(longest_batch(problems, self.task, objective))
+
         collector = Collector(
             task=self.task,
             engine=self.engine,
@@ -409,16 +416,10 @@ class Learner(Trainer):
             player=self.player,
             most_unscored=self.training.max_unscored_steps,
             total=self.total,
+            on_first_prompts=compile_ahead if self.player is None and not self.rollout_config.routing_replay else None,
         )
         rollouts = RolloutsAhead(collector, self.engine, self.iterator, self.rollout_config.max_staleness, self.total)
         self.iterator = None if self.iterator is None else rollouts
-        sources = signal_sources(objective, self.teachers, self.critic)
-        external_engine = isinstance(self.engine, CheckedEngine)
-        step_updates = Updates(self, objective, mini, sources, self.reference, self.critic, external_engine)
-        if self.player is None and not self.rollout_config.routing_replay:
-            collector.on_first_prompts = lambda problems: step_updates.compile_ahead(
-                longest_batch(problems, self.task, objective)
-            )
         watch = SignalWatch(self.task, objective.extra_term)
         return _Call(rollouts, step_updates, evaluator, files, watch, profile)
 
@@ -555,7 +556,7 @@ class Learner(Trainer):
             with progress.task("update"), saved_on_failure(call.files.folder, number, rollout.problems, rollout.texts):
                 stale = metrics.get("staleness", 0) > 0
                 try:
-                    of_turns = turn_values(rollout, batch, objective) if self.algo.credit == "turn" else None
+                    of_turns = turn_credit(rollout, batch, objective) if self.algo.credit == "turn" else None
                     advantages, update_metrics = call.updates.run(number, rollout.problems, batch, ref, stale, of_turns)
                 except EngineLost:  # of a teacher
                     call.rollouts.put_back()

@@ -278,7 +278,7 @@ class DPOLearner(Trainer):
 
     def _placed(self, batch: GroupBatch) -> tuple[GroupBatch, Packed]:
         """Packs a batch, with both completions of a pair in the same chunk, and places it on the devices."""
-        packed = self.planner.pack_update(batch, batch.scored, len(batch.scored), whole_groups=True)
+        packed = self.planner.pack(batch, batch.scored, len(batch.scored), whole_groups=True)
         return place_replicated(batch, self.mesh), place_packed(packed, self.mesh)
 
     def _reference_logprobs(self, placed: GroupBatch, packed: Packed) -> Any:

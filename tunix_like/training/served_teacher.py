@@ -18,7 +18,8 @@ from tunix_like.models.config import DecoderConfig
 from tunix_like.rollout.engines.server import Server, Unavailable, WrongAnswer
 from tunix_like.runtime.processes import by_first
 from tunix_like.text.tokenizer import Tokenizer
-from tunix_like.training.teacher import LogprobsFunction, Teacher
+from tunix_like.training.teacher import Teacher
+from tunix_like.training.trainer import Trainer
 from tunix_like.types import GroupBatch
 
 _TEXT = "Tokens in, numbers out: 12 + 34 = 46."
@@ -60,7 +61,7 @@ class ServedTeacher(Teacher):
         return {name: getattr(self.settings, name) for name in names} | {"limit": self.limit, "server": self.model}
 
     def logprobs(
-        self, logprobs_of: LogprobsFunction, policy: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"]
+        self, trainer: Trainer, batch: GroupBatch, rows: Bool[np.ndarray, "P G"]
     ) -> Float[np.ndarray, "P G T"]:
         """See `Teacher.logprobs`.
 

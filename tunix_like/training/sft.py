@@ -171,7 +171,7 @@ class SFTTrainer(Trainer):
         with scope(self.mesh):
             batch = self._batch(next(self._batches))
             count = self.config.batch_size
-            packed = self.planner.pack_update(batch, batch.scored, count)
+            packed = self.planner.pack(batch, batch.scored, count)
             placed = place_packed(packed, self.mesh)
             inputs = step_inputs(place_replicated(batch, self.mesh), np.ones(count, bool), placed)
             assert self.schedule is not None

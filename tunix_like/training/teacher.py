@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grain.python as grain
@@ -27,16 +27,13 @@ from tunix_like.step.forward import with_prompts
 from tunix_like.step.train_step import TeacherSpec
 from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.text.untrusted import Filled, fill
+from tunix_like.training.trainer import Trainer
 from tunix_like.types import GroupBatch, Problem
 
 _PROMPT = "{prompt}"
 
 
-LogprobsFunction = Callable[[Any, Any, GroupBatch, Bool[np.ndarray, "P G"]], Float[np.ndarray, "P G T"]]
-"""`f(graphdef, params, batch, rows)`: log-probabilities of the tokens of the completions `rows`, 0 elsewhere."""
-
-
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Teacher:
     """The model that scores the policy's tokens, and its prompts.
 
@@ -101,16 +98,16 @@ class Teacher:
         return with_prompts(batch, pad_tokens(rows, width), lengths, self.config.vocab_size)
 
     def logprobs(
-        self, logprobs_of: LogprobsFunction, policy: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"]
+        self, trainer: Trainer, batch: GroupBatch, rows: Bool[np.ndarray, "P G"]
     ) -> Float[np.ndarray, "P G T"]:
         """Returns the teacher's log-probabilities of the tokens of the completions `rows`.
 
         Args:
-          logprobs_of: computes log-probabilities with a model.
-          policy: weights of the policy.
+          trainer: that of the policy.
           batch: the result of `self.batch`.
         """
-        return logprobs_of(self.graphdef, policy if self.params is None else self.params, batch, rows)
+        params = trainer.params if self.params is None else self.params
+        return trainer.token_logprobs(self.graphdef, params, batch, rows)
 
 
 class Teachers:

@@ -36,9 +36,9 @@ class SignalInputs:
 
     Attributes:
       batch: with the rewards that the estimators get.
-      live: mask of the completions that the model must process. The other completions get no signal.
+      live: mask of the completions that the model must process; the others get no signal.
       ref_logprobs: the reference model's log-probabilities; None without one.
-      turn_values: what `collection.turn_values` gives: the advantages of tokens, or for a critic their rewards; None
+      turn_credit: what `collection.turn_credit` gives: the advantages of tokens, or for a critic their rewards; None
         without `credit: turn`.
     """
 
@@ -47,7 +47,7 @@ class SignalInputs:
     batch: GroupBatch
     live: Bool[np.ndarray, "P G"]
     ref_logprobs: Float[np.ndarray, "P G T"] | None
-    turn_values: Float[np.ndarray, "P G T"] | None
+    turn_credit: Float[np.ndarray, "P G T"] | None
 
     @property
     def mask(self) -> Bool[np.ndarray, "P G T"]:
@@ -64,28 +64,28 @@ class TokenSignals(NamedTuple):
     """What sources give.
 
     Attributes:
-      from_teacher, from_rewards: advantages that are added to those of the estimator. The advantages that a step logs
-        and writes contain the means of `from_rewards` over the tokens of a completion.
+      logged, unlogged: advantages that are added to those of the estimator. The advantages that a step logs and writes
+        contain the mean of `logged` over the tokens of each completion.
       teacher_loss: the teacher, if its divergence is a term of the loss.
       estimates: what a critic learns from.
       metrics: of the batch.
     """
 
-    from_teacher: Float[np.ndarray, "P G T"] | None = None
-    from_rewards: Float[np.ndarray, "P G T"] | None = None
+    logged: Float[np.ndarray, "P G T"] | None = None
+    unlogged: Float[np.ndarray, "P G T"] | None = None
     teacher_loss: TeacherInputs | None = None
     estimates: Estimates | None = None
     metrics: Mapping[str, float] = MappingProxyType({})
 
     @property
     def advantages(self) -> Float[np.ndarray, "P G T"] | None:
-        return _sum(self.from_teacher, self.from_rewards)
+        return _sum(self.logged, self.unlogged)
 
     def means(self, mask: Bool[np.ndarray, "P G T"]) -> Float[np.ndarray, "P G"] | float:
-        """Returns for each completion the mean of `from_rewards` over its tokens `mask`."""
-        if self.from_rewards is None:
+        """Returns for each completion the mean of `logged` over its tokens `mask`."""
+        if self.logged is None:
             return 0.0
-        return (self.from_rewards * mask).sum(-1) / np.maximum(mask.sum(-1), 1)
+        return (self.logged * mask).sum(-1) / np.maximum(mask.sum(-1), 1)
 
 
 SignalSource = Callable[[SignalInputs], TokenSignals]
@@ -95,11 +95,13 @@ def signal_sources(objective: Objective, teachers: Teachers | None, critic: Crit
     """Returns the sources of signals per token of a run. `Objective.gives_token_advantages` says whether one of them
     gives advantages, for programs that are compiled without a run."""
     sources: list[SignalSource] = []
-    if teachers is not None and teachers.spec is None:
-        sources.append(functools.partial(teacher_signals, teachers, objective))
-    elif teachers is not None:
-        assert teachers.default is not None
-        sources.append(functools.partial(teacher_loss_signals, teachers.default))
+    if teachers is not None:
+        if teachers.spec is None:
+            sources.append(functools.partial(teacher_signals, teachers, objective))
+        else:
+            assert teachers.default is not None
+            sources.append(functools.partial(teacher_loss_signals, teachers.default))
+    # A critic reads the rewards of turns itself, and `build_objective` refuses `otb` with turns or a critic.
     if critic is not None:
         sources.append(functools.partial(critic_signals, critic, objective.config))
     elif objective.config.credit == "turn":
@@ -116,11 +118,11 @@ def all_signals(sources: Iterable[SignalSource], inputs: SignalInputs) -> TokenS
     for source in sources:
         signals = source(inputs)
         total = TokenSignals(
-            _sum(total.from_teacher, signals.from_teacher),
-            _sum(total.from_rewards, signals.from_rewards),
-            total.teacher_loss or signals.teacher_loss,
-            total.estimates or signals.estimates,
-            {**total.metrics, **signals.metrics},
+            logged=_sum(total.logged, signals.logged),
+            unlogged=_sum(total.unlogged, signals.unlogged),
+            teacher_loss=signals.teacher_loss if total.teacher_loss is None else total.teacher_loss,
+            estimates=signals.estimates if total.estimates is None else total.estimates,
+            metrics={**total.metrics, **signals.metrics},
         )
     return total
 
@@ -133,7 +135,7 @@ def teacher_signals(teachers: Teachers, objective: Objective, inputs: SignalInpu
     for teacher, taught in teachers.of_batch(inputs.problems, objective):
         rows = inputs.live & taught[:, None]
         seen = teacher.batch(batch.routed_freely, inputs.problems, taught)
-        logprobs = teacher.logprobs(inputs.trainer.token_logprobs, inputs.trainer.params, seen, rows)
+        logprobs = teacher.logprobs(inputs.trainer, seen, rows)
         logprobs = np.where(batch.completion_tokens < teacher.config.vocab_size, logprobs, -np.inf)
         scores = np.where(rows[..., None], logprobs, scores)
         mask = mask | (batch.sampled & rows[..., None])
@@ -143,7 +145,7 @@ def teacher_signals(teachers: Teachers, objective: Objective, inputs: SignalInpu
     if mask.any():
         metrics["teacher/divergence"] = float(-values[mask].mean())
         metrics["teacher/logprob"] = float(scores[mask].mean())
-    return TokenSignals(from_teacher=teachers.settings.coef * values, metrics=metrics)
+    return TokenSignals(unlogged=teachers.settings.coef * values, metrics=metrics)
 
 
 def teacher_loss_signals(teacher: Teacher, inputs: SignalInputs) -> TokenSignals:
@@ -158,7 +160,7 @@ def critic_signals(critic: Critic, algo: AlgorithmConfig, inputs: SignalInputs) 
     `kl_in_reward`, `beta` times the KL to the reference is subtracted from the reward of each token."""
     batch = inputs.batch
     mask = inputs.mask
-    rewards = inputs.turn_values
+    rewards = inputs.turn_credit
     if rewards is None:
         rewards = at_last_action(batch.rewards, batch.sampled)
     metrics = dict[str, float]()
@@ -166,16 +168,16 @@ def critic_signals(critic: Critic, algo: AlgorithmConfig, inputs: SignalInputs) 
         kl = token_kl(algo, inputs.policy_logprobs, inputs.ref_logprobs, mask)
         rewards = rewards - algo.beta * kl
         metrics = {"kl": float(kl.sum() / max(mask.sum(), 1))}
+    # With a scalar head, these are the values of the states before the tokens.
     values = inputs.trainer.token_logprobs(critic.graphdef, critic.params, batch.routed_freely, inputs.live)
     estimates = estimate(rewards, values, mask, critic.settings.gamma, critic.settings.gae_lambda)
-    return TokenSignals(
-        from_rewards=estimates.advantages, estimates=estimates, metrics=metrics | estimates.metrics(mask)
-    )
+    return TokenSignals(logged=estimates.advantages, estimates=estimates, metrics=metrics | estimates.metrics(mask))
 
 
 def turn_signals(inputs: SignalInputs) -> TokenSignals:
     """The advantages of turns (`credit: turn`)."""
-    return TokenSignals(from_rewards=inputs.turn_values)
+    assert inputs.turn_credit is not None
+    return TokenSignals(logged=np.where(inputs.mask, inputs.turn_credit, 0.0))
 
 
 def token_baseline_signals(objective: Objective, inputs: SignalInputs) -> TokenSignals:
@@ -183,13 +185,13 @@ def token_baseline_signals(objective: Objective, inputs: SignalInputs) -> TokenS
     batch = inputs.batch
     trainer = inputs.trainer
     names = np.array([estimator.name for estimator in objective.estimators])[batch.group_estimators]
-    if not (names == TOKEN_BASELINE).any():
-        return TokenSignals()
+    if not (names == TOKEN_BASELINE).any():  # a batch with them then has the same compiled step
+        return TokenSignals(logged=np.zeros(batch.completion_tokens.shape, np.float32))
     # like the other estimators, also with completions that are scored but not trained
     counted = batch.scored & (inputs.live.any(-1) & (names == TOKEN_BASELINE))[:, None]
-    norms = trainer.token_values(trainer.programs.score_norms, trainer.graphdef, trainer.params, batch, counted)
+    norms = trainer.run_per_token(trainer.programs.score_norms, trainer.graphdef, trainer.params, batch, counted)
     advantages = token_baseline_advantages(batch.rewards, counted, norms, batch.sampled)
-    return TokenSignals(from_rewards=advantages.astype(np.float32))
+    return TokenSignals(logged=advantages.astype(np.float32))
 
 
 def token_kl(

@@ -295,13 +295,13 @@ class Trainer(NamedArguments, ModelInTraining, abc.ABC):
         """Returns a model's log-probabilities of the tokens of the completions that the mask `rows` selects (None: of
         all completions), 0 elsewhere. With a scalar head, these are the values of the states before the tokens."""
         rows = np.ones(batch.scored.shape, bool) if rows is None else rows
-        return self.token_values(self.programs.logprobs, graphdef, params, batch, rows)
+        return self.run_per_token(self.programs.logprobs, graphdef, params, batch, rows)
 
-    def token_values(
+    def run_per_token(
         self, program: Any, graphdef: Any, params: Any, batch: GroupBatch, rows: Bool[np.ndarray, "P G"]
     ) -> Float[np.ndarray, "P G T"]:
         """Runs a program that gives one number per token on the completions `rows`; the other entries are 0."""
-        packed = place_packed(self.planner.pack_update(batch, rows, len(rows)), self.mesh)
+        packed = place_packed(self.planner.pack(batch, rows, len(rows)), self.mesh)
         placed = place_replicated(batch.routed_freely, self.mesh)
         return np.asarray(fetch(program(graphdef, params, placed, packed), self.mesh))
 
@@ -397,18 +397,12 @@ class Trainer(NamedArguments, ModelInTraining, abc.ABC):
         """
         size = len(rows) if isinstance(rows, Sequence | grain.MapDataset) else None
         settings = (size, batch_size, shuffle, forever, curriculum)
-        previous = self._stream
-        same = previous is not None and previous.rows is rows and previous.settings == settings
-        if previous is not None and same and isinstance(previous.batches, SharedBatches):
-            if self._completed:
-                previous.batches.next_epoch()
-            return previous.batches
-        if previous is not None and same and forever:
-            return previous.batches
         limit = self.rollout_config.max_prompt_length
         seed = self.training.seed
         batches: Iterator[list[Prompt]]
-        if curriculum is not None:
+        if (previous := self._previous_batches(rows, settings, forever)) is not None:
+            batches = previous
+        elif curriculum is not None:
             batches = CurriculumBatches(rows, self.tokenizer, batch_size, limit, seed, *curriculum, forever=forever)
         else:
             batches = prompt_batches(
@@ -424,6 +418,17 @@ class Trainer(NamedArguments, ModelInTraining, abc.ABC):
         self.iterator = batches if isinstance(batches, Resumable) else None
         self._stream = _Stream(rows, settings, batches)
         return batches
+
+    def _previous_batches(self, rows: Any, settings: tuple[Any, ...], forever: bool) -> Iterator[list[Prompt]] | None:
+        """Returns the iterator of the previous call of `train` if this call continues with it; otherwise None."""
+        previous = self._stream
+        if previous is None or previous.rows is not rows or previous.settings != settings:
+            return None
+        if isinstance(previous.batches, SharedBatches):
+            if self._completed:
+                previous.batches.next_epoch()
+            return previous.batches
+        return previous.batches if forever else None
 
     def _identity(self, rows: Any, optimizer: Any, rewards: Sequence[WeightedReward] = ()) -> dict[str, Any]:
         """Returns the part of `identity` that all trainers have."""

@@ -42,21 +42,21 @@ class _Shared(NamedTuple):
     old_logprobs: Any
     ref_logprobs: Any
     token_advantages: Any
+    teacher: TeacherInputs | None
     scheduled: Any
     estimates: Estimates | None
-    teacher: TeacherInputs | None
 
-    def inputs(self, prompts: Bool[np.ndarray, "P"], packed: Packed) -> StepInputs:
-        """Returns the inputs of the update with the groups `prompts`."""
+    def of_update(self, in_update: Bool[np.ndarray, "P"], packed: Packed) -> StepInputs:
+        """Returns the inputs of the update with the groups `in_update`."""
         return step_inputs(
             self.batch,
-            prompts,
+            in_update,
             packed,
-            self.old_logprobs,
-            self.ref_logprobs,
-            self.token_advantages,
-            self.teacher,
-            self.scheduled,
+            old_logprobs=self.old_logprobs,
+            ref_logprobs=self.ref_logprobs,
+            token_advantages=self.token_advantages,
+            teacher=self.teacher,
+            scheduled=self.scheduled,
         )
 
 
@@ -105,9 +105,9 @@ class Updates:
         objective: Objective,
         mini_batch_size: int,
         sources: Sequence[SignalSource],
-        reference: Reference | None = None,
-        critic: Critic | None = None,
-        external_engine: bool = False,
+        reference: Reference | None,
+        critic: Critic | None,
+        external_engine: bool,
     ):
         self.trainer = trainer
         self.algo = objective.config
@@ -156,16 +156,16 @@ class Updates:
             return
         if trainer.programs.traces:  # compiled before, by an earlier call of `train` or another learner
             return
-        prompts, *others = self._mini_batches(len(batch.scored))
+        in_update, *others = self._mini_batches(len(batch.scored))
         per_token = np.zeros(batch.completion_tokens.shape, np.float32)
         old = per_token if others else None
-        ref = None if self.reference is None else per_token
+        ref = per_token if self.objective.reference_in_loss else None
         try:
-            packed = self._pack(batch, batch.scored & prompts[:, None])
+            packed = self._pack(batch, batch.scored & in_update[:, None])
         except UserError:  # completions of the maximum length may never come
             return
         shared = self._shared(batch, old, ref, TokenSignals(), self.objective.scheduled(1))
-        inputs = shared.inputs(prompts, place_packed(packed, trainer.mesh))
+        inputs = shared.of_update(in_update, place_packed(packed, trainer.mesh))
         lowered = trainer.programs.train_step.lower(trainer.state, inputs, trainer.frozen)
         pool = ThreadPoolExecutor(1, "compiler")
         # jax keeps the compiled program for calls with these shapes.
@@ -179,7 +179,7 @@ class Updates:
         batch: GroupBatch,
         ref: Float[np.ndarray, "P G T"] | None,
         stale: bool,
-        turn_values: Float[np.ndarray, "P G T"] | None = None,
+        turn_credit: Float[np.ndarray, "P G T"] | None = None,
     ) -> tuple[Float[np.ndarray, "P G"], dict[str, float]]:
         """Replaces the train state by that after the updates of a rollout batch. Returns the advantages and metrics.
 
@@ -188,7 +188,7 @@ class Updates:
         Args:
           ref: the reference model's log-probabilities, or None.
           stale: whether older weights have sampled the completions. Their log-probabilities are then not compared.
-          turn_values: see `SignalInputs`.
+          turn_credit: see `SignalInputs`.
 
         Raises:
           UserError: the estimator returned a non-finite advantage, too many consecutive updates were skipped, or the
@@ -196,33 +196,30 @@ class Updates:
         """
         rewards = self.objective.at(step).float32_rewards(batch.rewards, batch.scored, batch.group_estimators)
         scheduled = self.objective.scheduled(step)
-        estimated = batch._replace(rewards=rewards)  # `batch` has the rewards of the run, for messages and files
-        live, metrics = self._live_rows(step, estimated, scheduled, turn_values)
-        inputs = SignalInputs(self.trainer, problems, estimated, live, ref, turn_values)
-        signals = all_signals(self.sources, inputs)
+        given = batch  # with the rewards of the run, for messages and files; `batch` has those that the estimators get
+        batch = batch._replace(rewards=rewards)
+        live, metrics = self._live_rows(step, batch, scheduled, turn_credit)
+        signal_inputs = SignalInputs(self.trainer, problems, batch, live, ref, turn_credit)
+        signals = all_signals(self.sources, signal_inputs)
         mini_batches = self._mini_batches(len(problems))
         # A single update takes its own log-probabilities, which have the same gradient and cost nothing.
-        old = inputs.policy_logprobs if len(mini_batches) > 1 else None
-        shared = self._shared(estimated, old, ref, signals, scheduled)
+        old = signal_inputs.policy_logprobs if len(mini_batches) > 1 else None
+        ref = ref if self.objective.reference_in_loss else None
+        shared = self._shared(batch, old, ref, signals, scheduled)
         trains_policy = self.critic is None or step > self.critic.settings.warmup_steps
         metrics = {**metrics, **signals.metrics, **expert_metrics(batch, self.trainer.model.config)}
         if self.trainer.schedule is not None:
             metrics["learning_rate"] = float(self.trainer.schedule(updates_done(self.trainer.state.opt_state)))
-        advantages = np.zeros_like(rewards)
-        updates: list[_Update] = []
-        for prompts in mini_batches:
-            updates.append(self._update(estimated, live, prompts, shared, trains_policy))
-            if len(updates) == 1:  # each update computes the advantages of the whole batch
-                advantages = np.asarray(fetch(updates[0].advantages, self.trainer.mesh))
-                self._check_advantages(advantages, batch, problems)
-        rows, critic_rows = fetch(
-            ([each.metrics for each in updates], [each.critic_metrics for each in updates]), self.trainer.mesh
+        updates = [self._update(batch, live, in_update, shared, trains_policy) for in_update in mini_batches]
+        # Each update computes the advantages of the whole batch, and is skipped if one is not finite.
+        advantages, rows, critic_rows = fetch(
+            (updates[0].advantages, [each.metrics for each in updates], [each.critic_metrics for each in updates]),
+            self.trainer.mesh,
         )
+        self._check_advantages(advantages, given, problems)
         for number in self.skip_watch(rows):
             if (folder := self.trainer.written_folder) is not None:
-                prompts = mini_batches[number]
-                skipped = SkippedUpdate(step, number, batch, live, prompts, shared.old_logprobs, shared.ref_logprobs)
-                save_skipped(folder, skipped)
+                save_skipped(folder, SkippedUpdate(step, number, given, live, mini_batches[number], old, ref))
         if self.critic is not None:
             self.critic_watch(critic_rows)
             self.critic_watch.check()
@@ -232,12 +229,12 @@ class Updates:
             self.gap_watch(step, rows)
         metrics["perf/update_occupancy"] = _occupancy(updates)
         metrics["perf/update_operations"] = self._operations(batch, live, trains_policy)
-        return advantages + signals.means(inputs.mask), _aggregated(rows) | metrics
+        return advantages + signals.means(signal_inputs.mask), _aggregated(rows) | metrics
 
-    def _mini_batches(self, prompts: int) -> list[Bool[np.ndarray, "P"]]:
-        """Returns for each update the mask of its prompts."""
-        places = np.arange(prompts)
-        starts = range(0, prompts, self.mini_batch_size)
+    def _mini_batches(self, count: int) -> list[Bool[np.ndarray, "P"]]:
+        """Returns for each update the mask of its groups, of `count` groups."""
+        places = np.arange(count)
+        starts = range(0, count, self.mini_batch_size)
         masks = [(places >= start) & (places < start + self.mini_batch_size) for start in starts]
         return masks * self.algo.num_iterations
 
@@ -257,36 +254,36 @@ class Updates:
         return _Shared(
             batch=placed(batch.routed_freely),
             old_logprobs=placed(old),
-            ref_logprobs=placed(ref if self.objective.reference_in_loss else None),
+            ref_logprobs=placed(ref),
             token_advantages=placed(signals.advantages),
+            teacher=signals.teacher_loss,
             scheduled=placed(scheduled),
             estimates=placed(signals.estimates),
-            teacher=signals.teacher_loss,
         )
 
     def _update(
         self,
         batch: GroupBatch,
         live: Bool[np.ndarray, "P G"],
-        prompts: Bool[np.ndarray, "P"],
+        in_update: Bool[np.ndarray, "P"],
         shared: _Shared,
         trains_policy: bool,
     ) -> _Update:
-        """Replaces the train state by that after one update with the completions `live` of the mini-batch `prompts`.
-        If not `trains_policy`, only the critic learns."""
+        """Replaces the train state by that after one update with the completions `live` of the groups `in_update`. If
+        not `trains_policy`, only the critic learns."""
         trainer = self.trainer
-        packed = self._pack(batch, live & prompts[:, None])
+        packed = self._pack(batch, live & in_update[:, None])
         tokens = int(np.sum(packed.length))
         places = token_places(packed, batch.widths[1])
         packed = place_packed(packed, trainer.mesh)
         critic_metrics = None
         if self.critic is not None:
             assert shared.estimates is not None
-            critic_metrics = self.critic.update(shared.batch, prompts, packed, shared.estimates)
+            critic_metrics = self.critic.update(shared.batch, in_update, packed, shared.estimates)
         if not trains_policy:  # an update without tokens changes nothing
-            prompts = np.zeros_like(prompts)
+            in_update = np.zeros_like(in_update)
             packed = packed._replace(sets=0 * packed.sets)
-        inputs = shared.inputs(prompts, packed)
+        inputs = shared.of_update(in_update, packed)
         if self._ahead is not None and self._ahead.widths == batch.widths:
             with progress.task("compilation of the update"):
                 wait([self._ahead.compiled])  # an error comes up again in the call
@@ -306,14 +303,14 @@ class Updates:
         return once * self.algo.num_iterations
 
     def _pack(self, batch: GroupBatch, rows: Bool[np.ndarray, "P G"]) -> Packed:
-        return self.trainer.planner.pack_update(batch, rows, self.mini_batch_size)
+        return self.trainer.planner.pack(batch, rows, self.mini_batch_size)
 
     def _live_rows(
         self,
         step: int,
         batch: GroupBatch,
         scheduled: Scheduled | None,
-        turn_values: Float[np.ndarray, "P G T"] | None,
+        turn_credit: Float[np.ndarray, "P G T"] | None,
     ) -> tuple[Bool[np.ndarray, "P G"], dict[str, float]]:
         """Returns a mask of the completions that the model must process, and metrics about the completions that are
         left out."""
@@ -324,7 +321,7 @@ class Updates:
                 self.trainer.programs.advantages(scheduled, batch.rewards, batch.scored, batch.sampled_lengths, ids),
                 self.trainer.mesh,
             )
-        credited = None if turn_values is None else (turn_values != 0).any(-1)
+        credited = None if turn_credit is None else (turn_credit != 0).any(-1)
         live = self.objective.at(step).live_rows(batch.rewards, batch.scored, ids, advantages, credited)
         metrics = self.objective.schedule_metrics(step)
         if batch.trained is not None:
