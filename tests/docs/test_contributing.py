@@ -34,7 +34,7 @@ CONFIG = {
         },
     },
     "data": {"name": "letters", "batch_size": 2},
-    "algorithm": {"advantage_estimator": "median", "policy_loss_fn": "tempered", "num_generations": 4},
+    "algorithm": {"advantage_estimator": "midrange", "policy_loss_fn": "tempered", "num_generations": 4},
     "rewards": {"functions": [{"name": "contains"}]},
     "rollout": {
         "max_prompt_length": 4,
@@ -65,9 +65,9 @@ import tunix_like.algorithms.advantages
 from tunix_like.algorithms.registry import ADVANTAGE_ESTIMATORS
 from tunix_like.algorithms.losses import POLICY_LOSSES
 from tunix_like.rewards import REWARDS
-assert {"median"} <= set(ADVANTAGE_ESTIMATORS) and {"tempered"} <= set(POLICY_LOSSES) and {"contains"} <= set(REWARDS)
+assert {"midrange"} <= set(ADVANTAGE_ESTIMATORS) and {"tempered"} <= set(POLICY_LOSSES) and {"contains"} <= set(REWARDS)
 import tunix_like
-assert tunix_like.compute_advantages([0.0, 1.0, 5.0], "median").tolist() == [-1.0, 0.0, 4.0]
+assert tunix_like.compute_advantages([0.0, 1.0, 5.0], "midrange").tolist() == [-2.5, -1.5, 2.5]
 assert main.main(["rows", "config.yaml"]) == 0
 assert main.main(["rows", "config.yaml", "data.train_size=4", "data.eval_size=1"]) == 0
 sys.exit(main.main(["train", "config.yaml"]))
@@ -171,7 +171,7 @@ def last_row(folder: Path) -> dict:
 @pytest.mark.slow
 def test_estimator_loss_and_reward_train_a_model_of_the_family(folder):
     config = yaml.safe_load((folder / "run" / "config.yaml").read_text())
-    assert config["algorithm"]["advantage_estimator"] == "median"
+    assert config["algorithm"]["advantage_estimator"] == "midrange"
     assert config["algorithm"]["policy_loss_fn"] == "tempered"
     assert json.loads((folder / "run" / "model" / "config.json").read_text())["model_type"] == "my_llama"
     assert last_row(folder)["step"] == 1 and last_row(folder)["train/update/skipped"] == 0
@@ -194,7 +194,7 @@ def test_the_engine_samples_and_the_environment_answers(folder):
 
 @pytest.mark.slow
 def test_the_signal_per_token_is_in_the_advantages(folder):
-    """The metric of advantages has the means over the tokens of a completion; the median of the estimator is 0."""
+    """The metric of advantages has the means over the tokens of a completion; ."""
     row = last_row(folder)
     assert row["train/surprise/bonus"] > 0 and row["train/advantage/abs_mean"] > 0
 

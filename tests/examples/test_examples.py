@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 import tunix_like
+from tests.training.test_learner_algorithms import DEFAULTS as LEARNER_DEFAULTS
 from tunix_like.cli import main as cli
 from tunix_like.config.load import load
 from tunix_like.runs.checks import check_config
@@ -127,19 +128,9 @@ def test_library_use(capsys, tmp_path, monkeypatch):
 
 
 DEFAULTS = {
-    "grpo": "loss: ppo_clip, aggregation sequence-mean-token-mean, KL none (beta 0)",
-    "drgrpo": "loss: ppo_clip, aggregation sequence-mean-token-scale, KL none (beta 0)",
-    "rloo": "loss: reinforce, aggregation seq-mean-token-sum, KL none (beta 0)",
-    "maxrl": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
-    "maxpo": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
-    "maxk_mix": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
-    "order_statistic": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
-    "pkpo": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
-    "passk": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
-    "opo": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
-    "reinforce_pp": "loss: ppo_clip, aggregation token-mean, KL none (beta 0)",
-    "otb": "loss: reinforce, aggregation seq-mean-token-sum, KL none (beta 0)",
-    "gdpo": "loss: ppo_clip, aggregation sequence-mean-token-mean, KL none (beta 0)",
+    name: f"loss: {loss}, aggregation {aggregation}, KL none (beta 0)"
+    for name, (_, aggregation, loss, *_) in LEARNER_DEFAULTS.items()
+    if name not in ("ppo", "distillation")
 }
 TRAINED = ("grpo", "drgrpo", "rloo", "maxrl", "maxpo")  # tests/training/test_learner_algorithms.py trains the others
 

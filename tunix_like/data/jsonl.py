@@ -148,7 +148,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
 
 def load(config: DataConfig) -> DataSource:
     """Loads rows from a folder with `{split}.jsonl` and `{eval_split}.jsonl`, or from a file whose last rows are held
-    out: `data.eval_size`, or a tenth of the rows, but at most 256. Other formats: `data/files.py`."""
+    out (`with_held_out`). Other formats: `data/files.py`."""
     if config.path is None:
         raise UserError("data.path is required with data.name=jsonl; set it to a JSON-lines file or a folder of them.")
     path = local_path(config.path)
@@ -158,14 +158,18 @@ def load(config: DataConfig) -> DataSource:
     for key, unset in (("split", "train"), ("eval_split", "test")):
         if getattr(config, key) != unset:
             raise UserError(f"data.{key} is set, but data.path={path} is one file, not a folder of splits; unset it.")
-    rows = JsonlRows(as_json_lines([path]), format.check, path)
-    held_out = min(DEFAULT_EVAL, len(rows) // 10) if config.eval_size is None else config.eval_size
-    if held_out >= len(rows):
-        raise UserError(f"data.eval_size={held_out} leaves no training rows: {path} has {len(rows)}; lower it.")
-    first = len(rows) - held_out
-    train = take(RowRange(rows, 0, first), config.train_size, "data.train_size")
-    evaluation = RowRange(rows, first, len(rows))
-    return DataSource(MappedRows(train, format), MappedRows(evaluation, format), None, reward="exact_match")
+    train, held_out = with_held_out(JsonlRows(as_json_lines([path]), format.check, path), config, path)
+    return DataSource(MappedRows(train, format), MappedRows(held_out, format), None, reward="exact_match")
+
+
+def with_held_out(rows: Sequence[Record], config: DataConfig, path: Path) -> tuple[Sequence[Record], Sequence[Record]]:
+    """Returns the rows of a file for training and the last ones, which are held out: `data.eval_size`, or a tenth, but
+    at most 256."""
+    count = min(DEFAULT_EVAL, len(rows) // 10) if config.eval_size is None else config.eval_size
+    if count >= len(rows):
+        raise UserError(f"data.eval_size={count} leaves no training rows: {path} has {len(rows)}; lower it.")
+    first = len(rows) - count
+    return take(RowRange(rows, 0, first), config.train_size, "data.train_size"), RowRange(rows, first, len(rows))
 
 
 def local_path(path: str) -> Path:
