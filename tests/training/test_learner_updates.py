@@ -370,14 +370,14 @@ def test_update_of_other_lengths_than_were_compiled_ahead(update_threads, monkey
 
 def test_update_that_would_not_fit_is_not_compiled_ahead(update_threads, monkeypatch):
     """The longest completions may never come, so what they would need does not end the run."""
-    pack_update = Planner.pack
+    pack = Planner.pack
 
     def small_memory(planner, batch, *arguments):
         if (batch.completion_lengths == 24).all():
             raise UserError("does not fit")
-        return pack_update(planner, batch, *arguments)
+        return pack(planner, batch, *arguments)
 
-    monkeypatch.setattr(Planner, "pack_update", small_memory)
+    monkeypatch.setattr(Planner, "pack", small_memory)
     rollout = RolloutConfig(max_prompt_length=8, max_tokens_to_generate=24)
     learner = make(reward=varied, rollout=rollout, actor_optimizer=optax.sgd(0.25))
     assert collect(learner)[-1]["step"] == 2
