@@ -165,9 +165,9 @@ def _add_serve(command: AddCommand, source: str) -> argparse.ArgumentParser:
     serve.add_argument(
         "--max-rows",
         type=int,
-        default=32,
         metavar="N",
-        help="maximum number of completions sampled at once (default 32)",
+        help="maximum number of completions sampled at once (default 32, on a CPU 8); each step computes all of them, "
+        "so on a CPU fewer are faster for a single user",
     )
     serve.add_argument(
         "--max-length",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,10 +23,11 @@ from tunix_like.environments.outcomes import Environments
 from tunix_like.environments.trajectories import first_observation
 from tunix_like.errors import UserError
 from tunix_like.models.loading import check_fit
-from tunix_like.rewards import close_pools
-from tunix_like.rewards.turns import TurnReward
+from tunix_like.rewards import Scores, close_pools
+from tunix_like.rewards.turns import TurnReward, is_potential
 from tunix_like.rollout.requests import generate as sample
-from tunix_like.rollout.rollouts import completion_texts, score_completions
+from tunix_like.rollout.rollouts import WeightedReward, completion_texts, score_completions
+from tunix_like.rollout.scoring import score_trajectories
 from tunix_like.runs.reward_functions import reward_functions
 from tunix_like.runs.trained import Trained, open_trained
 from tunix_like.runtime import console, output, progress
@@ -73,10 +74,10 @@ def generate(arguments: argparse.Namespace) -> None:
             tools = environments is not None and bool(environments.tools)
             talk(sampler, trained, row, sampling, tools)
         elif environments is not None:
-            play(sampler, trained, row, sampling, environments)
+            play(sampler, trained, row, sampling, environments, by_row)
         else:
             if by_row:
-                print(f"prompt: {console.excerpt(_rendered(trained, row).text, 2000)}", file=sys.stderr)
+                _print_prompt(trained, row)
             watch = Stopwatch()
             out = completed(sampler, trained.params, trained.tokenizer, [row], sampling, config.training.seed)
             seconds = watch.seconds()
@@ -85,7 +86,8 @@ def generate(arguments: argparse.Namespace) -> None:
             cut = f"; cut at rollout.max_tokens_to_generate={rollout.max_tokens_to_generate}"
             print(console.speed(float(out.lengths.sum()), seconds) + cut * (not out.finished.all()), file=sys.stderr)
             if by_row:
-                _print_score(trained, row, completion)
+                problem = Problem(0, *_rendered(trained, row), moment=trained.moment)
+                _print_score(trained, row, lambda rewards: score_completions(rewards, [problem], [completion], 1))
     finally:
         if environments is not None:
             environments.close()
@@ -126,10 +128,17 @@ def _rendered(trained: Trained, row: Mapping[str, Any]) -> Prompt:
     return render(row, trained.tokenizer, trained.config.rollout.max_prompt_length)
 
 
-def _print_score(trained: Trained, row: Mapping[str, Any], completion: str) -> None:
-    """Prints the column `answer` and rewards to standard error, or why the reward functions cannot be used."""
+def _print_prompt(trained: Trained, row: Mapping[str, Any]) -> None:
+    print(f"prompt: {console.excerpt(_rendered(trained, row).text, 2000)}", file=sys.stderr)
+
+
+def _print_score(trained: Trained, row: Mapping[str, Any], score: Callable[[Sequence[WeightedReward]], Scores]) -> None:
+    """Prints the column `answer` and rewards to standard error, or why the reward functions cannot be used.
+
+    Args:
+      score: calls reward functions for the completion.
+    """
     config = trained.config
-    prompt = _rendered(trained, row)
     if "answer" in row:
         print(f"column answer: {console.excerpt(str(row['answer']), 600)}", file=sys.stderr)
     try:
@@ -137,9 +146,10 @@ def _print_score(trained: Trained, row: Mapping[str, Any], completion: str) -> N
     except UserError as error:
         print(f"no reward: {error}", file=sys.stderr)
         return
-    rewards = [reward for reward in rewards if not isinstance(reward[1], TurnReward)]
+    turns = config.environment.name is not None or config.environment.tools is not None
+    rewards = [each for each in rewards if not (is_potential(each[1]) if turns else isinstance(each[1], TurnReward))]
     try:
-        scores = score_completions(rewards, [Problem(0, *prompt, moment=trained.moment)], [completion], 1)
+        scores = score(rewards)
     finally:
         close_pools(function for _, function, _ in rewards)
     parts = [f"{name} {values[0]:g}" for name, values in scores.by_function.items()]
@@ -256,9 +266,15 @@ def talk(engine: Engine, trained: Trained, row: Mapping[str, Any], sampling: Sam
 
 
 def play(
-    engine: Engine, trained: Trained, row: Mapping[str, Any], sampling: SamplingParams, environments: Environments
+    engine: Engine,
+    trained: Trained,
+    row: Mapping[str, Any],
+    sampling: SamplingParams,
+    environments: Environments,
+    by_row: bool,
 ) -> None:
-    """Plays one trajectory of a data row. Prints the turns to standard output and the reward to standard error."""
+    """Plays one trajectory of a data row. Prints the turns to standard output, and the reward to standard error; if
+    `by_row`, also the prompt, the column `answer` and the rewards of functions."""
     config = trained.config
     tokenizer = trained.tokenizer
     prompt = rendered(row, tokenizer, engine.max_prompt_length)
@@ -274,8 +290,12 @@ def play(
         first_observation(environments, row, "")  # fails before sampling if the environment cannot be reset
     except UserError as error:
         raise UserError(f"{visible(str(error))}{cure}") from error
+    if by_row:
+        _print_prompt(trained, row)
     key = jax.random.key(config.training.seed)
+    watch = Stopwatch()
     (opened,), out, trajectories = sample(engine, player, engine.place(trained.params), [problem], 1, key, sampling)
+    seconds = watch.seconds()
     assert trajectories is not None, "a player was given"
     (episode,) = trajectories.episodes()
     if opened.text != problem.text:
@@ -290,7 +310,14 @@ def play(
     elif not out.finished.all():
         ended = f"by rollout.max_tokens_to_generate={config.rollout.max_tokens_to_generate}"
     number = f"{episode.turns} turn{'s' * (episode.turns != 1)}"
+    print(console.speed(float(out.lengths.sum()), seconds), file=sys.stderr)
     print(f"reward of the environment {episode.reward:g}, {number}, ended {ended}", file=sys.stderr)
+    if by_row:
+        texts = completion_texts(out, tokenizer)
+        played = trajectories.environments()
+        _print_score(
+            trained, row, lambda rewards: score_trajectories(rewards, [opened], texts, 1, [episode], played)[0]
+        )
 
 
 def _print_turn(role: str, text: str) -> None:

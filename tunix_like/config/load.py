@@ -318,7 +318,8 @@ def _hint(name: str, leaves: Mapping[str, Any]) -> str:
     section, _, last = name.rpartition(".")
     siblings = sorted(leaf.rpartition(".")[2] for leaf in leaves if leaf.rpartition(".")[0] == section)
     sections = sorted({leaf.rpartition(".")[0] for leaf in leaves})
-    near = [f"{section}.{key}" for key in difflib.get_close_matches(last, siblings, n=1)]
+    abbreviated = [key for key in siblings if key.startswith(last) or "".join(w[0] for w in key.split("_")) == last]
+    near = [f"{section}.{key}" for key in abbreviated[:1] or difflib.get_close_matches(last, siblings, n=1)]
     if not siblings:  # the section is misspelt: `trainng.max_steps` means `training.max_steps`, not `sft.max_steps`
         candidates = (f"{close}.{last}" for close in difflib.get_close_matches(section, sections, n=3))
         near = [name for name in candidates if name in leaves][:1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +41,11 @@ from tunix_like.runtime.moment import START, Moment
 from tunix_like.runtime.profile import Stopwatch
 from tunix_like.text.tokenizer import Tokenizer
 from tunix_like.types import Engine, Problem, SamplingParams
+
+logger = logging.getLogger("tunix_like")
+
+MOST_UNREAD = 0.5
+"""Share of completions without an answer above which an evaluation without a success warns."""
 
 EVAL_KEY = 2
 """Number that is folded into the run's random key for evaluations."""
@@ -185,7 +191,10 @@ class Evaluator:
                 warn_cut("evaluation", np.concatenate([rollout.completions.finished for rollout in parts]))
             if rollouts is not None:
                 write_evaluation(rollouts, step, parts)
-            return self._summary(parts)._replace(seconds=seconds)
+            evaluation = self._summary(parts)._replace(seconds=seconds)
+            if step == 0:
+                _warn_unread(evaluation)
+            return evaluation
 
     def _sampled(
         self, params: Any, advance: progress.Advance, rollouts: Path | None, step: int, moment: Moment
@@ -287,6 +296,18 @@ def extract_answers(
         None if answer is None else [answer(text) for text in completions]
         for answer, completions in zip(functions, texts, strict=True)
     ]
+
+
+def _warn_unread(evaluation: Evaluation) -> None:
+    """Warns if no completion succeeds, and in most of them no answer is found."""
+    answers = [answer for group in evaluation.answers if group is not None for answer in group]
+    unread = sum(answer is None for answer in answers)
+    if unread > MOST_UNREAD * len(answers) and not evaluation.succeeded.any():
+        logger.warning(
+            "evaluation: in %d of %d completions no answer is found, so they count as wrong. Tell the model how to "
+            "write it, by data.system_prompt or data.prompt_template (docs/rewards.md has what each reward reads).",
+            unread, len(answers),
+        )  # fmt: skip
 
 
 def _answer_function(rewards: Sequence[WeightedReward], problem: Problem) -> Callable[[str], Hashable | None] | None:

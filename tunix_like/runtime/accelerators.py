@@ -112,8 +112,8 @@ def attached() -> str | None:
         return "gpu"
     devices = [(_read(vendor), _read(vendor.with_name("device"))) for vendor in _vendors()]
     on_pci = any(vendor == _GOOGLE and device != _NETWORK_CARD for vendor, device in devices)
-    named = any(name.startswith("TPU_") for name in os.environ)  # of a host of a slice
-    return "tpu" if on_pci or named or glob.glob("/dev/accel*") else None
+    on_host = any(name in os.environ for name in _HOST_VARIABLES)
+    return "tpu" if on_pci or on_host or glob.glob("/dev/accel*") else None
 
 
 def avoid_absent_tpu() -> None:
@@ -122,6 +122,9 @@ def avoid_absent_tpu() -> None:
     if "JAX_PLATFORMS" not in os.environ and importlib.util.find_spec("libtpu") and attached() is None:
         os.environ["JAX_PLATFORMS"] = "cpu"
 
+
+_HOST_VARIABLES = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "TPU_PROCESS_ADDRESSES")
+"""Environment variables of a host of a TPU slice. jax sets others that begin with TPU_ wherever libtpu is installed."""
 
 _GOOGLE = "0x1ae0"
 _NETWORK_CARD = "0x0042"

@@ -14,7 +14,7 @@ from tunix_like.algorithms.distillation import DISTILLATION
 from tunix_like.algorithms.ppo import PPO
 from tunix_like.algorithms.registry import ADVANTAGE_ESTIMATORS, find_estimator
 from tunix_like.algorithms.token_baseline import TOKEN_BASELINE
-from tunix_like.config.schema import AlgorithmConfig
+from tunix_like.config.schema import PAIR_LEARNERS, AlgorithmConfig
 from tunix_like.errors import UserError, nearest
 from tunix_like.runtime.user_code import is_place
 from tunix_like.training.learner import Learner
@@ -345,8 +345,12 @@ def find_learner(name: str | None) -> type[Learner]:
       UserError: the name is None or unknown (the message lists the known names), or the file or module does not have
         the function.
     """
-    if name is None:
-        names = [estimator for estimator in ADVANTAGE_ESTIMATORS if not is_place(estimator)]
-        raise UserError(f"algorithm.advantage_estimator: choose one. {nearest('', names)}")
+    if name is None or not (name in ADVANTAGE_ESTIMATORS or is_place(name)):
+        names = [estimator for estimator in ADVANTAGE_ESTIMATORS if not is_place(estimator)] + [*PAIR_LEARNERS]
+        unknown = "choose one" if name is None else f"unknown estimator '{name}'"
+        raise UserError(
+            f"algorithm.advantage_estimator: {unknown}. {nearest(name or '', names)} For your own function write "
+            "path/to/file.py:function."
+        )
     find_estimator(name)
     return LEARNERS.get(name, CustomLearner)
