@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 
@@ -134,6 +135,11 @@ def test_an_environment_is_played_with_a_row(generate):
     assert [line.split(": ")[0] for line in lines] == ["prompt", "assistant", "user", "assistant", "user"]
     assert lines[0].endswith(">ab") and lines[2] == lines[4] and lines[0].startswith(f"prompt: {lines[2][6:]}>")
     assert "reward of the environment 0.5, 2 turns, ended by the environment" in error
+    shown, answer, *_, reward = [
+        line for line in error.splitlines() if re.match("prompt:|column answer:|reward:", line)
+    ]
+    assert shown.startswith("prompt: ") and answer.startswith("column answer: ")
+    assert re.fullmatch(r"reward: 0\.5 \(exact_match 0, environment 0\.5\)", reward)
 
 
 def test_an_environment_is_played_with_a_prompt(generate):

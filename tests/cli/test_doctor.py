@@ -105,6 +105,7 @@ def test_an_accelerator_that_jax_does_not_see(monkeypatch):
     ("libtpu", "files", "variables", "expected"),
     [
         (True, {}, {}, "cpu"),
+        (True, {}, {"TPU_SKIP_MDS_QUERY": "1", "TPU_ML_PLATFORM": "JAX"}, "cpu"),  # set by jax on every machine
         (False, {}, {}, None),
         (True, {"/dev/accel0": ""}, {}, None),
         (True, {"/dev/nvidia0": ""}, {}, None),

@@ -13,7 +13,9 @@ import pytest
 import tunix_like
 from tests.environments.test_bridge import build
 from tests.tiny_model import HF
+from tunix_like.cli.generate import _prompt
 from tunix_like.cli.main import main
+from tunix_like.config.schema import Config, DataConfig
 from tunix_like.data.shared import warn_text_prompts
 from tunix_like.data.stream import grain
 
@@ -129,6 +131,31 @@ def test_cut_completions_and_speed(said):
     assert 50 <= int(tokens) <= 7 * 2 * 4 and rate != "0"
     *_, log = said("eval", "chat", *ends, *LENGTHS, "rollout.eos_tokens=" + str(list(range(300))).replace(" ", ""))
     assert "were cut" not in log
+
+
+def test_answers_that_are_not_found(said):
+    """The reward `gsm8k` reads `####`, of which a random model knows nothing."""
+    (rows := Path("numbers.jsonl")).write_text('{"prompt": "2 + 2", "answer": "#### 4", "gold": 4}\n' * 20)
+    data = "data.name=jsonl", f"data.path={rows}", "data.eval_size=4"
+    *_, log = said("eval", "chat", *data, *LENGTHS, "rewards.functions=[{name: gsm8k}]")
+    assert "in 8 of 8 completions no answer is found" in log and "data.system_prompt" in log
+    *_, log = said("eval", "chat", *data, *LENGTHS, "rewards.functions=[{name: exact_match}]")
+    assert "no answer is found" not in log
+
+
+@pytest.mark.parametrize("of_run, template, expected", [(True, None, True), (True, False, False), (False, None, False)])
+def test_a_prompt_is_a_chat_message_if_a_run_was_trained_on_chats(of_run, template, expected):
+    config = Config(data=DataConfig(name="sums", train_size=4, eval_size=2, apply_chat_template=template))
+    assert isinstance(_prompt(config, "What is 12 + 7?", of_run), list) is expected
+    assert _prompt(Config(data=DataConfig(name="reverse_text", train_size=4, eval_size=2)), "abc>", of_run) == "abc>"
+
+
+def test_a_misspelt_run_names_the_right_one(tmp_path, capsys):
+    run = tmp_path / "tickets-maxrl-s0"
+    run.mkdir()
+    (run / "config.yaml").write_text("{}")
+    assert main(["eval", str(tmp_path / "ticket-maxrl-s0")]) == 2
+    assert f"Did you mean '{run}'" in capsys.readouterr().err
 
 
 def test_a_row_is_printed_in_the_order_in_which_it_is_read(said, monkeypatch):

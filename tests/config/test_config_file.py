@@ -138,7 +138,10 @@ def test_bad_files(tmp_path, text, words):
         ("sft.optimizer=null", ["sft.optimizer is a section"]),
         ("algorithm.num_generation=4", ["'algorithm.num_generation'", "Did you mean 'algorithm.num_generations'?"]),
         ("algoritm.k=4", ["'algoritm.k'", "Did you mean 'algorithm.k'?"]),
-        ("optimizer.lr=1", ["unknown key 'optimizer.lr'. Keys of optimizer:", "learning_rate"]),
+        (
+            "optimizer.lr=1",
+            ["unknown key 'optimizer.lr'", "Did you mean 'optimizer.learning_rate'? Keys of optimizer:"],
+        ),
         ("max_steps=20", ["'max_steps'", "Did you mean 'sft.max_steps' or 'training.max_steps'?"]),
         (
             "rewards.functions=maze",

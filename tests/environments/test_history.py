@@ -3,6 +3,8 @@ restarted when they change."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
@@ -33,6 +35,9 @@ def build_thinking(template=QWEN3):
     return ours, theirs
 
 
+ROOT = Path(__file__).resolve().parents[2]
+
+
 def histories_of(tokenizer, tools=False, history="template"):
     config = EnvironmentConfig(max_observation_tokens=4096, history=history)
     return Histories(tokenizer, True, tokenizer.eos_ids, tools, config)
@@ -55,9 +60,11 @@ removes the thoughts of earlier turns; after a message of a tool it keeps them. 
 gets an empty thought."""
 
 
-@pytest.mark.parametrize("name", ["qwen25", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen25", "qwen3", "example"])
 def test_ids_equal_those_of_transformers(name):
-    ours, theirs = build_thinking({"qwen25": QWEN25, "qwen3": QWEN3}[name])
+    example = (ROOT / "examples/environments/chatml_tools.jinja").read_text(encoding="utf-8")
+    ours, theirs = build_thinking({"qwen25": QWEN25, "qwen3": QWEN3, "example": example}[name])
+    ours.with_template_variables({"tools": TOOLS}).check_tools("tools")
     ours = ours.with_template_variables({"tools": TOOLS})
     histories, messages = histories_of(ours, True), [user("Question")]
     row = ours.encode_prompt(messages, True)[1]

@@ -64,8 +64,8 @@ def test_paths_that_name_a_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("package:no_such_package", "pip install --no-deps no-such-package"),
-        ("package:os.path", "name a package"),
+        ("package:no_such_package", "Check the name, or install it"),
+        ("package:os.path", "Check the name"),
         ("package:json", "has no .gguf file"),
         ("text.gguf", "cannot be read as GGUF"),
         ("cut.gguf", "cannot be read as GGUF"),

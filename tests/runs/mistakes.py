@@ -8,11 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.algorithms.oracles import EVERY
+from tunix_like.config.schema import PAIR_LEARNERS
 
 ROOT = Path(__file__).resolve().parents[2]
 REVERSE = str(ROOT / "examples" / "debug" / "reverse_text.yaml")
 NORM = "model.norm.weight"
-NAMES = ", ".join(sorted({"otb", "ppo", *(name for name, _ in EVERY)}))
+NAMES = ", ".join(sorted({"otb", "ppo", *PAIR_LEARNERS, *(name for name, _ in EVERY)}))
 REVERSED = ("train", REVERSE)
 OWN = ("train", "own.yaml")
 EMPTIED = ["emptied/config.yaml: this file is empty", "This file is written by the run", "restore a copy of it"]
@@ -156,6 +157,10 @@ MISTAKES = {
     "unknown estimator": (
         (*REVERSED, "algorithm.advantage_estimator=rlo"),
         ["algorithm.advantage_estimator", "'rlo'", "Did you mean 'rloo'", NAMES, "path/to/file.py:function"],
+    ),
+    "misspelt learner of pairs": (
+        (*REVERSED, "algorithm.advantage_estimator=dpoo"),
+        ["algorithm.advantage_estimator: unknown estimator 'dpoo'", "Did you mean 'dpo'", NAMES],
     ),
     "no estimator": (
         (*REVERSED, "algorithm.advantage_estimator=null"),

@@ -70,7 +70,7 @@ def _add_training(command: AddCommand) -> None:
     sweep.add_argument("--dry-run", action="store_true", help="check all configs, and print the runs and their states")
     for sub in (train, sft):
         sub.add_argument("config", help="a YAML file")
-        sub.add_argument("overrides", nargs="*", help=OVERRIDES)
+        sub.add_argument("overrides", nargs="*", default=[], help=OVERRIDES)
         add_processes(sub)
 
 
@@ -113,7 +113,7 @@ def _add_inference(command: AddCommand) -> None:
         sub.add_argument(
             "--best", action="store_true", help="use the best checkpoint by training.best_metric instead of the newest"
         )
-        sub.add_argument("overrides", nargs="*", help=OVERRIDES)
+        sub.add_argument("overrides", nargs="*", default=[], help=OVERRIDES)
     add_processes(evaluate)
 
 
@@ -126,8 +126,8 @@ def _add_generate(command: AddCommand, source: str) -> argparse.ArgumentParser:
     )
     generate.add_argument(
         "--prompt",
-        help="text of the prompt; a chat message if the run sets data.system_prompt or data.apply_chat_template; "
-        "data.prompt_template is not applied",
+        help="text of the prompt; a chat message if the prompts of the run's data are messages, or with "
+        "data.apply_chat_template=true or data.system_prompt; data.prompt_template is not applied",
     )
     generate.add_argument(
         "--greedy",
@@ -226,7 +226,7 @@ def _add_analysis(command: AddCommand) -> None:
         "replay runs/maze-maxrl-s0/skipped/step_000012_update_0.npz",
     )
     replay.add_argument("file", help="RUN/skipped/step_N_update_M.npz")
-    replay.add_argument("overrides", nargs="*", help=OVERRIDES)
+    replay.add_argument("overrides", nargs="*", default=[], help=OVERRIDES)
     advantages = command(
         "advantages",
         "advantages:run",
@@ -264,7 +264,7 @@ def _add_checks(command: AddCommand) -> None:
     doctor.add_argument("--devices", help="KIND-N, SxKIND-N (slices), NxKIND or N: v5e-8, 2xv5e-16, 8xh100, 8")
     doctor.add_argument("--json", metavar="FILE", help="with --config: also write the report as JSON")
     for sub in (rewards, doctor):
-        sub.add_argument("overrides", nargs="*", help=OVERRIDES)
+        sub.add_argument("overrides", nargs="*", default=[], help=OVERRIDES)
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:

@@ -64,7 +64,7 @@ def generate(arguments: argparse.Namespace) -> None:
     environments = environments_of(config)
     try:
         trained = trained._replace(tokenizer=with_tools(trained.tokenizer, environments))
-        row = _row(config, arguments.row) if by_row else {"prompt": _prompt(config, arguments.prompt)}
+        row = _row(config, arguments.row) if by_row else {"prompt": _prompt(config, arguments.prompt, trained.of_run)}
         if config.data.apply_chat_template is not False:
             warn_text_prompts([row], trained.tokenizer)
         sampler = make_engine(trained.graphdef, trained.tokenizer, rollout, trained.mesh)
@@ -103,17 +103,28 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise UserError(f"generate: --row {arguments.row}: rows are counted from 1.")
 
 
-def _prompt(config: Config, text: str | None) -> Any:
-    """Returns the prompt: text, or messages if the run uses the chat template. None reads it from standard input."""
+def _prompt(config: Config, text: str | None, of_run: bool) -> Any:
+    """Returns the prompt: messages if the config asks for the chat template, or if a run was trained on messages;
+    otherwise text. If `text` is None, it is read from standard input."""
     if text is None:
         text = read_line("prompt> ")
         if text is None:
             raise UserError("generate: no prompt was written; give one by --prompt TEXT.")
     data = config.data
-    if not data.apply_chat_template and data.system_prompt is None:
+    if not data.apply_chat_template and data.system_prompt is None and not (of_run and _trained_on_chats(config)):
         return text
     system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
     return [*system, {"role": "user", "content": text}]
+
+
+def _trained_on_chats(config: Config) -> bool:
+    """Returns whether the prompts of a run's data are messages; False if its data cannot be read (any more)."""
+    if config.data.apply_chat_template is False:
+        return False
+    try:
+        return not isinstance(load_source(config.data).train[0]["prompt"], str)
+    except UserError:
+        return False
 
 
 def _row(config: Config, number: int) -> Mapping[str, Any]:

@@ -35,7 +35,8 @@ def announce(parts: Parts, place: str | Path) -> None:
                 skipped = str(check_prompts(rows, parts.tokenizer, limit, policy, what))
             most = config.eval.max_problems if what == "evaluation" else None
             used = f"{len(rows)}" if most is None or most >= len(rows) else f"the first {most} of {len(rows)}"
-            console.print_text(f"{what:>10}: {used} prompts{skipped and f', {skipped}'}")
+            unit = "pairs" if config.trains_pairs else "prompts"
+            console.print_text(f"{what:>10}: {used} {unit}{skipped and f', {skipped}'}")
     rendered = (render(row, parts.tokenizer, limit) for row in parts.source.train)
     first = next(prompt for prompt in rendered if usable(prompt, limit))
     for line in prompt_lines(first, parts.environments):

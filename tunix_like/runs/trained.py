@@ -38,7 +38,11 @@ from tunix_like.training.engine import make_engine
 
 
 class Trained(NamedTuple):
-    """A model with its weights and config."""
+    """A model with its weights and config.
+
+    Attributes:
+      of_run: whether the config is that of a run or a file, and names the data of the model.
+    """
 
     config: Config
     graphdef: Any
@@ -48,6 +52,7 @@ class Trained(NamedTuple):
     mesh: Mesh | None
     origin: str
     moment: Moment = START
+    of_run: bool = False
 
     @property
     def model(self) -> Decoder:
@@ -139,7 +144,7 @@ def open_trained(
     mesh = build_mesh(config.mesh) if mesh == "config" else mesh
     graphdef, params, model_config, tokenizer = restore(found, config, mesh)
     tokenizer = tokenizer.with_template_variables(template_variables(config.data))
-    return Trained(config, graphdef, model_config, params, tokenizer, mesh, found.name, found.moment())
+    return Trained(config, graphdef, model_config, params, tokenizer, mesh, found.name, found.moment(), of_run=True)
 
 
 def _as_config(path: str) -> Path | None:
@@ -158,10 +163,9 @@ def _open_config(file: Path, overrides: Sequence[str], mesh: Mesh | Literal["con
     own = chosen_tokenizer(config, load_source(config.data))
     model, tokenizer, _ = load_policy(config, own, abstract=False, mesh=mesh)
     graphdef, state = nnx.split(model)
-    origin = config.model.path or "a random model"
-    return Trained(
-        config, graphdef, model.config, nnx.to_pure_dict(state), tokenizer, mesh, f"{file}, before training: {origin}"
-    )
+    origin = f"{file}, before training: {config.model.path or 'a random model'}"
+    params = nnx.to_pure_dict(state)
+    return Trained(config, graphdef, model.config, params, tokenizer, mesh, origin, of_run=True)
 
 
 def _check_data(path: str, overrides: Sequence[str], need_data: bool) -> None:
