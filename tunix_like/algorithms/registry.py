@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -144,10 +144,13 @@ def register_advantage_estimator(
     return register
 
 
-def find_estimator(name: str) -> Estimator:
+def find_estimator(name: str, others: Sequence[str] = ()) -> Estimator:
     """Returns the advantage estimator for a registered name, `FILE.py:function` or `package.module.function`.
 
     If the file or module itself registers the function, the options of this registration apply.
+
+    Args:
+      others: further names for the list in the message, which the caller knows.
 
     Raises:
       UserError: the name is unknown (the message lists the known names), or the file or module has no such function.
@@ -157,22 +160,30 @@ def find_estimator(name: str) -> Estimator:
         _check_signature(name, function)
         return Estimator(function, lambda params: False, lambda params: "any", {}, 0, False)
 
-    return find_registered(name, ADVANTAGE_ESTIMATORS, "algorithm.advantage_estimator: unknown estimator", unregistered)
+    unknown = "algorithm.advantage_estimator: unknown estimator"
+    return find_registered(name, ADVANTAGE_ESTIMATORS, unknown, unregistered, others)
 
 
-def find_registered(name: str, registry: dict[str, Any], unknown: str, unregistered: Callable[[Any], Any]) -> Any:
+def find_registered(
+    name: str,
+    registry: dict[str, Any],
+    unknown: str,
+    unregistered: Callable[[Any], Any],
+    others: Sequence[str] = (),
+) -> Any:
     """Returns the registry entry for a registered name, or for the location of a function, such as `file.py:function`.
 
     Args:
       unknown: beginning of the error message for an unknown name, such as `algorithm.policy_loss_fn: unknown loss`.
       unregistered: called with a function that is not registered; returns the entry of this function.
+      others: names that are valid without an entry, for the message.
     """
     if name not in registry and is_place(name):
         function = load_function(name, unknown.partition(":")[0])
         registered = [entry for entry in registry.values() if entry.function is function]
         registry[name] = registered[0] if registered else unregistered(function)
     if name not in registry:
-        names = [registered_name for registered_name in registry if not is_place(registered_name)]
+        names = [*others, *(registered_name for registered_name in registry if not is_place(registered_name))]
         raise UserError(
             f"{unknown} '{name}'. {nearest(name, names)} For your own function write path/to/file.py:function."
         )

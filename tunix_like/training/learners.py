@@ -345,12 +345,8 @@ def find_learner(name: str | None) -> type[Learner]:
       UserError: the name is None or unknown (the message lists the known names), or the file or module does not have
         the function.
     """
-    if name is None or not (name in ADVANTAGE_ESTIMATORS or is_place(name)):
-        names = [estimator for estimator in ADVANTAGE_ESTIMATORS if not is_place(estimator)] + [*PAIR_LEARNERS]
-        unknown = "choose one" if name is None else f"unknown estimator '{name}'"
-        raise UserError(
-            f"algorithm.advantage_estimator: {unknown}. {nearest(name or '', names)} For your own function write "
-            "path/to/file.py:function."
-        )
-    find_estimator(name)
+    if name is None:
+        names = [*PAIR_LEARNERS, *(estimator for estimator in ADVANTAGE_ESTIMATORS if not is_place(estimator))]
+        raise UserError(f"algorithm.advantage_estimator: choose one. {nearest('', names)}")
+    find_estimator(name, PAIR_LEARNERS)
     return LEARNERS.get(name, CustomLearner)
