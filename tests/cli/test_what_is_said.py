@@ -155,7 +155,7 @@ def test_a_misspelt_run_names_the_right_one(tmp_path, capsys):
     run.mkdir()
     (run / "config.yaml").write_text("{}")
     assert main(["eval", str(tmp_path / "ticket-maxrl-s0")]) == 2
-    assert f"Did you mean '{run}'" in capsys.readouterr().err
+    assert f"Or is it the run {run}?" in capsys.readouterr().err
 
 
 def test_a_row_is_printed_in_the_order_in_which_it_is_read(said, monkeypatch):

@@ -18,7 +18,7 @@ from tunix_like.data.shared import warn_text_prompts
 from tunix_like.data.stream import Prompt, render, row_variables
 from tunix_like.environments.arguments import make_player, with_tools
 from tunix_like.environments.history import Histories, History
-from tunix_like.environments.kinds import environments_of
+from tunix_like.environments.kinds import environments_of, kind_of
 from tunix_like.environments.outcomes import Environments
 from tunix_like.environments.trajectories import first_observation
 from tunix_like.errors import UserError
@@ -31,6 +31,7 @@ from tunix_like.rollout.scoring import score_trajectories
 from tunix_like.runs.reward_functions import reward_functions
 from tunix_like.runs.trained import Trained, open_trained
 from tunix_like.runtime import console, output, progress
+from tunix_like.runtime.object_storage import is_remote
 from tunix_like.runtime.profile import Stopwatch
 from tunix_like.runtime.visible import visible
 from tunix_like.text.tokenizer import Tokenizer
@@ -118,11 +119,14 @@ def _prompt(config: Config, text: str | None, of_run: bool) -> Any:
 
 
 def _trained_on_chats(config: Config) -> bool:
-    """Returns whether the prompts of a run's data are messages; False if its data cannot be read (any more)."""
-    if config.data.apply_chat_template is False:
+    """Returns whether the prompts of a run's data are messages; False if this is not known without a download, or if
+    the data cannot be read any more."""
+    data = config.data
+    elsewhere = data.path is None or is_remote(data.path)
+    if data.name in ("hub", "verifiers", "mix") or (elsewhere and data.name in ("gsm8k", "jsonl")):
         return False
     try:
-        return not isinstance(load_source(config.data).train[0]["prompt"], str)
+        return data.apply_chat_template is not False and not isinstance(load_source(data).train[0]["prompt"], str)
     except UserError:
         return False
 
@@ -157,7 +161,7 @@ def _print_score(trained: Trained, row: Mapping[str, Any], score: Callable[[Sequ
     except UserError as error:
         print(f"no reward: {error}", file=sys.stderr)
         return
-    turns = config.environment.name is not None or config.environment.tools is not None
+    turns = kind_of(config) is not None
     rewards = [each for each in rewards if not (is_potential(each[1]) if turns else isinstance(each[1], TurnReward))]
     try:
         scores = score(rewards)
@@ -321,7 +325,8 @@ def play(
     elif not out.finished.all():
         ended = f"by rollout.max_tokens_to_generate={config.rollout.max_tokens_to_generate}"
     number = f"{episode.turns} turn{'s' * (episode.turns != 1)}"
-    print(console.speed(float(out.lengths.sum()), seconds), file=sys.stderr)
+    sampled = out.lengths if out.token_mask is None else out.token_mask.sum(axis=-1)
+    print(console.speed(float(sampled.sum()), seconds), file=sys.stderr)
     print(f"reward of the environment {episode.reward:g}, {number}, ended {ended}", file=sys.stderr)
     if by_row:
         texts = completion_texts(out, tokenizer)

@@ -313,12 +313,14 @@ def _refuse_secret(name: str) -> None:
 
 
 def _hint(name: str, leaves: Mapping[str, Any]) -> str:
-    """Returns a hint that names the valid keys nearest to an unknown key: a similar key of the same section, else the
+    """Returns a hint that names the valid keys nearest to an unknown key: a similar key of the same section (or
+    one whose beginning or initials it is), else the
     same key of another section, else any similar name."""
     section, _, last = name.rpartition(".")
     siblings = sorted(leaf.rpartition(".")[2] for leaf in leaves if leaf.rpartition(".")[0] == section)
     sections = sorted({leaf.rpartition(".")[0] for leaf in leaves})
-    abbreviated = [key for key in siblings if key.startswith(last) or "".join(w[0] for w in key.split("_")) == last]
+    initials = {key: "".join(word[0] for word in key.split("_")) for key in siblings}
+    abbreviated = [key for key in siblings if last and (key.startswith(last) or initials[key] == last)]
     near = [f"{section}.{key}" for key in abbreviated[:1] or difflib.get_close_matches(last, siblings, n=1)]
     if not siblings:  # the section is misspelt: `trainng.max_steps` means `training.max_steps`, not `sft.max_steps`
         candidates = (f"{close}.{last}" for close in difflib.get_close_matches(section, sections, n=3))

@@ -44,7 +44,7 @@ from tunix_like.types import Engine, Problem, SamplingParams
 
 logger = logging.getLogger("tunix_like")
 
-MOST_UNREAD = 0.5
+MOST_WITHOUT_ANSWER = 0.5
 """Share of completions without an answer above which an evaluation without a success warns."""
 
 EVAL_KEY = 2
@@ -193,7 +193,7 @@ class Evaluator:
                 write_evaluation(rollouts, step, parts)
             evaluation = self._summary(parts)._replace(seconds=seconds)
             if step == 0:
-                _warn_unread(evaluation)
+                _warn_no_answers(evaluation)
             return evaluation
 
     def _sampled(
@@ -298,15 +298,15 @@ def extract_answers(
     ]
 
 
-def _warn_unread(evaluation: Evaluation) -> None:
+def _warn_no_answers(evaluation: Evaluation) -> None:
     """Warns if no completion succeeds, and in most of them no answer is found."""
     answers = [answer for group in evaluation.answers if group is not None for answer in group]
-    unread = sum(answer is None for answer in answers)
-    if unread > MOST_UNREAD * len(answers) and not evaluation.succeeded.any():
+    missing = sum(answer is None for answer in answers)
+    if missing > MOST_WITHOUT_ANSWER * len(answers) and not evaluation.succeeded.any():
         logger.warning(
             "evaluation: in %d of %d completions no answer is found, so they count as wrong. Tell the model how to "
             "write it, by data.system_prompt or data.prompt_template (docs/rewards.md has what each reward reads).",
-            unread, len(answers),
+            missing, len(answers),
         )  # fmt: skip
 
 

@@ -392,7 +392,7 @@ def _turns_differ(rollout: Rollout, scored: Bool[np.ndarray, "P G"]) -> Bool[np.
     return np.array([len(kind) > 1 for kind in kinds])
 
 
-def turn_credit(rollout: Rollout, batch: GroupBatch, objective: Objective) -> Float[np.ndarray, "P G T"]:
+def credit_of_turns(rollout: Rollout, batch: GroupBatch, objective: Objective) -> Float[np.ndarray, "P G T"]:
     """Returns what the sampled tokens get by `algorithm.credit=turn`, in float32: the advantage of their turn, or the
     reward of a turn at its last token for a critic (`Objective.turn_terms`). Rewards of functions that score whole
     completions, and penalties, belong to the last turn."""
@@ -426,12 +426,12 @@ def turn_credit(rollout: Rollout, batch: GroupBatch, objective: Objective) -> Fl
 
 
 def advantages_of_turns(
-    rollout: Rollout, batch: GroupBatch, turns: Float[np.ndarray, "P G T"], advantages: Float[np.ndarray, "P G"]
+    rollout: Rollout, batch: GroupBatch, turn_credit: Float[np.ndarray, "P G T"], advantages: Float[np.ndarray, "P G"]
 ) -> list[list[float]]:
     """Returns the advantages of the turns of each trajectory.
 
     Args:
-      turns: `turn_credit`.
+      turn_credit: `credit_of_turns`.
       advantages: means over the tokens, with those of the estimator.
     """
     assert rollout.episodes is not None
@@ -443,8 +443,8 @@ def advantages_of_turns(
             found.append([0.0] * len(episode.turn_tokens))
             continue
         turn = _turn_of_tokens(sampled, episode.turn_tokens)
-        of_estimator = advantages[row] - turns[row][sampled].mean()
-        own = [turns[row][turn == each] for each in range(len(episode.turn_tokens))]
+        of_estimator = advantages[row] - turn_credit[row][sampled].mean()
+        own = [turn_credit[row][turn == each] for each in range(len(episode.turn_tokens))]
         found.append([float(of_estimator + values[0]) if values.size else 0.0 for values in own])
     return found
 

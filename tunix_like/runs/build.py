@@ -12,12 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tunix_like.algorithms.sources import source_estimators
-from tunix_like.config.schema import (
-    SELF,
-    Config,
-    EvalConfig,
-    ModelConfig,
-)
+from tunix_like.config.schema import SELF, Config, EvalConfig, ModelConfig
 from tunix_like.config.sources import OF_OTHER_SOURCES, NamedTeacher, entries, teachers_of, template_variables
 from tunix_like.data import DataSource, check_parts, load_source
 from tunix_like.data.shared import warn_text_prompts
@@ -53,11 +48,7 @@ from tunix_like.training.engine import (
 )
 from tunix_like.training.learner import Learner
 from tunix_like.training.preferences import DPOLearner, check_columns
-from tunix_like.training.teacher import (
-    check_positions,
-    check_scorer,
-    check_tokenizers,
-)
+from tunix_like.training.teacher import check_positions, check_scorer, check_tokenizers
 from tunix_like.types import Engine
 
 logger = logging.getLogger("tunix_like")

@@ -34,16 +34,11 @@ from tunix_like.session.callbacks import named_callbacks
 from tunix_like.step.optimizer import build_schedule
 from tunix_like.storage.loggers import check_loggers
 from tunix_like.training.critic import resolve_critic
-from tunix_like.training.engine import (
-    check_settings,
-)
+from tunix_like.training.engine import check_settings
 from tunix_like.training.learner import Learner
 from tunix_like.training.learners import LEARNERS, find_learner
 from tunix_like.training.preferences import PAIR_LEARNER_CLASSES, DPOLearner
-from tunix_like.training.teacher import (
-    check_served,
-    resolve_teacher,
-)
+from tunix_like.training.teacher import check_served, resolve_teacher
 
 
 def check_config(config: Config) -> tuple[Config, type[Learner] | type[DPOLearner]]:

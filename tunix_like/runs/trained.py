@@ -139,12 +139,13 @@ def open_trained(
     if found is None:
         return _open_model(path, overrides, need_data, mesh)
     config = found.config(overrides)
-    if not (found.run / "config.yaml").is_file():
+    of_run = (found.run / "config.yaml").is_file()  # not of a run from Python
+    if not of_run:
         _check_data(path, overrides, need_data)
     mesh = build_mesh(config.mesh) if mesh == "config" else mesh
     graphdef, params, model_config, tokenizer = restore(found, config, mesh)
     tokenizer = tokenizer.with_template_variables(template_variables(config.data))
-    return Trained(config, graphdef, model_config, params, tokenizer, mesh, found.name, found.moment(), of_run=True)
+    return Trained(config, graphdef, model_config, params, tokenizer, mesh, found.name, found.moment(), of_run)
 
 
 def _as_config(path: str) -> Path | None:
@@ -173,17 +174,17 @@ def _check_data(path: str, overrides: Sequence[str], need_data: bool) -> None:
     if need_data and "data.name" not in given:
         exists = Path(path).exists() or path.startswith(PACKAGE)
         missing = "" if exists else " (There is no folder of that name; it is used as a hub id.)"
-        raise UserError(f"{path} names no data to evaluate on; add e.g. data.name=gsm8k.{missing}")
+        raise UserError(f"{path} names no data to evaluate on; add e.g. data.name=gsm8k.{missing}{_similar_run(path)}")
 
 
-def _check_misspelt(path: str) -> None:
-    """Raises UserError if there is no folder `path`, but one beside it that is a run and has a similar name."""
+def _similar_run(path: str) -> str:
+    """Returns a hint at a run whose folder has a similar name, if there is no folder `path`; otherwise no text."""
     place = Path(path)
-    if is_remote(path) or place.exists() or not place.parent.is_dir():
-        return
+    if is_remote(path) or path.startswith(PACKAGE) or place.exists() or not place.parent.is_dir():
+        return ""
     runs = [folder.name for folder in place.parent.iterdir() if (folder / "config.yaml").is_file()]
-    if close := difflib.get_close_matches(place.name, runs, n=1):
-        raise UserError(f"{path}: there is no such folder. Did you mean '{place.parent / close[0]}'?")
+    close = difflib.get_close_matches(place.name, runs, n=1)
+    return f" Or is it the run {place.parent / close[0]}?" if close else ""
 
 
 def evaluator_of(trained: Trained, on_training_rows: bool = False) -> Evaluator:
@@ -222,11 +223,13 @@ def _open_model(path: str, overrides: Sequence[str], need_data: bool, mesh: Mesh
             f"{place} has only an adapter, not a whole model: load it with its base by tunix_like.load_adapter (in "
             "Python), or export the whole model without --adapter."
         )
-    _check_misspelt(path)
     _check_data(path, overrides, need_data)
     config = load(None, [f"model.path={path}", *overrides])
     mesh = build_mesh(config.mesh) if mesh == "config" else mesh
-    model, tokenizer = loaded(config, path, mesh)
+    try:
+        model, tokenizer = loaded(config, path, mesh)
+    except UserError as error:
+        raise UserError(f"{error}{_similar_run(path)}") from error
     if tokenizer is None:
         raise UserError(f"{path} has no tokenizer.")
     tokenizer = tokenizer.with_template_variables(template_variables(config.data))

@@ -81,8 +81,10 @@ class Batcher:
         self._shapes: Iterator[None] | None = None
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
 
-    def start(self, warm_up: bool = False) -> None:
-        """Starts the thread. If `warm_up` is True, it compiles the programs (`Runner.warm_up`) while it has no jobs."""
+    def start(self, warm_up: bool = False, when_compiled: Callable[[], None] = lambda: None) -> None:
+        """Starts the thread. If `warm_up` is True, it compiles the programs (`Runner.warm_up`) while it has no jobs,
+        and then calls `when_compiled`."""
+        self._when_compiled = when_compiled
         self._shapes = self.runner.warm_up() if warm_up else None
         self._thread.start()
 
@@ -124,6 +126,7 @@ class Batcher:
                         self._step()
                     elif next(self._shapes, self) is self:  # the end
                         self._shapes = None
+                        self._when_compiled()
                 except Exception:  # e.g. lack of memory: the requests fail and the server continues
                     _LOG.exception("the batcher failed; all requests are answered with an error")
                     self._fail()

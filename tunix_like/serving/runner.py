@@ -7,7 +7,6 @@ slots with one row each: a row has its own copy of its prompt.
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -340,7 +339,6 @@ class Runner:
                 yield
             del held
             advance(1)
-        print("all programs are compiled", file=sys.stderr, flush=True)
 
     def _try_rows(self, fresh: Mapping[tuple[int, int], decoding.Prompts], columns: int, width: int) -> None:
         """Compiles and runs the programs of caches with `columns` columns for prompts and `width` for completions."""

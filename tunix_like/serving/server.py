@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -71,10 +71,10 @@ class ModelServer:
         self.large = asyncio.Lock()
         self.queues: dict[Job, asyncio.Queue[tuple[Job, NewTokens]]] = {}
 
-    def open(self, warm_up: bool = False) -> None:
+    def open(self, warm_up: bool = False, when_compiled: Callable[[], None] = lambda: None) -> None:
         """Starts the thread that samples (`Batcher.start`). This method must be called in the event loop."""
         self._loop = asyncio.get_running_loop()
-        self.batcher.start(warm_up)
+        self.batcher.start(warm_up, when_compiled)
 
     def check_room(self) -> None:
         """Raises RequestError with the status 429 if at least `max_waiting` completions wait to be started."""

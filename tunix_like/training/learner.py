@@ -53,9 +53,9 @@ from tunix_like.rewards.turns import TurnReward, is_potential
 from tunix_like.rollout.collection import (
     Collector,
     advantages_of_turns,
+    credit_of_turns,
     longest_batch,
     training_batch,
-    turn_credit,
 )
 from tunix_like.rollout.files import FirstFailure, RolloutFiles, saved_on_failure
 from tunix_like.rollout.rollouts import Rollout, Task, WeightedReward, warn_cut, weighted_rewards
@@ -556,8 +556,10 @@ class Learner(Trainer):
             with progress.task("update"), saved_on_failure(call.files.folder, number, rollout.problems, rollout.texts):
                 stale = metrics.get("staleness", 0) > 0
                 try:
-                    of_turns = turn_credit(rollout, batch, objective) if self.algo.credit == "turn" else None
-                    advantages, update_metrics = call.updates.run(number, rollout.problems, batch, ref, stale, of_turns)
+                    turn_credit = credit_of_turns(rollout, batch, objective) if self.algo.credit == "turn" else None
+                    advantages, update_metrics = call.updates.run(
+                        number, rollout.problems, batch, ref, stale, turn_credit
+                    )
                 except EngineLost:  # of a teacher
                     call.rollouts.put_back()
                     raise
@@ -566,7 +568,7 @@ class Learner(Trainer):
             made = kl_metrics | update_metrics
             made |= advantage_metrics(rollout, batch, advantages, objective, self.success_threshold)
             metrics = made | user_metrics(self.metric_fns, rollout, advantages) | metrics
-            self._show(call, number, rollout, batch, advantages, of_turns if self.critic is None else None)
+            self._show(call, number, rollout, batch, advantages, turn_credit if self.critic is None else None)
             clock.lap("other")
             metrics |= clock.seconds
             speed = speed_metrics(self.model.config, batch, metrics, call.compilations)
@@ -579,13 +581,13 @@ class Learner(Trainer):
         rollout: Rollout,
         batch: GroupBatch,
         advantages: Float[np.ndarray, "P G"],
-        turn_advantages: Float[np.ndarray, "P G T"] | None,
+        turn_credit: Float[np.ndarray, "P G T"] | None,
     ) -> None:
         """Writes completions and picks samples at the configured steps, and warns if there is no training signal."""
         if number == 1 or number % self.training.log_rollouts_every_n_steps == 0:
             of_turns = None
-            if turn_advantages is not None:
-                of_turns = advantages_of_turns(rollout, batch, turn_advantages, advantages)
+            if turn_credit is not None:
+                of_turns = advantages_of_turns(rollout, batch, turn_credit, advantages)
             call.files.write(number, rollout, batch, advantages, of_turns)
         if number == 1 and call.evaluator is None:  # which has warned before the first step
             warn_cut(f"step {number}", rollout.completions.finished)

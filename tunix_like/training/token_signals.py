@@ -38,8 +38,8 @@ class SignalInputs:
       batch: with the rewards that the estimators get.
       live: mask of the completions that the model must process; the others get no signal.
       ref_logprobs: the reference model's log-probabilities; None without one.
-      turn_credit: what `collection.turn_credit` gives: the advantages of tokens, or for a critic their rewards; None
-        without `credit: turn`.
+      turn_credit: what `collection.credit_of_turns` gives: the advantages of tokens, or for a critic their rewards;
+        None without `credit: turn`.
     """
 
     trainer: Trainer
