@@ -84,13 +84,14 @@ def test_missing_extra_is_reported_with_its_install_command(monkeypatch):
     real = importlib.metadata.version
 
     def version(name):
-        if name in doctor.HUB:
+        if name in doctor.EXTRAS:
             raise importlib.metadata.PackageNotFoundError(name)
         return real(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     checks = named_checks()
-    assert all(checks[name].works and "tunix-like[hub]" in checks[name].advice for name in doctor.HUB)
+    for name, (extra, _) in doctor.EXTRAS.items():
+        assert checks[name].works and f"tunix-like[{extra}]" in checks[name].advice
 
 
 def test_an_accelerator_that_jax_does_not_see(monkeypatch):

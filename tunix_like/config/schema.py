@@ -44,8 +44,13 @@ LARGEST_BFLOAT16_DECAY = 1 - 2**-8
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(Checked):
     section = "model"
-    path: str | None = key(doc="folder, hub id or address (gs://, s3://) of a Hugging Face model; a run", hub="models")
-    tokenizer: str | None = key(doc="folder or hub id; unset: that of the data source, else of path", hub="models")
+    path: str | None = key(
+        doc="folder, hub id or address (gs://, s3://) of a Hugging Face model; FILE.gguf; package:NAME; a run",
+        hub="models",
+    )
+    tokenizer: str | None = key(
+        doc="folder, hub id, FILE.gguf or package:NAME; unset: that of the data source, else of path", hub="models"
+    )
     init: str = key(
         "pretrained",
         doc="pretrained: load the weights; random: initialise them",

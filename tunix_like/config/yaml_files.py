@@ -114,6 +114,11 @@ def read_mapping(path: Path) -> Mapping[Any, Any]:
       UserError: the file cannot be read or parsed, or its content is not a mapping. The message names the file and, if
         known, the line.
     """
+    if str(path).startswith("package:") or path.suffix == ".gguf" or (path / "config.json").is_file():
+        raise UserError(f"{path} is a model; give the path of a YAML file, in which model.path can be {path}.")
+    others = (path.with_suffix(suffix) for suffix in (".yaml", ".yml"))
+    if not path.exists() and (other := next((each for each in others if each.is_file()), None)):
+        raise UserError(f"{path}: there is no such file. Did you mean '{other}'?")
     if problem := file_problem(path):
         raise UserError(
             f"{path}: cannot read this config file (it {problem}); give the path of a YAML file, or a shipped config: "

@@ -59,8 +59,8 @@ def show_samples(step: int, samples: Samples) -> None:
     """Prints the best and the worst completion of a prompt; only one completion if all rewards are equal."""
     chosen = {"best": samples.best, "worst": samples.worst}
     if samples.scored == 0 or samples.best.reward == samples.worst.reward:
-        names = {0: "none scored", 1: "one scored", samples.size: f"all {samples.size} equal"}
-        chosen = {names.get(samples.scored, f"{samples.scored} scored, equal"): samples.best}
+        names = {0: "none scored", 1: "one scored", samples.size: f"{samples.size} equal rewards"}
+        chosen = {names.get(samples.scored, f"{samples.scored} scored, equal rewards"): samples.best}
     rows = [
         (name, f"{each.reward:g}" if samples.scored else "-", f"{each.advantage:.3g}",
          f"{each.length}{'' if each.finished else ' (cut)'}", console.excerpt(each.text, 600))
