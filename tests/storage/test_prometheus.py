@@ -44,12 +44,19 @@ def port(monkeypatch):
     return number
 
 
+def _of_run(text):
+    return [line for line in text.splitlines() if not line.startswith(("tunix_like_process_", "#"))]
+
+
 def scrape(port):
     """Returns `{(name, labels): value}`, without the label `run`, of what Prometheus reads, and the runs. Both formats
     must say the same."""
     url = f"http://127.0.0.1:{port}/metrics"
-    plain = httpx.get(url).text
-    strict = httpx.get(url, headers=OPENMETRICS).text
+    while True:
+        plain = httpx.get(url).text
+        strict = httpx.get(url, headers=OPENMETRICS).text
+        if _of_run(httpx.get(url).text) == _of_run(plain):  # no checkpoint was completed meanwhile
+            break
     assert strict.endswith("# EOF\n")
     found = [
         {
