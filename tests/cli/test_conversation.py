@@ -139,7 +139,7 @@ def test_an_environment_is_played_with_a_row(generate):
         line for line in error.splitlines() if re.match("prompt:|column answer:|reward:", line)
     ]
     assert shown.startswith("prompt: ") and answer.startswith("column answer: ")
-    assert re.fullmatch(r"reward: 0\.5 \(exact_match 0, environment 0\.5\)", reward)
+    assert re.fullmatch(r"reward: 0\.5 \(environment 0\.5\)", reward)
 
 
 def test_an_environment_is_played_with_a_prompt(generate):

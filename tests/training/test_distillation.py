@@ -506,7 +506,7 @@ def test_the_command_trains_with_a_folder_and_resumes(tmp_path, monkeypatch, cap
     for name in ("train", "test"):
         shutil.copy(tmp_path / "rows.jsonl", tmp_path / "rows" / f"{name}.jsonl")
     assert cli.main(["eval", "alone", "data.path=rows"]) == 2
-    assert "rewards.functions: this run had no rewards" in capsys.readouterr().err
+    assert "rewards.functions: this run (distillation) had no rewards" in capsys.readouterr().err
 
 
 @pytest.mark.slow
