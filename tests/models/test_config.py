@@ -185,13 +185,12 @@ def bad(fields, *said, id):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        bad(QWEN25 | {"model_type": "gpt2"}, "gpt2", "llama", "qwen3", id="family"),
+        bad(QWEN25 | {"model_type": "gpt2"}, "gpt2", *FAMILIES, id="family"),
         bad(QWEN25 | {"model_type": "qwen_2"}, "Did you mean 'qwen2'", id="family-misspelt"),
         bad(
             without(QWEN25, "model_type"),
             "model_type",
-            "llama",
-            "qwen3",
+            *FAMILIES,
             id="family-absent",
         ),
         bad(QWEN25 | {"logit_softcap": 30.0}, "logit_softcap", "is unknown", id="unknown-field"),

@@ -37,6 +37,7 @@ from tunix_like.errors import UserError
 from tunix_like.models.config import DecoderConfig
 from tunix_like.models.counts import forward_operations, parameter_count, parameter_shapes
 from tunix_like.models.decoder import Decoder
+from tunix_like.models.families import FAMILIES
 from tunix_like.models.fields import DeltaRule, Experts, LinearScaling, ProportionalScaling, YarnScaling
 from tunix_like.models.loading import load_model, save_model
 from tunix_like.models.weights import fused_name, hf_name, save_weights
@@ -356,7 +357,7 @@ def without(fields, name):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        bad(GEMMA2 | {"model_type": "gemma"}, "Did you mean", "gemma2", "llama", id="family"),
+        bad(GEMMA2 | {"model_type": "gemma"}, "Did you mean", *FAMILIES, id="family"),
         bad(GEMMA2 | {"hidden_activation": "gelu"}, "hidden_activation", "gelu_pytorch_tanh", id="activation"),
         bad(GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention", id="bidirectional"),
         bad(GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping", "no such", id="cap-nobody-applies"),

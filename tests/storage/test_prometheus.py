@@ -52,7 +52,7 @@ def scrape(port):
     """Returns `{(name, labels): value}`, without the label `run`, of what Prometheus reads, and the runs. Both formats
     must say the same."""
     url = f"http://127.0.0.1:{port}/metrics"
-    while True:
+    for _ in range(20):
         plain = httpx.get(url).text
         strict = httpx.get(url, headers=OPENMETRICS).text
         if _of_run(httpx.get(url).text) == _of_run(plain):  # no checkpoint was completed meanwhile

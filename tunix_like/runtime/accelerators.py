@@ -112,8 +112,8 @@ def attached() -> str | None:
         return "gpu"
     devices = [(_read(vendor), _read(vendor.with_name("device"))) for vendor in _vendors()]
     on_pci = any(vendor == _GOOGLE and device != _NETWORK_CARD for vendor, device in devices)
-    on_host = any(name in os.environ for name in _HOST_VARIABLES)
-    return "tpu" if on_pci or on_host or glob.glob("/dev/accel*") else None
+    named = any(name.startswith("TPU_") and name not in _SET_BY_JAX for name in os.environ)  # of a host of a slice
+    return "tpu" if on_pci or named or glob.glob("/dev/accel*") else None
 
 
 def avoid_absent_tpu() -> None:
@@ -123,8 +123,8 @@ def avoid_absent_tpu() -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
 
 
-_HOST_VARIABLES = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "TPU_PROCESS_ADDRESSES")
-"""Environment variables of a host of a TPU slice. jax sets others that begin with TPU_ wherever libtpu is installed."""
+_SET_BY_JAX = ("TPU_SKIP_MDS_QUERY", "TPU_ML_PLATFORM", "TPU_ML_PLATFORM_VERSION")
+"""Environment variables that jax sets also on machines without a TPU."""
 
 _GOOGLE = "0x1ae0"
 _NETWORK_CARD = "0x0042"
