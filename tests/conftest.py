@@ -119,3 +119,17 @@ def pytest_runtest_teardown() -> Iterator[None]:
         gc.collect()
         return_freed_memory()
         resident_at_release = resident_bytes()
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[float]]:
+    """A list that gets one entry for every program that XLA compiles: the seconds it took."""
+    programs = []
+
+    def on_event(event: str, duration: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            programs.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(on_event)
+    yield programs
+    jax.monitoring.unregister_event_duration_listener(on_event)

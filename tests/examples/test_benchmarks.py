@@ -182,6 +182,7 @@ def test_sampling_during_the_update_is_measured():
 def test_completions_of_older_weights(tmp_path):
     """The sampler uses older weights, so its log-probabilities differ from those of the trainer from step 2 on."""
     short = ("training.max_steps=3", "sft.max_steps=100", "optimizer.learning_rate=1e-2", "optimizer.warmup_steps=0")
+    short += ("data.eval_size=8", "eval.samples=1", "eval.k=[1]")
     now, before = (old_weights.trained(age, "sequence", 0, tmp_path / str(age), short) for age in (0, 1))
     assert now["logprob_gap/mean"] < 1e-4 < 1e-2 < before["logprob_gap/mean"]
     assert before["sampler_is/ess"] < now["sampler_is/ess"] == pytest.approx(1, abs=1e-4)

@@ -90,6 +90,17 @@ def test_backward_pass_dequantizes_again(kind):
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(kept)) <= codes.nbytes + scale.nbytes + x.nbytes
 
 
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_second_product_compiles_nothing(kind, compiled):
+    """Outside of a compiled function too: there, each call of a quantized model once compiled all of its products."""
+    codes, scale = quantize(jnp.asarray(KERNEL), kind)
+    x = jnp.ones((3, len(KERNEL)))
+    quantized_product(x, codes, scale, jnp.float32)
+    compiled.clear()
+    quantized_product(x, codes, scale, jnp.float32)
+    assert compiled == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "olmo3", "ministral3", "gemma4"])
 @pytest.mark.parametrize("kind", ["int8", "nf4"])

@@ -73,20 +73,6 @@ def test_four_arguments_are_enough(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def compiled():
-    """A list that gets one entry for every program that XLA compiles."""
-    programs = []
-
-    def on_event(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            programs.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(on_event)
-    yield programs
-    jax.monitoring.unregister_event_duration_listener(on_event)
-
-
 def test_estimator_is_traced_into_one_compiled_program(compiled, monkeypatch):
     """Advantage and loss are one program. The estimator is traced into it once and never gets a concrete value. It was
     traced on shapes alone before, when the learner was created."""

@@ -99,14 +99,21 @@ def quantized_product(
     """Dequantises the matrix W of `codes` and `scale`, and computes `x W` in `dtype`. An optimization barrier makes the
     dequantisation depend on `x`, so the compiler cannot move the dequantisation out of a loop. The backward pass
     dequantises W again, so W is not stored."""
+    return _product(x, codes, scale, dtype=dtype, few_rows=_rows_per_device(x) <= FEW_ROWS)
 
+
+# `jax.checkpoint` alone would compile anew at each call outside of a compiled function: 210 programs for SmolLM2-135M.
+@functools.partial(jax.jit, static_argnames=("dtype", "few_rows"), inline=True)
+def _product(
+    x: Float[Array, "... I"], codes: Codes, scale: Float[Array, "B O"], *, dtype: Any, few_rows: bool
+) -> Float[Array, "... O"]:
     def product(x: Array, codes: Array, scale: Array) -> Array:
         x, codes, scale = jax.lax.optimization_barrier((x, codes, scale))
         # The derivative of the barrier needs a tangent of every operand, so the gradient of the scales is stopped
         # here. This gradient would cost the product `x^T dy`.
         scale = jax.lax.stop_gradient(scale)
         plain = functools.partial(plain_product, dtype)
-        if _rows_per_device(x) > FEW_ROWS:
+        if not few_rows:
             return plain(x, codes, scale)
         return jax.lax.platform_dependent(x, codes, scale, tpu=functools.partial(fused_product, dtype), default=plain)
 
