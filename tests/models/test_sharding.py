@@ -135,24 +135,18 @@ def test_training_on_a_mesh_equals_training_on_one_device(alone, shape):
     assert row["train/perf/update_programs"] == 1 and row["train/perf/programs_compiled"] == 0
 
 
-LONG = {"max_prompt_length": 16, "max_tokens_to_generate": 32}
-
-
 @pytest.mark.parametrize("name", OTHER_CONFIGS)
 def test_training_of_other_families_on_a_mesh(name):
-    """On one that splits the weights, and on one that also splits the sequences."""
     config = dataclasses.replace(CONFIG, **{"qkv_bias": False} | OTHER_CONFIGS[name])
     # The unscaled scores of Gemma 4 magnify rounding in the weights until a sample of the third step differs.
     more = {"optimizer": optax.sgd(1.0), "steps": 1} if name == "Gemma 4" else {}
-    expected, single, said = train(None, config=config, **LONG, **more)
-    for shape, names in (([2, 2, 2], AXES), ([2, 4], ["fsdp", "cp"])):
-        mesh = build_mesh(MeshConfig(shape=shape, axis_names=names))
-        row, learner, seen = train(mesh, config=config, **LONG, **more)
-        assert seen == said and row["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-5)
-        for one, many in zip(jax.tree.leaves(single.params), jax.tree.leaves(learner.params), strict=True):
-            # Adam magnifies the rounding of gradients near 0, which experts with few tokens have.
-            np.testing.assert_allclose(np.asarray(one), np.asarray(many), atol=5e-5 if config.experts is None else 1e-3)
-            assert np.abs(np.asarray(one) - np.asarray(many)).mean() < 1e-5
+    expected, single, said = train(None, config=config, **more)
+    row, learner, seen = train(build_mesh(MeshConfig(shape=[2, 2, 2], axis_names=AXES)), config=config, **more)
+    assert seen == said and row["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-5)
+    for one, many in zip(jax.tree.leaves(single.params), jax.tree.leaves(learner.params), strict=True):
+        # Adam magnifies the rounding of gradients near 0, which experts with few tokens have.
+        np.testing.assert_allclose(np.asarray(one), np.asarray(many), atol=5e-5 if config.experts is None else 1e-3)
+        assert np.abs(np.asarray(one) - np.asarray(many)).mean() < 1e-5
 
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tp": 2}, {"fsdp": 2, "ep": 2, "tp": 2}], ids=str)
@@ -239,6 +233,9 @@ def test_recurrent_layers_on_a_mesh_equal_those_on_one_device(shape):
     assert row["train/perf/update_programs"] == 1 and row["train/perf/programs_compiled"] == 0
 
 
+LONG = {"max_prompt_length": 16, "max_tokens_to_generate": 32}
+
+
 @pytest.fixture(scope="module")
 def alone_long():
     return train(None, **LONG)
@@ -256,6 +253,17 @@ def test_sequences_split_over_devices_train_the_same_weights(alone_long, shape):
     kernel = learner.params["layers"][0]["mlp"]["up_proj"]["kernel"]
     assert kernel.addressable_shards[0].data.shape == (16 // shape[0] // shape[1], 32 // shape[2])
     assert row["train/perf/update_programs"] == 1 and row["train/perf/programs_compiled"] == 0
+
+
+@pytest.mark.parametrize("name", OTHER_CONFIGS)
+def test_split_sequences_of_other_families(name):
+    config = dataclasses.replace(CONFIG, **{"qkv_bias": False} | OTHER_CONFIGS[name])
+    expected, single, said = train(None, config=config, **LONG)
+    mesh = build_mesh(MeshConfig(shape=[2, 4], axis_names=["fsdp", "cp"]))
+    row, learner, seen = train(mesh, config=config, **LONG)
+    assert seen == said and row["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-5)
+    for one, many in zip(jax.tree.leaves(single.params), jax.tree.leaves(learner.params), strict=True):
+        assert np.abs(np.asarray(one) - np.asarray(many)).mean() < 1e-5
 
 
 @pytest.mark.parametrize("layout", [[8, 1, 1], [2, 1, 4], [1, 8, 1], [1, 2, 4]], ids=str)
@@ -339,9 +347,17 @@ def test_predicted_time_of_a_decode_step():
     assert decode_seconds(model, alone, 32, (8, 24), slow) == 0
 
 
+@pytest.fixture
+def traced_anew():
+    """A product that was traced before would not be traced again, and other tests must not get the one of this test."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 @pytest.mark.parametrize("prompts", [8, 2])
 @pytest.mark.parametrize("shape", [[1, 8, 1], [2, 2, 2]], ids=str)
-def test_quantised_products_count_the_rows_of_one_device(monkeypatch, shape, prompts):
+def test_quantised_products_count_the_rows_of_one_device(monkeypatch, traced_anew, shape, prompts):
     """The oracle is the sharding that the compiler gives the inputs of the products, in the forward and the backward
     pass of prompts and completions. Two prompts cannot be split, so each device has all rows."""
     counted, held = [], []
@@ -355,7 +371,6 @@ def test_quantised_products_count_the_rows_of_one_device(monkeypatch, shape, pro
         jax.debug.inspect_array_sharding(x, callback=lambda s: held.append(math.prod(s.shard_shape(x.shape)[:-1])))
         return product(dtype, x, codes, scale)
 
-    jax.clear_caches()  # a product that was traced before would not be traced again
     monkeypatch.setattr(quantization, "_rows_per_device", recorded)
     monkeypatch.setattr(quantization, "plain_product", inspected)
     mesh = build_mesh(MeshConfig(shape=shape, axis_names=AXES))
