@@ -52,7 +52,7 @@ gc.set_threshold(50_000, 20, 20)
 
 # jax keeps the lowered module of every program it compiled, each in an MLIR context of its own. A context takes 1.2 MB
 # and makes each later lowering slower: a small function took 9 ms in a new process and 35 ms after 2,400 others.
-# A program also takes four or more of the 65,530 memory mappings of a process, and XLA ends the process when a mapping fails.
+# A program also takes at least four of the 65,530 memory mappings of a process; XLA ends it when a mapping fails.
 STATM = Path("/proc/self/statm")
 MOST_GROWTH = 2**30
 
