@@ -38,6 +38,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 import jax
 import pytest
 
+from tests.process import resident_bytes
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # A shell ignores SIGINT for a command in the background, and `nohup` ignores SIGHUP. Programs that tests start would
@@ -53,15 +55,7 @@ gc.set_threshold(50_000, 20, 20)
 # jax keeps the lowered module of every program it compiled, each in an MLIR context of its own. A context takes 1.2 MB
 # and makes each later lowering slower: a small function took 9 ms in a new process and 35 ms after 2,400 others.
 # A program also takes at least four of the 65,530 memory mappings of a process; XLA ends it when a mapping fails.
-STATM = Path("/proc/self/statm")
 MOST_GROWTH = 2**30
-
-
-def resident_bytes() -> int:
-    """The memory of this process; 0 where the system does not say."""
-    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if STATM.exists() else 0
-
-
 resident_at_release = 0
 """The memory of this process when it last released its compiled programs, in bytes."""
 

@@ -2,15 +2,11 @@
 
 import ctypes
 import platform
-from pathlib import Path
 
 import pytest
 
+from tests.process import resident_bytes
 from tunix_like.runtime.host_memory import return_freed_memory
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
@@ -24,7 +20,7 @@ def test_freed_memory_is_returned():
         ctypes.memset(block, 1, size)
     for block in blocks[:-1]:  # the last one keeps the C library from shrinking its heap by itself
         library.free(block)
-    before = resident()
+    before = resident_bytes()
     return_freed_memory()
-    assert before - resident() > 100e6
+    assert before - resident_bytes() > 100e6
     library.free(blocks[-1])
